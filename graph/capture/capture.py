@@ -14,7 +14,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,18 +254,19 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
     halves = default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
-    _drop_repeated(*halves)
+    names = {node.name for node in forward}
+    for half, is_forward in zip(halves, (True, False), strict=True):
+        _drop_unused(half, names, is_forward)
     return halves
 
 
-def _drop_repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Erase unused copies of forward ops from the backward: torch leaves ops that may draw random numbers
-    (fused attention) in both graphs, so they would run twice."""
-    ran = {node.name for node in forward.graph.nodes if node.op == "call_function"}
-    for node in reversed(backward.graph.nodes):
-        if node.op == "call_function" and node.name in ran and not node.users:
-            backward.graph.erase_node(node)
-    backward.recompile()
+def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: bool) -> None:
+    """Erase unused copies of the other half's ops: torch leaves ops that may draw random numbers (fused
+    attention), and what waits for collectives depend on, in both graphs, so they would run twice."""
+    for node in reversed(half.graph.nodes):
+        if node.op == "call_function" and (node.name in forward) != is_forward and not node.users:
+            half.graph.erase_node(node)
+    half.recompile()
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.from_fx import is_collective, is_instruction, op_name
+from lancet_kernels.graph.program.from_fx import is_collective, is_instruction, is_wait, op_name
 
 # A piece of one or two nodes is called faster than its guards are checked.
 SMALLEST_PIECE = 3
@@ -59,7 +59,7 @@ def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
             continue
         if node.target is operator.getitem and node.args[0] in number_of:
             number_of[node] = number_of[node.args[0]]  # a tuple does not cross pieces
-        elif is_instruction(node) and stands_alone(node):
+        elif is_wait(node) or (is_instruction(node) and stands_alone(node)):
             close()
             number_of[node] = number
             number += 1

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from lancet_kernels.graph.capture.captured_graph import with_any_strides
 from lancet_kernels.graph.costs.communication import CommunicationModel
-from lancet_kernels.graph.program.from_fx import is_collective, is_instruction
+from lancet_kernels.graph.program.from_fx import is_collective, is_functional_collective, is_instruction
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size
@@ -133,7 +134,7 @@ class _Timer(fx.Interpreter):
         clock = time.process_time if is_collective(node) and not _spare_cores() else time.thread_time
         link.read()
         begin, cpu = time.perf_counter(), clock()
-        result = call()
+        result = _arrived(node, call())
         self.cpu[node.name] = (clock() - cpu) * 1e3
         self.wall[node.name] = (time.perf_counter() - begin) * 1e3
         self.wire[node.name] = link.read().bytes_on_wire
@@ -152,7 +153,7 @@ class _GpuTimer(_Timer):
         link.read()
         torch.cuda._sleep(GPU_SLEEP_CYCLES)
         begin.record()
-        result = call()
+        result = _arrived(node, call())
         end.record()
         torch.cuda.synchronize()
         traffic, elapsed_ms = link.read(), begin.elapsed_time(end)
@@ -164,6 +165,12 @@ class _GpuTimer(_Timer):
         self.cpu[node.name], self.wall[node.name] = computing_ms, elapsed_ms
         self.wire[node.name] = traffic.bytes_on_wire
         return result
+
+
+def _arrived(node: fx.Node, result: Any) -> Any:
+    """The result of a node; that of a functional collective after waiting for it, which is part of it."""
+    wait = torch.ops._c10d_functional.wait_tensor
+    return tree_map(wait, result) if is_functional_collective(node) else result
 
 
 @lru_cache(maxsize=1)

@@ -3,10 +3,9 @@
 Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
 shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
 spread, dropless batch (`ops.moe.rows.expected_sizes`). The exchange of counts blocks the host, so it is
-computation.
-`wait_tensor` is free: the instruction that reads its result waits for the collective. All-gathers and
-reduce-scatters have the attribute `collective`. Ops that draw from torch's global random generator
-(`draws_random_numbers`) overwrite its state, so that they keep their order.
+computation. A functional collective and its `wait_tensor` are one instruction: whoever reads the result waits
+for it. All-gathers and reduce-scatters have the attribute `collective`. Ops that draw from torch's global
+random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ GATHERS = "gathers_parameters"
 WRITTEN_INTO = "written_into"
 """Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 WAIT = "_c10d_functional.wait_tensor"
-"""Waits for a collective. Free: it gives the storage that the collective fills."""
+"""Waits for a collective, and gives the storage that it fills."""
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
 _HARDLY_READ = {
@@ -142,8 +141,33 @@ def program_from_graph(
 
 
 def is_instruction(node: fx.Node) -> bool:
-    """Does the node call an op? Getting an element of a tuple does not count."""
-    return node.op in ("call_function", "call_method", "call_module") and node.target is not operator.getitem
+    """Does the node call an op? An element of another one's result (`is_element`) does not count."""
+    return node.op in ("call_function", "call_method", "call_module") and not is_element(node)
+
+
+def is_element(node: fx.Node) -> bool:
+    """Is the node part of another one's result: an element of a tuple, or what has arrived (`is_wait`)?"""
+    return node.target is operator.getitem or is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Does the node wait for a functional collective?"""
+    return node.op == "call_function" and op_name(node) == WAIT
+
+
+def with_elements(node: fx.Node) -> list[fx.Node]:
+    """The node and the elements of its result, also of nested tuples."""
+    return [node, *(n for user in node.users if is_element(user) for n in with_elements(user))]
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read a result, or elements of it."""
+    return [reader for part in with_elements(node) for reader in part.users if not is_element(reader)]
+
+
+def is_functional_collective(node: fx.Node) -> bool:
+    """Is the node the start of one of torch's functional collectives?"""
+    return is_collective(node) and op_name(node).startswith(_COLLECTIVE_NAMESPACE)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -178,12 +202,15 @@ def op_name(node: fx.Node) -> str:
 
 
 def tensor_names(node: fx.Node) -> list[str]:
-    """Names of the tensors that a node returns; for a getitem node, the name of the element.
+    """Names of the tensors that a node returns; for a getitem node, the name of the element; for a wait, that
+    of the tensor it waits for.
 
     A node that reassembles a tensor from its parts has that tensor's name (`meta["stands_for"]`).
     """
     if "stands_for" in node.meta:
         return [node.meta["stands_for"]]
+    if is_wait(node):
+        return tensor_names(node.args[0])
     if node.target is operator.getitem:
         source, index = node.args
         return [name for name in [f"{source.name}.{index}"] if name in tensor_names(source)]
@@ -279,7 +306,7 @@ def _instruction(
 def _kind(op: str) -> Kind:
     if op in _KINDS:
         return _KINDS[op]
-    if op.startswith(_COLLECTIVE_NAMESPACE) and op != WAIT:
+    if op.startswith(_COLLECTIVE_NAMESPACE):
         return Kind.OTHER_COMMUNICATION
     return Kind.COMPUTE
 
@@ -308,7 +335,7 @@ def _aliased(node: fx.Node) -> dict[int, str]:
             value = arguments.get(name)
             if isinstance(value, fx.Node) and tensor_names(value):
                 aliases[i] = tensor_names(value)[0]
-    if op_name(node) in (WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
+    if op_name(node) == _UNSAFE_VIEW and tensor_names(node.args[0]):
         aliases[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
     value = _value(node)

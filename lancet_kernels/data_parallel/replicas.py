@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lancet_kernels.data_parallel.gradients import gradient_groups
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of
+from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Pending
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -62,7 +63,7 @@ class Replicas:
             differ = (largest != ~smallest).tolist()
             return [place for place, other in zip(places, differ, strict=True) if other]
 
-        return Pending(_WHAT, process_group, work, None, finish, sent=extremes)
+        return Pending(LinkWork(_WHAT, process_group, work, None, kept=extremes), finish)
 
     def _raise_first(self, places: list[int]) -> None:
         """Raise UserError on all ranks if any of them has a place."""

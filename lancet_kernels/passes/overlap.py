@@ -10,14 +10,14 @@ from torch import fx
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.program.from_fx import WAIT
+from lancet_kernels.graph.program.from_fx import is_wait
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.passes.node_costs import NodeCosts, milliseconds
 from lancet_kernels.passes.traced_graph import read_graph
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
-from lancet_kernels.schedules.order.late_waits import wait_late
-from lancet_kernels.schedules.rewrite.apply import place
+from lancet_kernels.schedules.order.late_views import read_late
+from lancet_kernels.schedules.rewrite.apply import place, wait_late
 from lancet_kernels.schedules.strategies import MORE_MEMORY
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 
@@ -73,17 +73,14 @@ def overlap_pass(
             do="give 1.1 for a tenth more",
         )
     where = load_cluster(cluster)
-    if strategy == "none" or not any(_is_wait(node) for node in gm.graph.nodes):
+    if strategy == "none" or not any(map(is_wait, gm.graph.nodes)):
         return gm
     program = read_graph(gm.graph)
     ms = milliseconds(gm.graph, program, costs, where)
     place(gm.graph, [program.instructions[i].name for i in _order(program, ms, memory_limit)])
+    wait_late(gm.graph)
     gm.recompile()
     return gm
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return node.op == "call_function" and str(getattr(node.target, "overloadpacket", "")) == WAIT
 
 
 def _order(program: Program, ms: Sequence[float], memory_limit: float | None) -> list[int]:
@@ -92,7 +89,7 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
     timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
     order = best_order(timed, _own_time, memory_limit_bytes=limit).order
-    late = wait_late(program, order, float("inf") if limit is None else limit)
+    late = read_late(program, order, float("inf") if limit is None else limit)
     program.reordered(late)  # raises where an instruction would run before one that it depends on
     return late
 

@@ -11,7 +11,8 @@ before it sums over the ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.pending import Here, Started
-from lancet_kernels.ops.comm.shards import start_all_reduce_summands, start_reduce_scatter
 
 
 class Accumulation:
@@ -99,17 +99,11 @@ def start_accumulated_all_reduce(gradients: list[Tensor], group: str, number: in
     return start_all_reduce(added, group)
 
 
-def start_accumulated_scatter(summand: Tensor, dim: int, group: str, number: int) -> Started[Tensor]:
-    """As `start_reduce_scatter`; without sums zeros, and the summand is held."""
+def sum_when_due(op: Callable[..., Tensor], number: int, summand: Tensor, *arguments: Any) -> Tensor:
+    """A functional all-reduce or reduce-scatter; without sums zeros, and the summand is held."""
     total = _SUMS[number].add(summand)
-    if total is None:
-        shape = list(summand.shape)
-        shape[dim] //= group_size(group)
-        return Here(summand.new_zeros(shape))
-    return start_reduce_scatter(total, dim, group)
-
-
-def start_accumulated_sum(summand: Tensor, group: str, number: int) -> Started[Tensor]:
-    """As `start_all_reduce_summands`; without sums zeros, and the summand is held."""
-    total = _SUMS[number].add(summand)
-    return Here(torch.zeros_like(summand)) if total is None else start_all_reduce_summands(total, group)
+    if total is not None:
+        return op(total, *arguments)
+    scatters = op is torch.ops._c10d_functional.reduce_scatter_tensor.default
+    rows = summand.shape[0] // (group_size(arguments[-1]) if scatters else 1)
+    return summand.new_zeros(rows, *summand.shape[1:])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -56,7 +57,7 @@ def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pendin
     with waiting("all_reduce", process_group):
         transfer = link.start_all_reduce(process_group, total.numel() * total.element_size(), total.is_cuda)
         work = dist.all_reduce(total, group=process_group, async_op=True)
-    return Pending("all_reduce", process_group, work, transfer, finish)
+    return Pending(LinkWork("all_reduce", process_group, work, transfer), finish)
 
 
 @torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())

@@ -24,6 +24,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
@@ -157,7 +158,7 @@ def start_all_to_all(
         # A collective delivers rank by rank.
         return expert_major(received_RD, receive_count_WL) if to_experts else received_RD
 
-    return Pending("all_to_all", process_group, work, transfer, finish, layer)
+    return Pending(LinkWork("all_to_all", process_group, work, transfer, layer), finish)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())

@@ -3,50 +3,28 @@ meanwhile."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, Union
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.ops.comm.link import Transfer, Waitable, link
-from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.comm.link_group import LinkWork
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Pending(Generic[Result]):
-    """A collective under way.
+    """A collective under way. finish: makes the result of what has arrived."""
 
-    Attributes:
-        what, layer, peers: for the message if a rank stays away (`ops.comm.waiting`).
-        finish: makes the result of what has arrived.
-        sent: what travels, where it must be kept until it has.
-    """
-
-    what: str
-    group: dist.ProcessGroup
-    work: Waitable
-    transfer: Transfer | None
+    work: LinkWork
     finish: Callable[[], Result]
-    layer: str = ""
-    peers: Sequence[int] | None = None
-    sent: object = None
 
     def wait(self) -> Result:
         """The result. Bounded by the process group's timeout. Raises: CommunicationError."""
-        before = time.monotonic()
-        with waiting(self.what, self.group, self.layer, self.peers):
-            if self.transfer is None:
-                self.work.wait()
-            else:
-                self.transfer.finish(self.work)
-        link.waited(self.what, time.monotonic() - before)
-        self.sent = None
+        self.work.wait()
         return self.finish()
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from lancet_kernels.ops.comm.all_reduce import start_sum
 from lancet_kernels.ops.comm.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -106,7 +107,7 @@ def _started(
         transfer = link.start(process_group, sent=size, received=size, cuda=sent.is_cuda)
         work = collective(*wires, group=process_group, async_op=True)
     transfer.watch(work, sent)
-    return Pending(what, process_group, work, transfer, partial(finish, received))
+    return Pending(LinkWork(what, process_group, work, transfer), partial(finish, received))
 
 
 def _slices(tensor: Tensor, dim: int, ranks: int) -> Tensor:

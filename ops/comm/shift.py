@@ -18,6 +18,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -67,7 +68,8 @@ def start_shift(
         )
     if is_cuda:
         transfer.watch(works)  # the tiles are kept here
-    return Pending(what, process_group, works, transfer, lambda: received, peers=peers, sent=sent)
+    work = LinkWork(what, process_group, works, transfer, peers=peers, kept=sent)
+    return Pending(work, lambda: received)
 
 
 def check_alike(own: str, group: str, device: torch.device, what: str, do: str) -> None:

@@ -2,7 +2,8 @@
 
     reorder(graph, order)       puts the nodes into the order of the plan, forward before backward
     place(graph, order)         the same for a graph in which forward and backward may mix
-    start_early_wait_late(gm)   splits each collective: it starts at its place, and its first reader waits
+    wait_late(graph)            puts each `wait_tensor` right before its first reader
+    start_early_wait_late(gm)   the same, our own collectives split into start and wait; sums wait until due
 
 Contract: afterwards the graph runs its instructions in exactly the requested order. If that order is invalid
 for the graph, the graph is unchanged and UserError names the node that would read a tensor too early, or draw
@@ -13,7 +14,7 @@ can deadlock.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +22,17 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.layer_names import layer_meta
-from lancet_kernels.graph.program.from_fx import draws_random_numbers, is_instruction, op_name
-from lancet_kernels.graph.program.phases import forward_nodes
-from lancet_kernels.ops.comm.accumulated import (
-    start_accumulated_all_reduce,
-    start_accumulated_scatter,
-    start_accumulated_sum,
+from lancet_kernels.graph.program.from_fx import (
+    draws_random_numbers,
+    is_functional_collective,
+    is_instruction,
+    is_wait,
+    op_name,
+    readers,
+    with_elements,
 )
+from lancet_kernels.graph.program.phases import forward_nodes
+from lancet_kernels.ops.comm.accumulated import start_accumulated_all_reduce, sum_when_due
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.shards import (
@@ -49,11 +54,6 @@ _STARTS: dict[str, Callable] = {
 }
 
 
-_ACCUMULATED: dict[Callable, Callable] = {
-    start_all_reduce: start_accumulated_all_reduce,
-    start_reduce_scatter: start_accumulated_scatter,
-    start_all_reduce_summands: start_accumulated_sum,
-}
 GRADIENTS_OF = "gradients_of"
 """Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
 of the parameters, which other sums may have, too."""
@@ -105,7 +105,8 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
             expected=f"each of the graph's {len(present)} instructions once",
             do="plan again for this graph",
         )
-    reordered: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    reordered = given + [each for node in given for each in with_elements(node)[1:]]
     available = set(reordered)
     for name in order:
         node = nodes[name]
@@ -117,7 +118,7 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
                 expected=f"{missing[0]} first, whose result {name} reads",
                 do="plan again for this graph",
             )
-        elements = _with_elements(node)
+        elements = with_elements(node)
         reordered += elements
         available.update(elements)
     _check_draws(graph, reordered)
@@ -140,15 +141,6 @@ def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
             )
 
 
-def _with_elements(node: fx.Node) -> list[fx.Node]:
-    """The node and the getitem nodes of its elements, also of nested tuples."""
-    nodes = [node]
-    for user in node.users:
-        if user.target is operator.getitem:
-            nodes += _with_elements(user)
-    return nodes
-
-
 def _place(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Move nodes to the front of the graph, in this order."""
     cursor = graph._root
@@ -162,52 +154,69 @@ def start_early_wait_late(
     blocking: Collection[str] = (),
     number_of: Callable[[tuple[object, ...]], int] | None = None,
 ) -> None:
-    """Split each all-to-all, all-reduce and shift: its start stays, its wait goes before its first reader.
+    """Every collective starts at its place, and its first reader waits for it.
 
     Args:
-        blocking: names of collectives that are not split.
+        blocking: names of collectives that are waited for at once.
         number_of: gives the number of a sum of gradients (`GRADIENTS_OF`), which may be left to a later
             backward then (`ops.comm.accumulated`).
     """
     graph = module.graph
     for node in list(graph.nodes):
-        start = _STARTS.get(op_name(node)) if is_instruction(node) else None
         key = node.meta.get(GRADIENTS_OF)
         number = None if number_of is None or key is None else number_of(key)
-        if start is None or (node.name in blocking and number is None):
-            continue
-        name, args = node.name, node.args
-        if number is not None:
-            start, args = _ACCUMULATED[start], (*args, number)
-        with graph.inserting_before(node):
-            pending = graph.call_function(start, args, node.kwargs)
-        pending.name = f"{name}_start"
-        pending.meta = layer_meta(node)
-        readers = _readers(node)
-        first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
-        if name in blocking:
-            first = pending.next
-        elements = [user for user in node.users if user.target is operator.getitem]
-        with graph.inserting_before(first):
-            result = graph.call_function(wait, (pending,))
-        result.meta = dict(node.meta)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-        result.name = name
-        cursor = result
-        for element in elements:
-            cursor.append(element)
-            cursor = element
+        if is_functional_collective(node):
+            if number is not None:
+                node.args, node.target = (node.target, number, *node.args), sum_when_due
+        elif is_instruction(node) and op_name(node) in _STARTS:
+            _split(graph, node, number, node.name in blocking)
+    wait_late(graph, blocking)
     graph.lint()
     module.recompile()
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a result; for a tuple, those that read its elements."""
-    readers = []
-    for user in node.users:
-        readers += _readers(user) if user.target is operator.getitem else [user]
-    return readers
+def _split(graph: fx.Graph, node: fx.Node, number: int | None, is_blocking: bool) -> None:
+    """Replace one of our collectives by its start and its wait."""
+    if is_blocking and number is None:
+        return
+    start, args, elements = _STARTS[op_name(node)], node.args, with_elements(node)[1:]
+    if number is not None:
+        start, args = start_accumulated_all_reduce, (*args, number)
+    name = node.name
+    with graph.inserting_before(node):
+        pending = graph.call_function(start, args, node.kwargs)
+        pending.name = f"{name}_start"
+        pending.meta = layer_meta(node)
+        result = graph.call_function(wait, (pending,))
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    result.name = name
+    if not is_blocking:
+        _place_late(graph, result, elements, _position(graph))
+
+
+def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:
+    """Put each `wait_tensor` right before the first node that reads what has arrived, or at the end.
+
+    Args: blocking: names of collectives whose waits stay where they are.
+    """
+    position = _position(graph)
+    for node in filter(is_wait, list(graph.nodes)):
+        start = node.args[0]
+        while start.target is operator.getitem:
+            start = start.args[0]
+        if start.name not in blocking:
+            _place_late(graph, node, with_elements(node)[1:], position)
+
+
+def _place_late(
+    graph: fx.Graph, node: fx.Node, elements: Sequence[fx.Node], position: Mapping[fx.Node, int]
+) -> None:
+    """Move a wait with the elements of its result before the first reader of any of them."""
+    first = min(readers(node), key=position.__getitem__, default=graph.output_node())
+    for each in (node, *elements):
+        first.prepend(each)
 
 
 def _position(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -22,8 +22,8 @@ from itertools import pairwise
 from torch import fx
 
 from lancet_kernels.graph.program.forms import PARTIAL, Forms, any_made_in_parts
-from lancet_kernels.graph.program.from_fx import is_instruction, tensor_names
-from lancet_kernels.schedules.rewrite.cut_nodes import CutError, Routing, refuse, rule_of, with_elements
+from lancet_kernels.graph.program.from_fx import is_instruction, tensor_names, with_elements
+from lancet_kernels.schedules.rewrite.cut_nodes import CutError, Routing, refuse, rule_of
 from lancet_kernels.schedules.rewrite.cut_parts import Parts, Values
 from lancet_kernels.schedules.rewrite.cut_wholes import Reassembly
 from lancet_kernels.schedules.rewrite.in_place import mark_join

@@ -89,11 +89,6 @@ def element_of(node: fx.Node, index: int) -> fx.Node:
     return next(user for user in node.users if user.target is operator.getitem and user.args[1] == index)
 
 
-def with_elements(node: fx.Node) -> list[fx.Node]:
-    """The node and, if its result is a tuple, the getitem nodes of its elements."""
-    return [node, *(user for user in node.users if user.target is operator.getitem)]
-
-
 def are_by_expert(node: fx.Node) -> bool:
     """Are these received rows, sorted by local expert, rather than rows to send, sorted by rank?"""
     while "rows_by_expert" not in node.meta:

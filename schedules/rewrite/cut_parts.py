@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
-from lancet_kernels.graph.program.from_fx import KEPT_BYTES
+from lancet_kernels.graph.program.from_fx import KEPT_BYTES, with_elements
 from lancet_kernels.graph.rules.part_instruction import part_name
 from lancet_kernels.schedules.rewrite.cut_nodes import (
     Routing,
@@ -26,7 +26,6 @@ from lancet_kernels.schedules.rewrite.cut_nodes import (
     refuse,
     rule_of,
     shape_of,
-    with_elements,
 )
 
 aten, lancet = torch.ops.aten, torch.ops.lancet

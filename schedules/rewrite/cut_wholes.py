@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW
-from lancet_kernels.graph.program.from_fx import is_view, tensor_names
+from lancet_kernels.graph.program.from_fx import is_view, tensor_names, with_elements
 from lancet_kernels.graph.rules.rules import MEAN
 from lancet_kernels.schedules.rewrite.cut_nodes import (
     Routing,
@@ -18,7 +18,6 @@ from lancet_kernels.schedules.rewrite.cut_nodes import (
     element_of,
     refuse,
     rule_of,
-    with_elements,
 )
 from lancet_kernels.schedules.rewrite.cut_parts import Parts
 

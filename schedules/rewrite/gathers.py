@@ -30,10 +30,11 @@ from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.ops.comm.link_group import link_group
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 
-aten = torch.ops.aten
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 
@@ -93,11 +94,39 @@ class _Sharding:
         node.meta.update(self._marks)
         return node
 
-    def _collective(self, target: Any, tensor: fx.Node, *args: object, group: str) -> fx.Node:
-        node = self._call(target, tensor, *args, group)
+    def _collective(
+        self, target: Any, tensor: fx.Node, *args: object, group: str, gradients_of: Sequence[str] = ()
+    ) -> fx.Node:
+        """What has arrived. Args: gradients_of: what identifies a sum of gradients."""
+        start = self._call(target, tensor, *args, link_group(group))
         if (name := self._cost_group.get(group, "world")) != "world":
-            node.meta["group"] = name
-        return node
+            start.meta["group"] = name
+        if gradients_of:
+            start.meta[GRADIENTS_OF] = tuple(gradients_of)
+        return self._call(functional.wait_tensor.default, start)
+
+    def _gathered(self, shard: fx.Node, dim: int, group: str) -> fx.Node:
+        """The shards of all ranks along a dimension."""
+        shape, ranks = list(shard.meta["val"].shape), group_size(group)
+        joined = self._collective(functional.all_gather_into_tensor.default, shard, ranks, group=group)
+        if not dim:
+            return joined
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+        by_rank = self._call(aten.permute.default, self._shaped(joined, [ranks, *shape]), order)
+        return self._shaped(by_rank, [*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]])
+
+    def _summed(self, summand: fx.Node, dim: int, group: str, names: Sequence[str]) -> fx.Node:
+        """This rank's shard along a dimension of the sum over the ranks."""
+        shape, ranks = list(summand.meta["val"].shape), group_size(group)
+        shape[dim] //= ranks
+        if dim:
+            by_rank = self._shaped(summand, [*shape[:dim], ranks, *shape[dim:]])
+            order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
+            summand = self._shaped(
+                self._call(aten.permute.default, by_rank, order), [ranks * shape[0], *shape[1:]]
+            )
+        op, key = functional.reduce_scatter_tensor.default, ("scatter", *names)
+        return self._collective(op, summand, "sum", ranks, group=group, gradients_of=key)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return (
@@ -155,18 +184,13 @@ class _Sharding:
         if len(padded) == 1:
             summed = padded[0]
             if first.group:
-                op = torch.ops.lancet.reduce_scatter.default
-                summed = self._collective(op, summed, first.dim, group=first.group)
-                summed.meta[GRADIENTS_OF] = ("scatter", *names)
+                summed = self._summed(summed, first.dim, first.group, names)
         else:
             rows = [self._shaped(g, [ranks, g.meta["val"].numel() // ranks]) for g in padded]
-            summed = self._call(aten.cat.default, rows, 1)
-            op = torch.ops.lancet.reduce_scatter.default
-            summed = self._collective(op, summed, 0, group=first.group)
-            summed.meta[GRADIENTS_OF] = ("scatter", *names)
+            summed = self._summed(self._call(aten.cat.default, rows, 1), 0, first.group, names)
         if first.replicas:
-            summed = self._collective(torch.ops.lancet.all_reduce.default, summed, group=first.replicas)
-            summed.meta[GRADIENTS_OF] = ("copies", *names)
+            op, key = functional.all_reduce.default, ("copies", *names)
+            summed = self._collective(op, summed, "sum", group=first.replicas, gradients_of=key)
         if scale != 1.0:
             summed = self._call(aten.mul.Tensor, summed, scale)
         if len(padded) == 1:
@@ -256,19 +280,18 @@ class _Sharding:
     def _whole(self, held: Sequence[_Held]) -> dict[fx.Node, fx.Node]:
         """By placeholder, the gathered parameter."""
         whole: dict[fx.Node, fx.Node] = {}
-        op = torch.ops.lancet.all_gather.default
         for bucket in _buckets(held, lambda h: h.parameter, lambda p: p.compute_dtype):
             group, ranks = bucket[0].parameter.group, group_size(bucket[0].parameter.group)
             shards = [self._cast(h.placeholder, h.parameter.compute_dtype) for h in bucket]
             if len(bucket) == 1:
                 (shard,), parameter = shards, bucket[0].parameter
-                all_rows = self._collective(op, shard, parameter.dim, group=group) if group else shard
+                all_rows = self._gathered(shard, parameter.dim, group) if group else shard
                 whole[bucket[0].placeholder] = self._rows(
                     all_rows, parameter.dim, 0, parameter.shape[parameter.dim]
                 )
                 continue
             flat = [self._shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
-            joined = self._collective(op, self._call(aten.cat.default, flat), 0, group=group)
+            joined = self._gathered(self._call(aten.cat.default, flat), 0, group)
             by_rank = self._shaped(joined, [ranks, joined.meta["val"].numel() // ranks])
             begin = 0
             for one, shard in zip(bucket, flat, strict=True):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import init_device_mesh
 from lancet_kernels import OptimizedModule, UserError, fsdp
 from lancet_kernels.ops.comm import accumulated
 from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.comm.link_group import LinkGroup
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
 from tests.optimized import optimized
 from tests.ranks import RankPool
@@ -49,16 +50,17 @@ def counted_sums() -> Iterator[list[str]]:
     """What is summed over the ranks by a plan inside the context."""
     sums: list[str] = []
 
-    def counts(name: str):
-        start = getattr(accumulated, name)
+    def counts(owner: object, name: str):
+        start = getattr(owner, name)
 
         def started(*arguments: object) -> object:
             sums.append(name)
             return start(*arguments)
 
-        return mock.patch.object(accumulated, name, started)
+        return mock.patch.object(owner, name, started)
 
-    with counts("start_all_reduce"), counts("start_reduce_scatter"):
+    scatters = counts(LinkGroup, "reduce_scatter_tensor_coalesced")
+    with counts(accumulated, "start_all_reduce"), scatters:
         yield sums
 
 

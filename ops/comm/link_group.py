@@ -1,0 +1,133 @@
+"""A process group whose collectives are measured, paced by the emulated link, and bounded: a wait that fails
+says in which collective, and for which ranks.
+
+    torch.ops._c10d_functional.all_reduce(x, "sum", link_group(name))
+
+torch's functional collectives find it by the name that `link_group` gives: every start and every wait of
+theirs goes through here, and the waits of our own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _register_process_group
+
+from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.link import Transfer, Waitable, link
+from lancet_kernels.ops.comm.waiting import waiting
+
+_PREFIX = "link of "
+_LINK_GROUPS: WeakKeyDictionary[dist.ProcessGroup, LinkGroup] = WeakKeyDictionary()
+"""By the group that each sends over. torch's registry does not keep them alive."""
+
+
+def link_group(name: str) -> str:
+    """The name by which functional collectives find the link group of a group; "" for the empty name."""
+    return link_group_of(name).link_name if name else ""
+
+
+def plain_group(name: str) -> str:
+    """The group of a name from `link_group`."""
+    return name.removeprefix(_PREFIX)
+
+
+def link_group_of(name: str) -> LinkGroup:
+    """The link group of a group (a name from `group_name`, not the empty one)."""
+    group = group_of(name)
+    if group not in _LINK_GROUPS:
+        _LINK_GROUPS[group] = LinkGroup(name)
+        # The name is of a type of torch's own, which older ones lack.
+        _register_process_group(cast(Any, _PREFIX + name), _LINK_GROUPS[group])
+    return _LINK_GROUPS[group]
+
+
+class LinkWork(dist.Work):
+    """A collective under way, of `group`, or an exchange with `peers`, places in it.
+
+    Args: kept: what must stay in memory until it has arrived.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup,
+        work: Waitable,
+        transfer: Transfer | None,
+        layer: str = "",
+        peers: Sequence[int] | None = None,
+        kept: object = None,
+    ) -> None:
+        super().__init__()
+        self._named = what, group, layer, peers
+        self._work: Waitable | None = work
+        self._transfer, self._kept = transfer, kept
+
+    def wait(self, timeout: object = None) -> bool:
+        """Bounded by the process group's timeout. Raises: CommunicationError."""
+        if self._work is None:  # another one of its results was waited for
+            return True
+        before, work, self._work = time.monotonic(), self._work, None
+        with waiting(*self._named):
+            if self._transfer is None:
+                work.wait()
+            else:
+                self._transfer.finish(work)
+        link.waited(self._named[0], time.monotonic() - before)
+        self._kept = self._transfer = None
+        return True
+
+
+class LinkGroup(dist.ProcessGroup):
+    """The ranks of the group called `name`, and its communicator. Methods are those that torch calls, by
+    position."""
+
+    def __init__(self, name: str) -> None:
+        group = group_of(name)
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        # Only its name: the table of link groups would keep the group alive.
+        self._plain, self.link_name = name, _PREFIX + name
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> LinkWork:  # type: ignore[override]
+        (tensor,), group = tensors, group_of(self._plain)
+        with waiting("all_reduce", group):
+            transfer = link.start_all_reduce(group, _bytes(tensor), tensor.is_cuda)
+            work = group.allreduce(tensors, options)
+        return LinkWork("all_reduce", group, work, transfer, kept=tensor)
+
+    def allgather_into_tensor_coalesced(  # type: ignore[override]
+        self, received: list[Tensor], sent: list[Tensor], options: Any
+    ) -> LinkWork:
+        start = group_of(self._plain)._allgather_base
+        return self._exchanged("all_gather", start, *received, *sent, options)
+
+    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
+        self, received: list[Tensor], sent: list[Tensor], options: Any
+    ) -> LinkWork:
+        start = group_of(self._plain)._reduce_scatter_base
+        return self._exchanged("reduce_scatter", start, *received, *sent, options)
+
+    def _exchanged(
+        self, what: str, start: Callable[..., dist.Work], received: Tensor, sent: Tensor, *options: Any
+    ) -> LinkWork:
+        """Start it. All of the larger tensor but this rank's own slice travels, in both directions."""
+        group, sent = group_of(self._plain), sent.contiguous()
+        size = max(_bytes(sent), _bytes(received))
+        size -= size // group.size()
+        # Not every backend has collectives of truth values.
+        wires = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (received, sent)]
+        with waiting(what, group):
+            transfer = link.start(group, sent=size, received=size, cuda=sent.is_cuda)
+            work = start(*wires, *options)
+        transfer.watch(work, sent)
+        return LinkWork(what, group, work, transfer, kept=sent)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
