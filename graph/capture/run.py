@@ -35,6 +35,7 @@ class GraphRunner:
     inner_compile: the backend that compiles the pieces between communications
     (`graph.capture.inner_compile`); "": none.
     then: is called with the results.
+    frees: free each input after its last use, also where that takes time (on the CPU).
     """
 
     _boxed_call = True  # tells torch to pass a list
@@ -46,6 +47,7 @@ class GraphRunner:
         recorder: Recorder,
         inner_compile: str = "",
         then: Callable[[Any], None] | None = None,
+        frees: bool = False,
     ) -> None:
         announce_layers(module, in_pieces=bool(inner_compile))
         for node in module.graph.nodes:
@@ -55,7 +57,7 @@ class GraphRunner:
         module.recompile()
         self.module, self.phase, self.recorder = module, phase, recorder
         self.pieces = compile_between_communications(module, inner_compile) if inner_compile else None
-        self.then = then
+        self.then, self.frees = then, frees
 
     def __call__(self, inputs: list) -> object:
         results = self._run(inputs)
@@ -70,7 +72,8 @@ class GraphRunner:
             arguments = tuple(inputs)
             inputs.clear()
             return self.pieces(*arguments)
-        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].is_cuda:
+        on_gpu = inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].is_cuda
+        if on_gpu or self.frees:
             # The interpreter frees each saved activation after its last use; a call keeps its arguments
             # alive.
             return fx.Interpreter(self.module).boxed_run(inputs)

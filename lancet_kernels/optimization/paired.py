@@ -63,6 +63,7 @@ class PairedMicrobatches:
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
+        self._sharded = captured.shards().keys()
         self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
 
     @torch.no_grad()
@@ -84,7 +85,7 @@ class PairedMicrobatches:
             raise
         for parameter, gradient in before.items():
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return results
 
     def _run(self, batches: Sequence[Arguments], scale: float) -> list[object]:
@@ -92,24 +93,36 @@ class PairedMicrobatches:
         state = self._captured.state()
         outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
         results = []
-        for batch in (*batches[1:], None):
-            flat, kept = outputs[: self._results], outputs[self._results :]
-            results.append(pytree.tree_unflatten(flat, self._captured.result_structure))
-            given = {**dict(zip(self._saved, kept, strict=True)), **self._tangents(flat, scale)}
-            if batch is None:
-                self._add(backward([given[name] for name in backward.inputs]), summed=True)
-                self._accumulation.finished()
-                break
-            values = {self._pair.backward_inputs[name]: given[name] for name in backward.inputs}
+        for batch in batches[1:]:
+            flat, kept = self._saved_by(outputs)
+            results.append(self._unflattened(flat))
+            kept |= self._tangents(flat, scale)
+            values = {self._pair.backward_inputs[name]: kept.pop(name) for name in backward.inputs}
             new = self._forward_inputs(forward.inputs, state, batch)
             names = map(self._pair.forward_inputs.__getitem__, forward.inputs)
             values |= dict(zip(names, new, strict=True))
             with self._accumulation.without_sums():
-                both = self._together([values[name] for name in self._together.inputs])
-                self._add(both[: self._backward_outputs], summed=False)
+                # Nothing else may hold what the first microbatch saved, or both have it until the end.
+                outputs = self._together([values.pop(name) for name in self._together.inputs])
+                self._add(outputs[: self._backward_outputs], summed=False)
                 self._accumulation.finished()
-            outputs = both[self._backward_outputs :]
+            del outputs[: self._backward_outputs]
+        flat, kept = self._saved_by(outputs)
+        results.append(self._unflattened(flat))
+        kept |= self._tangents(flat, scale)
+        self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
+        self._accumulation.finished()
         return results
+
+    def _saved_by(self, outputs: list) -> tuple[list, dict[str, object]]:
+        """The results of a forward, and what it saved, by name. Args: outputs: is emptied."""
+        flat = outputs[: self._results]
+        saved = dict(zip(self._saved, outputs[self._results :], strict=True))
+        outputs.clear()
+        return flat, saved
+
+    def _unflattened(self, flat: list) -> object:
+        return pytree.tree_unflatten(flat, self._captured.result_structure)
 
     def _forward_inputs(
         self, names: Iterable[str], state: Callable[[str], Tensor], batch: Arguments
@@ -135,21 +148,24 @@ class PairedMicrobatches:
         return {n: torch.full_like(r, scale if n == loss else 0.0) for n, r in of_results.items()}
 
     def _add(self, gradients: Sequence[Tensor | None], summed: bool) -> None:
-        shards = self._captured.shards()
         for i, name in self._gradients.items():
             gradient, parameter = gradients[i], self._parameters[name]
             if gradient is None:
                 continue
             if isinstance(parameter, DTensor):
-                if not summed and name in shards and parameter.device_mesh.size() > 1:
+                if not summed and name in self._sharded and parameter.device_mesh.size() > 1:
                     continue  # held by its sum
-                own = parameter.to_local()
-                gradient = gradient[tuple(slice(size) for size in own.shape)]
-                gradient = DTensor.from_local(
-                    gradient, parameter.device_mesh, parameter.placements, run_check=False,
-                    shape=parameter.shape, stride=parameter.stride(),
-                )  # fmt: skip
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                gradient = gradient[tuple(slice(size) for size in parameter.to_local().shape)]
+            if parameter.grad is None:
+                # Several outputs of a graph may share memory, and few lie as their parameters do.
+                parameter.grad = torch.empty_like(parameter)
+                _local(parameter.grad).copy_(gradient)
+            else:
+                _local(parameter.grad).add_(gradient)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def no_loss(name: str) -> UserError:
@@ -171,11 +187,11 @@ class _Runnable:
         copied = copy_of(module)
         start_early_wait_late(copied, (), number_of)
         write_in_place(copied)
-        self._run = GraphRunner(copied, Phase.BACKWARD, Recorder())
+        self._run = GraphRunner(copied, Phase.BACKWARD, Recorder(), frees=True)
 
-    def __call__(self, values: list[object]) -> Sequence:
+    def __call__(self, values: list[object]) -> list:
         """The outputs. Args: values: of the placeholders; the list is emptied."""
-        return cast(Sequence, self._run(values))
+        return list(cast(Sequence, self._run(values)))
 
 
 def cannot_be_paired(captured: Captured, arguments: Arguments) -> str:
