@@ -12,6 +12,8 @@ from lancet_kernels.schedules.prediction import Prediction
 
 PLAIN = "plain"
 """The module without a plan, among what was measured."""
+IN_PAIRS, ONE_BY_ONE = "in pairs", "one by one"
+"""How several microbatches run, among what was measured."""
 WORTH = 0.02
 """The share of the plain module's time that a plan must save, or the module runs as it is."""
 MOST_LINES = 12
@@ -82,6 +84,24 @@ def measured_choice(chosen: str, measured: Mapping[str, float], plain: bool) -> 
         f"Not worth planning here: {chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
         f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
     )
+
+
+def microbatches_text(pair_ms: float | None, measured: Mapping[str, float]) -> list[str]:
+    """How several microbatches run. Args: pair_ms: of a pair, predicted; None: one after the other.
+    measured: milliseconds of each, in pairs and one by one; {}: neither was run."""
+    text = "Several microbatches: "
+    if pair_ms is not None:
+        text += "the backward of each runs together with the forward of the next, "
+        text += f"predicted {pair_ms:.2f} ms, instead of one after the other."
+    elif measured:
+        text += "one by one."
+    else:
+        return []
+    if measured:
+        text += (
+            f" Measured: {measured[IN_PAIRS]:.2f} ms each in pairs, {measured[ONE_BY_ONE]:.2f} one by one."
+        )
+    return ["", text]
 
 
 def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:

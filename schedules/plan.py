@@ -21,6 +21,7 @@ from lancet_kernels.schedules.explanation import (
     hidden_text,
     measured_choice,
     memory_text,
+    microbatches_text,
     predicted_choice,
     table,
 )
@@ -80,6 +81,8 @@ class Plan(SavedJson):
     plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
     pair: the order in which the backward of a microbatch and the forward of the next run together
     (`rewrite.pairs`); empty: they do not. pair_ms: the predicted time of such a pair.
+    measured_microbatches: milliseconds of each of several real microbatches, `IN_PAIRS` and `ONE_BY_ONE`,
+    where these were run to choose.
     hidings: what computes while messages travel, in the predicted iteration.
     setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
@@ -110,6 +113,7 @@ class Plan(SavedJson):
     setting: Mapping[str, Any] = field(default_factory=dict)
     pair: tuple[str, ...] = ()
     pair_ms: float = 0.0
+    measured_microbatches: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -118,7 +122,7 @@ class Plan(SavedJson):
         data = self.to_json()
         not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
         of_memory = ("memory_limit_gb", "without_limit_ms", "recomputation")
-        for other in (*not_done, *of_memory, "hidings", "setting", "pair_ms"):
+        for other in (*not_done, *of_memory, "hidings", "setting", "pair_ms", "measured_microbatches"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -165,12 +169,7 @@ class Plan(SavedJson):
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
-        if self.pair:
-            lines += [
-                "",
-                "Several microbatches: the backward of each runs together with the forward of the next, "
-                f"predicted {self.pair_ms:.2f} ms, instead of one after the other.",
-            ]
+        lines += microbatches_text(self.pair_ms if self.pair else None, self.measured_microbatches)
         if self.recomputation is not None:
             lines += ["", self.recomputation.text()]
         lines += hidden_text(self.hidings, details)

@@ -5,11 +5,14 @@ from unittest import mock
 import lancet_kernels.optimization.optimize as library
 
 
-def with_times(**ms: float):
-    """Pretends that real steps took so long, after running them; plans that are not named take 100 ms."""
-    real = library.milliseconds_per_step
+def with_times(run: str = "milliseconds_per_step", **ms: float):
+    """Pretends that real steps took so long, after running them; those that are not named take 100 ms.
+
+    Args: run: "milliseconds_of" for several microbatches.
+    """
+    real = getattr(library, run)
 
     def pretend(step, ways, rounds):
         return {name: ms.get(name, 100.0) for name in real(step, ways, rounds)}
 
-    return mock.patch.object(library, "milliseconds_per_step", pretend)
+    return mock.patch.object(library, run, pretend)

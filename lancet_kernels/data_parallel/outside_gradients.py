@@ -126,3 +126,10 @@ def _arrival(parameter: nn.Parameter) -> _Arrival:
         assert isinstance(hooks, OrderedDict)
         hooks.move_to_end(handle.id, last=False)
     return _ARRIVALS[parameter]
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Do hooks of users wait for the parameter's gradient?"""
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    after = parameter._post_accumulate_grad_hooks
+    return bool(after) or any(not isinstance(hook, _Arrival) for hook in hooks)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,26 @@ WARMUP = 1
 def milliseconds_per_step(
     step: CapturedStep, ways: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
-    """Median time of forward and backward by name, in each round that of the slowest rank: the same on all
-    ranks. Collective.
+    """As `milliseconds_of`, of forward and backward. Args: ways: run a forward of `step` and return what its
+    module does."""
+    return milliseconds_of(step, {name: partial(_one_step, step, way) for name, way in ways.items()}, rounds)
 
-    Args: ways: run a forward of `step` and return what its module does.
+
+def milliseconds_of(
+    step: CapturedStep, runs: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, float]:
+    """Median time by name, in each round that of the slowest rank: the same on all ranks. Collective.
+
+    Args: runs: run one step, or several microbatches of it, forward and backward.
     """
-    own: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
+    own: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     with _without_trace(step):
         for number in range(WARMUP + rounds):
             # Who comes first changes: it finds the caches as the last one left them.
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
-                elapsed_ms = _one_step(step, ways[name])
+                elapsed_ms = _timed(step, runs[name])
                 if number >= WARMUP:
                     own[name].append(elapsed_ms)
     of_ranks = values_of_ranks(step.groups.world, own)
@@ -51,37 +59,41 @@ def milliseconds_per_step(
     }
 
 
-def _one_step(step: CapturedStep, forward: Callable[[], object]) -> float:
+def _timed(step: CapturedStep, run: Callable[[], object]) -> float:
     if step.groups.world:
         world = group_of(step.groups.world)
         with waiting("barrier before a measured step", world):
             dist.barrier(world)
     _finish(step.device)
+    with _gradients_aside(step.model):
+        begin = time.perf_counter()
+        run()
+        _finish(step.device)
+        return (time.perf_counter() - begin) * 1e3
+
+
+def _one_step(step: CapturedStep, forward: Callable[[], object]) -> None:
     # Before the forward, in which FSDP puts whole parameters in their place.
     trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
-    begin = time.perf_counter()
     results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
     ones = [torch.ones_like(result) for result in results]
     if step.twin is None:
         torch.autograd.grad(results, trained, ones, allow_unused=True)
     else:
-        _backward_of_shards(trained, results, ones)
-    _finish(step.device)
-    return (time.perf_counter() - begin) * 1e3
+        # FSDP scatters what a backward puts into `.grad`.
+        torch.autograd.backward(results, ones)
 
 
-def _backward_of_shards(
-    trained: Sequence[nn.Parameter], results: Sequence[Tensor], ones: Sequence[Tensor]
-) -> None:
-    """A backward of parameters that FSDP shards, which scatters what it finds in `.grad`, and puts the result
-    there."""
-    before = [parameter.grad for parameter in trained]
-    for parameter in trained:
+@contextlib.contextmanager
+def _gradients_aside(model: nn.Module) -> Iterator[None]:
+    """A context that parameters enter without gradients; afterwards they have their former ones."""
+    before = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in before:
         parameter.grad = None
     try:
-        torch.autograd.backward(results, ones)
+        yield
     finally:
-        for parameter, gradient in zip(trained, before, strict=True):
+        for parameter, gradient in before.items():
             parameter.grad = gradient
 
 

@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +39,7 @@ from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
-from lancet_kernels.measuring.trial import milliseconds_per_step
+from lancet_kernels.measuring.trial import milliseconds_of, milliseconds_per_step
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
 from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
@@ -46,14 +47,14 @@ from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.guards import Arguments, Guards, example_arguments
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.optimization.paired import PairedMicrobatches, pair_of_first_rank
+from lancet_kernels.optimization.paired import PairedMicrobatches, with_pair
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.optimization.setting import check_setting
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.schedules import MICROBATCHES
-from lancet_kernels.schedules.explanation import PLAIN, WORTH
+from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
 from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
@@ -100,7 +101,8 @@ def optimize(
         strategy: "none" (all-to-alls block), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex",
             "lancet+duplex"; with `accumulate`, "microbatches" (the backward of each runs together with the
             forward of the next, in `OptimizedModule.microbatches`); or "auto", the fastest of these within
-            the memory limit, and the module as it is where no plan is worth it.
+            the memory limit, and the module as it is where no plan is worth it ("microbatches" only where
+            real steps are measured, see `trials`).
         cluster: plan for a cluster (a name, or a TOML file) instead of measuring this machine.
         cache: a plan file. It is used if it is for this model, strategy and options, and was planned with
             costs from the same source (cluster; or device, torch, ranks and link); otherwise it is
@@ -135,8 +137,8 @@ def optimize(
             differently, the next call names it in an error. 0: never.
         trials: with strategy "auto", measured here: real steps of the best plans, of the blocking one and of
             the module as it is, whose gradients are summed while backward runs, in turn on all ranks; the
-            fastest is kept. Gradients, buffers and random generators stay as they are. 0: the plan that is
-            predicted fastest.
+            fastest is kept. With `accumulate`, also so many microbatches in pairs beside one by one.
+            Gradients, buffers and random generators stay as they are. 0: the plan that is predicted fastest.
         verbose: show progress and times on standard error of the first rank. (The logger
             `lancet_kernels.optimization.stages` has the same at level INFO.)
     Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
@@ -201,13 +203,13 @@ def optimize(
         best = replace(best, compared={**best.compared, **tried})
     best = replace(best, fused=step.fused)
     if strategy == MICROBATCHES and not best.pair:
-        # Not of `auto`, which keeps what was fastest in real steps: pairs have not been measured to be that.
-        order, milliseconds = pair_of_first_rank(step, graph, arguments, best)
-        best = replace(best, pair=tuple(order), pair_ms=milliseconds)
+        best = with_pair(step, graph, arguments, best, must=True)
     build = _Builder(step, graph, arguments, inner_compile, compare_every)
     if trials and fresh and measured and strategy == AUTO:
         progress.begin("trying the plans")
         optimized = _fastest(build, best, timeline, planned, trials)
+        if accumulate > 1:
+            optimized = _in_pairs_if_faster(build, optimized, trials)
     else:
         progress.begin("applying the plan")
         optimized = build(best, timeline)
@@ -252,6 +254,26 @@ def _fastest(
     if plain is not None and measured[winner] > (1 - WORTH) * measured[PLAIN]:
         chosen, kept = plain, replace(kept, plain=True)
     chosen.plan, chosen.timeline = kept, modules[winner].timeline
+    return chosen
+
+
+def _in_pairs_if_faster(build: _Builder, optimized: OptimizedModule, trials: int) -> OptimizedModule:
+    """The module whose microbatches run in pairs, if real ones are then faster; else `optimized`.
+    Collective."""
+    one_by_one = replace(optimized.plan, plain=False)
+    plan = with_pair(build.step, build.graph, build.arguments, one_by_one, must=False)
+    if not plan.pair or plan.pair_ms >= plan.predicted.iteration_ms:
+        return optimized
+    paired = build(plan, optimized.timeline)
+    modules = {ONE_BY_ONE: optimized, IN_PAIRS: paired}
+    several = [build.arguments] * build.step.accumulate
+    runs = {name: partial(module.run_microbatches, several) for name, module in modules.items()}
+    total = milliseconds_of(build.step, runs, trials)
+    measured = {name: ms / len(several) for name, ms in total.items()}
+    faster = measured[IN_PAIRS] < (1 - WORTH) * measured[ONE_BY_ONE]
+    paired.plan = plan
+    chosen = paired if faster else optimized
+    chosen.plan = replace(chosen.plan, measured_microbatches=measured)
     return chosen
 
 

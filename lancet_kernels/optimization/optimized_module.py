@@ -140,31 +140,37 @@ class OptimizedModule(nn.Module):
         """
         if not batches:
             raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
+        what = f"the optimized {type(self.module).__name__}"
+        arguments = []
+        for batch in batches:
+            by_position, by_name = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+            arguments.append(bind(self._signature, what, by_position, by_name))
+        return self.run_microbatches(arguments)
+
+    def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
+        """As `microbatches`. Args: batches: the arguments of each."""
         scale = 1.0 / len(batches) if self._means else 1.0
         planned = self._all_planned(batches) if self._new_pairs is not None and len(batches) > 1 else None
         if planned is not None:
             return self._in_pairs(planned, scale)
         results = []
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
-            with contextlib.nullcontext() if last else self.no_sync():
-                result = self(**batch) if isinstance(batch, Mapping) else self(*batch)
+        for number, (inputs, by_name) in enumerate(batches):
+            with contextlib.nullcontext() if number == len(batches) - 1 else self.no_sync():
+                result = self(*inputs, **by_name)
                 self._loss_of(result).mul(scale).backward()
             results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return results
 
-    def _all_planned(self, batches: Sequence[_Inputs]) -> list[Arguments] | None:
+    def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
         """The inputs, if the plan as it stands applies to each of them."""
+        if isinstance(self._runs, PlainStep):
+            return None
         if self._twin is not None:
             self._twin.reshard()
-        what, planned = f"the optimized {type(self.module).__name__}", []
-        for batch in batches:
-            by_position, by_name = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-            arguments = bind(self._signature, what, by_position, by_name)
-            if isinstance(self._runs, PlainStep) or self._runs.step_for(arguments) is not self._runs.first:
-                return None
-            planned.append(self._runs.first.guards.inputs.laid_out(arguments))
-        return planned
+        first = self._runs.first
+        if any(self._runs.step_for(arguments) is not first for arguments in batches):
+            return None
+        return [first.guards.inputs.laid_out(arguments) for arguments in batches]
 
     def _in_pairs(self, batches: Sequence[Arguments], scale: float) -> list[object]:
         if self._pairs is None:

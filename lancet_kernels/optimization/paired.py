@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import Captured, split_joint
 from lancet_kernels.graph.capture.captured_graph import (
@@ -194,31 +196,38 @@ class _Runnable:
         return list(cast(Sequence, self._run(values)))
 
 
-def cannot_be_paired(captured: Captured, arguments: Arguments) -> str:
+def cannot_be_paired(step: CapturedStep, arguments: Arguments) -> str:
     """The reason why microbatches of a step cannot run in pairs; "" if they can."""
+    captured = step.captured
     if not captured.returns_alone:
         return "the step changes a buffer or an input"
     if captured.plain.trained:
         return f"{captured.plain.paths[captured.plain.trained[0]]} is trained, but no parameter"
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
         return "an input requires a gradient"
-    return ""
+    hooked = (name for name, parameter in step.model.named_parameters() if has_hooks(parameter))
+    name = next(hooked, "")
+    return f"a hook on {name}, which they do not call" if name else ""
 
 
-def pair_of_first_rank(
-    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan
-) -> tuple[list[str], float]:
-    """The order of a pair that rank 0 plans within the memory limit of a plan, and its milliseconds, on every
-    rank. Raises: UserError on all ranks where microbatches cannot run in pairs.
+def with_pair(
+    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan, *, must: bool
+) -> Plan:
+    """The plan with the order of a pair that rank 0 plans within the plan's memory limit; without one where
+    microbatches cannot run in pairs. Collective.
+
+    Args: must: that is an error. Raises: UserError on all ranks.
     """
 
     def planned() -> list:
         reason = "a fused launch" if any(group.fused for group in step.fused) else ""
-        reason = reason or cannot_be_paired(step.captured, arguments)
-        if reason:
+        reason = reason or cannot_be_paired(step, arguments)
+        if reason and must:
             raise UserError(
                 "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
             )
+        if reason:
+            return [[], 0.0]
         halves = split_joint(copy_of(graph.module), step.captured.forward_outputs)
         pair = pair_of(*halves)
         program = program_of_pair(pair, graph.program)
@@ -227,4 +236,4 @@ def pair_of_first_rank(
         return [[program.instructions[i].name for i in best.order], best.iteration_ms]
 
     order, milliseconds = result_of_first_rank(step.groups.world, planned)
-    return order, milliseconds
+    return replace(plan, pair=tuple(order), pair_ms=milliseconds)

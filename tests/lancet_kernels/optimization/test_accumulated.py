@@ -139,3 +139,48 @@ def sums_and_refusals() -> list[str]:
 def test_sum_of_losses(pool: RankPool) -> None:
     for (said,) in pool.run(sums_and_refusals):
         assert said == "microbatches: got none, expected one or more; give their inputs"
+
+
+def hooked() -> str:
+    """A hook on a parameter, which pairs would not call."""
+    groups = groups_with(dist.get_world_size())
+    step = Step(groups, balance=0.0)
+    next(step.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UserError) as refused:
+        optimized(step, (batch_of(dist.get_rank(), 0),), "microbatches", groups=groups, accumulate=2)
+    return str(refused.value)
+
+
+def failing() -> None:
+    """After a failure in the last backward, gradients and what is held are as before the microbatches."""
+    step, batches = planned(True, "microbatches"), microbatches(3)
+    add = accumulated.GradientSum.add
+
+    def fails_in_the_last(self: accumulated.GradientSum, summand: Tensor) -> Tensor | None:
+        if self.accumulation.sums:
+            raise ZeroDivisionError
+        return add(self, summand)
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: parameter.grad for name, parameter in step.module.named_parameters()}
+
+    step.microbatches(batches)
+    before = gradients()
+    once = {name: gradient.clone() for name, gradient in before.items()}
+    fails = mock.patch.object(accumulated.GradientSum, "add", fails_in_the_last)
+    with fails, pytest.raises(ZeroDivisionError):
+        step.microbatches(batches)
+    assert all(gradient is before[name] for name, gradient in gradients().items())
+    step.microbatches(batches)
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, 2 * once[name])
+
+
+def test_failure_leaves_no_gradient(pool: RankPool) -> None:
+    pool.run(failing)
+
+
+@pytest.mark.long
+def test_hooks_are_refused_in_pairs(pool: RankPool) -> None:
+    for said in pool.run(hooked):
+        assert "got a hook on " in said

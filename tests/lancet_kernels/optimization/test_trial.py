@@ -1,6 +1,7 @@
 """`optimize(strategy="auto")` runs real steps, keeps what is fastest, and leaves no trace of it."""
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import lancet_kernels.optimization.optimize as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN
 from lancet_kernels.schedules.plan import Plan
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.setups import Model, Plain, batch
@@ -146,6 +147,41 @@ def plain_and_planned(folder: str, cache: str) -> dict[str, float]:
 def test_module_as_it_is_sums_gradients_like_a_plan(pool, tmp_path) -> None:
     for off in pool.run(plain_and_planned, str(tmp_path), str(tmp_path / "plan.json")):
         assert max(off.values()) < 1e-12, off
+
+
+def pairs_on_a_rank(folder: str, ms: float) -> tuple[bool, str, str]:
+    model, inputs = Model(), batch()
+    planned = library.with_pair
+
+    def promising(*args: object, **by_name: object) -> Plan:
+        return replace(planned(*args, **by_name), pair_ms=0.0)
+
+    pretend = mock.patch.object(library, "with_pair", promising)
+    with (
+        pretend,
+        with_times(plain=1000.0),
+        with_times("milliseconds_of", **{IN_PAIRS: ms, ONE_BY_ONE: 300.0}),
+    ):
+        times = f"{folder}/times.json"
+        ready = optimize(model, inputs, times=times, trials=1, accumulate=3)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    batches = [batch(number) for number in range(3)]
+    ready.microbatches(batches)
+    got = gradients(model)
+    model.zero_grad()
+    for one in batches:
+        model(*one).div(3 * dist.get_world_size()).backward()
+    expected = sum_over_ranks(model, gradients(model))
+    assert max(float((got[name] - expected[name]).abs().max()) for name in expected) < 1e-12
+    return bool(ready.plan.pair), ready.plan.fingerprint, ready.plan.explain()
+
+
+@pytest.mark.parametrize("ms", [150.0, pytest.param(299.0, marks=pytest.mark.long)])
+def test_real_microbatches_decide_whether_they_run_in_pairs(pool, tmp_path, ms: float) -> None:
+    first, second = pool.run(pairs_on_a_rank, str(tmp_path), ms)
+    assert first[:2] == second[:2], "the ranks agree"
+    assert first[0] == (ms == 150.0)
+    assert f"Measured: {ms / 3:.2f} ms each in pairs, 100.00 one by one." in first[2]
 
 
 def changed_on_a_rank(folder: str) -> list[str]:
