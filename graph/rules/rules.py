@@ -46,7 +46,6 @@ class Rule:
     num_rows_argument: the number of rows, which is unknown for a part.
     most_rows_argument: an upper bound of it; for a part, at most its number of choices.
     row_argument: the row indices of the choices, in an op that sends rows to the experts.
-    copies_argument: how many times the op runs per step.
     to_experts_argument: true if the rows are sent to the experts, so that the result is sorted by expert.
     is_count: results are counts of rows: the whole batch's are the sums of the parts'.
     routing: "counts" or "rows": each part computes its own from its own slots.
@@ -72,7 +71,6 @@ class Rule:
     reduction_argument: int | None = None
     averages: bool = False
     row_argument: int | None = None
-    copies_argument: int | None = None
     with_backward: bool = False
 
     def arguments_of_slice(self, args: Sequence, shape: Sequence[int] | None, *, sums: bool = True) -> list:
@@ -353,7 +351,6 @@ RULES: dict[str, Rule] = {
         ),
         irregular=("t, t, t, t, ~, ., . -> t, ^", "t, t, t, t, ~, ., ., ., . -> t, ^"),
         row_argument=2,
-        copies_argument=11,
         with_backward=True,
     ),
     # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A]) (, x[T, D])

@@ -72,7 +72,7 @@ def check_factory(device: torch.device | str | int | None, dtype: object) -> Non
 def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
     """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
 
-    Args: options: "timeout", "banks", "max_tokens", "receive_factor" with their values.
+    Args: options: "timeout", "max_tokens", "receive_factor" with their values.
     """
     for name, value in options.items():
         if value is None:
@@ -84,7 +84,7 @@ def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
                 expected="None",
                 do="use backend='fused' for it",
             )
-        kind = Integral if name in ("banks", "max_tokens") else Real
+        kind = Integral if name == "max_tokens" else Real
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 < float(value) < math.inf:
             what = "a positive whole number" if kind is Integral else "a positive number"
             raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")

@@ -66,11 +66,10 @@ class MoELayer(ExpertsByGlobalId):
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
             overlap, runs grouped GEMMs.
-        timeout, banks, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a
-            peer (None: as the group's collectives); how many forward passes may wait for their backward at
-            once (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None:
-            those of the first pass; a larger one allocates anew, on all ranks at the same pass); room for how
-            many times the even share of received rows (None: for the most there can be).
+        timeout, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer (None: as
+            the group's collectives); the most tokens of any pass on a rank, for which memory is allocated
+            once (None: those of the first pass; a larger one allocates anew, on all ranks at the same pass);
+            room for how many times the even share of received rows (None: for the most there can be).
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         groups: the ranks that share the experts: a process group, all groups of the job as `Groups`, or a
             DeviceMesh of one dimension, or with a dimension "expert" (and "replica", along which ranks hold
@@ -112,7 +111,6 @@ class MoELayer(ExpertsByGlobalId):
         shared_expert_d_ff: int | None = None,
         backend: str = "torch",
         timeout: float | None = None,
-        banks: int | None = None,
         max_tokens: int | None = None,
         receive_factor: float | None = None,
         groups: AnyGroups | None = None,
@@ -143,7 +141,7 @@ class MoELayer(ExpertsByGlobalId):
         self.backend = backend
         self.exchange = None
         exchange = {
-            "timeout": timeout, "banks": banks, "max_tokens": max_tokens, "receive_factor": receive_factor,
+            "timeout": timeout, "max_tokens": max_tokens, "receive_factor": receive_factor,
         }  # fmt: skip
         check_exchange_options(backend, exchange)
         if backend == "fused":
@@ -152,7 +150,7 @@ class MoELayer(ExpertsByGlobalId):
 
             self.exchange = LayerExchange(
                 self.expert_group, self.local_experts, d_model, d_ff, activation,
-                timeout_s=timeout, banks=banks or 2, max_tokens=max_tokens, receive_factor=receive_factor,
+                timeout_s=timeout, max_tokens=max_tokens, receive_factor=receive_factor,
             )  # fmt: skip
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -207,10 +205,10 @@ class MoELayer(ExpertsByGlobalId):
                     linear.bias.zero_()
 
     def memory(self) -> LayerMemory:
-        """What the exchange of a fused layer takes on this rank, after its first pass.
+        """What fused layers of this size take on this rank, after a first pass.
 
         Raises: UserError before, and for backend="torch", which keeps no memory between passes.
-        Example: `print(layer.memory())`; less is taken with receive_factor, max_tokens or banks=1.
+        Example: `print(layer.memory())`; less is taken with receive_factor or max_tokens.
         """
         if self.exchange is None:
             raise UserError(

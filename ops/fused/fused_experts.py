@@ -8,17 +8,20 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its
-own. Backward exchanges are free when the backward ends, so layers of one size share one. Exchanges are made
-once, for the most tokens: how many there are, and how they are routed, may change from step to step and from
-rank to rank, and nothing is made or agreed upon for it.
+A forward pass keeps the rows that it received in a bank of its exchange until its backward. Layers of one
+size share the exchanges: a pass takes one that has a bank to give, and only where none has, another one is
+made. So there are as many banks as passes wait for their backward at once: one for each layer, or two in all
+under activation checkpointing. All ranks run the same passes in the same order, and so take the same ones.
+Exchanges are made for the most tokens: how many there are, and how they are routed, may change from step to
+step and from rank to rank, and nothing is made or agreed upon for it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -68,9 +71,7 @@ class FusedMemory:
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self.memory = memory
-        self.layers = 0
-        self._shared: dict[tuple, Exchange] = {}
-        self._buffers: dict[tuple, ResultBuffers] = {}
+        self._pools: dict[tuple, SharedExchanges] = {}
 
     @classmethod
     def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
@@ -99,50 +100,76 @@ class FusedMemory:
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
             shared.memory.close(together=False)
 
-    def shared(self, **sizes) -> Exchange:
-        """The exchange that the backwards of all layers of these sizes share."""
+    def pool(self, **sizes) -> SharedExchanges:
+        """What layers of these sizes share."""
         key = tuple(sorted(sizes.items(), key=str))
-        if key not in self._shared:
-            self._shared[key] = Exchange(self.memory, f"backward{len(self._shared)}", **sizes)
-        return self._shared[key]
+        if key not in self._pools:
+            self._pools[key] = SharedExchanges(self.memory, f"exchange{len(self._pools)}", sizes)
+        return self._pools[key]
 
-    def buffers(self, **sizes) -> ResultBuffers:
-        """What all exchanges of these sizes need only while a launch runs; launches are in one stream."""
-        key = tuple(sorted(sizes.items(), key=str))
-        if key not in self._buffers:
-            self._buffers[key] = ResultBuffers(self.memory, f"buffers{len(self._buffers)}", **sizes)
-        return self._buffers[key]
+
+class SharedExchanges:
+    """The exchanges of all layers of one size; sizes: arguments of `Exchange`. Collective to make and to use.
+
+    Attributes:
+        backward: that of all backwards, of which each is over when it ends.
+        forward: those of forwards, as many as have been needed.
+        prepared: the kinds of passes whose kernels all ranks have compiled.
+    """
+
+    def __init__(self, memory: SymmetricMemory, name: str, sizes: dict[str, Any]) -> None:
+        self.memory, self.name, self.sizes = memory, name, sizes
+        of_rows = {what: sizes[what] for what in ("send_rows", "receive_rows", "width", "dtype")}
+        self.buffers = ResultBuffers(memory, f"{name}.buffers", **of_rows)
+        self.backward = self._exchange("backward")
+        self.forward: list[Exchange] = []
+        self.prepared: set[tuple] = set()
+
+    def _exchange(self, what: str) -> Exchange:
+        return Exchange(self.memory, f"{self.name}.{what}", buffers=self.buffers, **self.sizes)
+
+    def for_a_pass(self) -> Exchange:
+        """A forward exchange with a bank to give."""
+        for exchange in self.forward:
+            if exchange.has_free_bank:
+                return exchange
+        self.forward.append(self._exchange(f"forward{len(self.forward)}"))
+        return self.forward[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory, on this rank."""
+        return self.buffers.nbytes + sum(exchange.nbytes for exchange in (self.backward, *self.forward))
 
 
 class LayerMemory(NamedTuple):
-    """What a fused layer takes on this rank, in bytes.
+    """What fused layers of one size take on this rank, in bytes.
 
     Attributes:
-        layer: symmetric memory of this layer alone: the banks of rows received.
-        shared: symmetric memory that layers of these sizes share.
+        shared: symmetric memory of all of them together, by now.
         of_pass: of each pass, from its forward to its backward.
+        banks: of rows received, of forward passes; one for each that has waited for its backward at once.
         receive_rows: room in a bank.
     """
 
-    layer: int
     shared: int
     of_pass: int
+    banks: int
     receive_rows: int
 
     def __str__(self) -> str:
-        layer, shared, of_pass = (f"{size / 2**30:.2f} GiB" for size in self[:3])
+        shared, of_pass = (f"{size / 2**30:.2f} GiB" for size in self[:2])
         return (
-            f"{layer} of the layer (room for {self.receive_rows} rows in each bank), {shared} shared by such "
-            f"layers, {of_pass} of each pass until its backward"
+            f"{shared} shared by all layers of this size ({self.banks} banks with room for "
+            f"{self.receive_rows} rows each), {of_pass} of each pass until its backward"
         )
 
 
 class LayerExchange:
-    """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
+    """What a layer wants of exchanges; they are created when a pass needs them (collective, like the pass).
 
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
-        banks: how many forward passes may be waiting for their backward at the same time.
         max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
             more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
@@ -154,20 +181,20 @@ class LayerExchange:
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
 
-        of a layer, once                banks * R * D      rows received
-        of each pass, to its backward   R * H              values before the activation
+        of each pass, to its backward   R * D, R * H       rows received, values before the activation
         of all layers together          (2 * R + S) * D    rows of dy received, results that came back
         while a launch runs             R * F, in a backward R * (H + F)
 
-    besides some bytes for each row received (4 * banks), each choice (28, of the routing) and some words for
-    each tile. A pass keeps no rows to send, and under activation checkpointing nothing.
+    besides 4 bytes for each row received, 28 for each choice (of the routing) and some words for each tile.
+    Rows received lie in banks, of which there are as many as passes have ever waited for their backward at
+    once, rounded up to two: two in all under activation checkpointing. A pass keeps no rows to send.
     Values after the activation are computed again in the backward, where those before it are at hand for the
     gradient; the gradient of the combine weights needs no results (`kernels.reference.tiles`).
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 
-    Example: bfloat16, swiglu, one bank, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for
-    each layer.
+    Example: bfloat16, swiglu, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for each
+    layer.
     """
 
     def __init__(
@@ -178,7 +205,6 @@ class LayerExchange:
         hidden: int,
         activation: str,
         *,
-        banks: int = 2,
         max_tokens: int | None = None,
         receive_factor: float | None = None,
         timeout_s: float | None = None,
@@ -186,71 +212,25 @@ class LayerExchange:
     ) -> None:
         self.max_tokens, self.receive_factor = max_tokens, receive_factor
         self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
-        self.activation, self.banks, self.config = activation, banks, config
+        self.activation, self.config = activation, config
         if timeout_s is None:
             timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
         self.timeout_s = timeout_s
-        self._exchanges: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
+        self._shared: dict[tuple, tuple[FusedMemory, SharedExchanges, OverlapConfig]] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the layer's experts; None: only this rank."""
         return group_of(self.group) if self.group else None
 
-    def of(
-        self, num_choices: int, capacity: int, like: Tensor, copies: int = 1
-    ) -> tuple[Exchange, Exchange, OverlapConfig]:
-        """Forward and backward exchange and configuration for rows like `like` [T, D].
+    def of(self, num_choices: int, capacity: int, like: Tensor) -> tuple[SharedExchanges, OverlapConfig]:
+        """The exchanges and the configuration for rows like `like` [T, D].
 
-        capacity: the most rows that any rank sends to one expert, with as many tokens. copies: how many
-        forward passes make one step, so that as many times `banks` may wait for their backward.
+        capacity: the most rows that any rank sends to one expert, with as many tokens.
         """
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
         num_tokens = like.shape[0]
-        key = num_choices, like.dtype, like.device, copies
-        if (
-            key not in self._exchanges
-            or self._exchanges[key][0] is not memory
-            or num_tokens * num_choices > self._exchanges[key][1].send_rows
-        ):
-            self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
-            config = self.config or default_overlap_config(
-                self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
-            )
-            send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
-            of_rows: dict[str, Any] = {
-                "send_rows": send_rows,
-                "receive_rows": receive_rows,
-                "width": self.width,
-                "dtype": like.dtype,
-            }
-            sizes: dict[str, Any] = {
-                **of_rows,
-                "local_experts": self.local_experts,
-                "chunk_rows": config.gemm.block_m,
-                "timeout_s": self.timeout_s,
-            }
-            memory.layers += 1
-            name = f"layer{memory.layers} {current_layer()}".strip()
-            try:
-                sizes["buffers"] = memory.buffers(**of_rows)
-                forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
-                self._exchanges[key] = memory, forward, memory.shared(**sizes), config
-            except torch.OutOfMemoryError as error:
-                bank = receive_rows * self.width * like.dtype.itemsize
-                raise UserError(
-                    f"memory for the rows that {current_layer() or 'a fused layer'} receives",
-                    got=f"room for {receive_rows} rows in each of {self.banks * copies} banks, "
-                    f"{bank / 2**30:.2f} GiB each",
-                    expected="what fits on the GPU",
-                    do=f"set receive_factor (2 allots {2 * send_rows} rows a bank), max_tokens, or banks=1",
-                ) from error
-        return self._exchanges[key][1:]
-
-    def _check_tokens(
-        self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory
-    ) -> None:
-        """Raise UserError for more tokens than were declared; say so if exchanges are created anew."""
+        key = num_choices, like.dtype, like.device
         if self.max_tokens is not None and num_tokens > self.max_tokens:
             raise UserError(
                 f"tokens of a pass of {current_layer() or 'a fused layer'}",
@@ -258,12 +238,47 @@ class LayerExchange:
                 expected=f"at most {self.max_tokens} (max_tokens)",
                 do="declare more when the layer is made",
             )
+        before = self._shared.get(key)
         if before is not None and before[0] is memory:
+            if num_tokens * num_choices <= before[1].sizes["send_rows"]:
+                return before[1:]
             _log.warning(
                 "%s: %d tokens, more than the %d before: larger exchanges are created, which all ranks must "
                 "do in this pass; set max_tokens to create them once",
-                current_layer() or "a fused layer", num_tokens, before[1].send_rows // num_choices,
+                current_layer() or "a fused layer", num_tokens, before[1].sizes["send_rows"] // num_choices,
             )  # fmt: skip
+        config = self.config or default_overlap_config(
+            self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
+        )
+        send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
+        with self._enough_memory(send_rows, receive_rows, like.dtype):
+            shared = memory.pool(
+                send_rows=send_rows, receive_rows=receive_rows, width=self.width, dtype=like.dtype,
+                local_experts=self.local_experts, chunk_rows=config.gemm.block_m, timeout_s=self.timeout_s,
+            )  # fmt: skip
+        self._shared[key] = memory, shared, config
+        return shared, config
+
+    def forward_exchange(self, shared: SharedExchanges) -> Exchange:
+        """The exchange of the next forward pass. Raises: UserError where memory for it does not fit."""
+        sizes = shared.sizes
+        with self._enough_memory(sizes["send_rows"], sizes["receive_rows"], sizes["dtype"]):
+            return shared.for_a_pass()
+
+    @contextmanager
+    def _enough_memory(self, send_rows: int, receive_rows: int, dtype: torch.dtype) -> Iterator[None]:
+        """Say what to set where memory does not fit."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            bank = receive_rows * self.width * dtype.itemsize
+            raise UserError(
+                f"memory for the rows that {current_layer() or 'a fused layer'} receives",
+                got=f"room for {receive_rows} rows in each of two more banks, {bank / 2**30:.2f} GiB each",
+                expected="what fits on the GPU",
+                do=f"set receive_factor (2 allots {2 * send_rows} rows a bank) or max_tokens, or checkpoint "
+                "activations, so that fewer passes keep rows",
+            ) from error
 
     def _most_rows(
         self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
@@ -298,33 +313,33 @@ class LayerExchange:
 
     def memory(self) -> LayerMemory:
         """What it takes. Raises UserError before the first pass, from whose tokens the sizes follow."""
-        if not self._exchanges:
+        if not self._shared:
             raise UserError(
                 "memory of a fused layer",
                 got="no pass yet",
                 expected="one",
                 do="run a forward first: sizes follow from its tokens",
             )
-        _, forward, backward, _ = list(self._exchanges.values())[-1]
-        columns = input_width(self.activation, self.hidden)
+        _, shared, _ = list(self._shared.values())[-1]
+        received, columns = shared.sizes["receive_rows"], input_width(self.activation, self.hidden)
         return LayerMemory(
-            forward.nbytes,
-            backward.nbytes + backward.buffers.nbytes,
-            forward.receive_rows * columns * forward.dtype.itemsize,
-            forward.receive_rows,
+            shared.nbytes,
+            received * columns * shared.sizes["dtype"].itemsize,
+            sum(exchange.banks for exchange in shared.forward),
+            received,
         )
 
     def watch(self) -> None:
         """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""
-        for _, *exchanges, _ in self._exchanges.values():
-            for exchange in exchanges:
+        for _, shared, _ in self._shared.values():
+            for exchange in (shared.backward, *shared.forward):
                 exchange.watch()
 
     def __deepcopy__(self, memo: dict) -> LayerExchange:
         # A copied layer creates its own exchanges when it first runs.
         return LayerExchange(
             self.group, self.local_experts, self.width, self.hidden, self.activation,
-            banks=self.banks, max_tokens=self.max_tokens, receive_factor=self.receive_factor,
+            max_tokens=self.max_tokens, receive_factor=self.receive_factor,
             timeout_s=self.timeout_s, config=self.config,
         )  # fmt: skip
 
@@ -396,18 +411,20 @@ def run_forward(
     b2: Tensor | None,
     layer: LayerExchange,
     dense: Sequence[DenseGemm],
-    copies: int = 1,
 ) -> tuple[Tensor, ForwardPass]:
     """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
-        forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
+        shared, config = layer.of(expert.shape[1], capacity, x)
+        forward, backward = layer.forward_exchange(shared), shared.backward
         x = x.contiguous()
         count = count_WL.reshape(-1).contiguous()
         routing = Routing.of(expert.contiguous(), row, weight.float().contiguous(), count)
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
-        if not forward.begun:
+        kind = layer.hidden, layer.activation, b1 is None, config
+        if kind not in shared.prepared:
             prepare(forward, backward, x, routing, experts, config)
+            shared.prepared.add(kind)
         out, saved = moe_forward(forward, x, routing, experts, config, dense=dense)
         forward.watch(current_layer())
     return out, ForwardPass((forward, backward), saved, routing, experts, config)

@@ -56,23 +56,21 @@ def fused_experts_op(
     b2: Tensor | None,
     capacity: int,
     layer: int,
-    copies: int,
 ) -> tuple[Tensor, Tensor]:
     """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU).
 
-    Args: row_TK: from `send_rows`, or of a part from `part_rows`. copies: how many times the layer runs per
-    step, each on a part of the batch.
+    Args: row_TK: from `send_rows`, or of a part from `part_rows`. layer: its number.
     """
     from lancet_kernels.ops.fused.fused_experts import run_forward
 
     out, forward_pass = run_forward(
-        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], (), copies
+        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
     )
     return out, ticket_of(forward_pass)
 
 
 @fused_experts_op.register_fake
-def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer, copies):
+def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer):
     return torch.empty_like(x_TD), torch.empty(1, dtype=torch.int64, device="cpu")
 
 

@@ -98,7 +98,7 @@ def _lower(
     with graph.inserting_before(layer.combine):
         forward = _call(
             graph, fused_graph.FORWARD, layer.x, layer.expert, layer.row, layer.weight, layer.count,
-            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number, 1,
+            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number,
         )  # fmt: skip
         out, ticket = _element(graph, forward, 0), _element(graph, forward, 1)
     layer.combine.replace_all_uses_with(out)

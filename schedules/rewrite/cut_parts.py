@@ -83,8 +83,6 @@ class Parts:
             args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), shape_of(node)[0])
         if rule.num_rows_argument is not None:
             args[rule.num_rows_argument :] = [None]
-        if rule.copies_argument is not None:
-            args[rule.copies_argument] = self.count
         if rule.count_arguments and self.form(node.args[0]) == WHOLE:
             raise refuse(
                 f"a part of {node.name} that reads all of {node.args[0].name}", "only the rows of the part"

@@ -229,6 +229,12 @@ class Exchange:
         )
         return sum(region.local.nbytes for region in own)
 
+    @property
+    def has_free_bank(self) -> bool:
+        """Is the bank of the next use free, or was its user dropped?"""
+        holder = self._open.get((self.begun + 1) % self.banks)
+        return holder is None or holder[0]() is None
+
     def begin(self, table: Tensor | None = None) -> Use:
         """Open the next use. Raises UserError if its bank is still taken by a use that was not released.
 

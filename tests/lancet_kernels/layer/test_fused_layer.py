@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.fused import fused_experts, fused_passes
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
@@ -144,8 +145,8 @@ def too_small() -> str:
 def test_rows_that_do_not_fit_are_an_error_on_every_rank(pool) -> None:
     for rank, message in enumerate(pool.run(too_small)):
         assert message.startswith(
-            f"rows that PE 0 receives in layer1 blocks.7, on PE {rank}: got 20 (nothing was sent), "
-            "expected at most 12; set a larger receive_factor"
+            "rows that PE 0 receives in exchange0.forward0 (in or before a pass of blocks.7), on PE "
+            f"{rank}: got 20 (nothing was sent), expected at most 12; set a larger receive_factor"
         )
 
 
@@ -161,8 +162,9 @@ def fails_and_goes_on() -> tuple[str, float]:
     waiting = fused(x)
     if dist.get_rank() == 0:
         # Only for this pass: one that has its peer may take longer on a busy machine.
-        for _, forward, _, _ in fused.exchange._exchanges.values():
-            forward.timeout_s = 3.0
+        for _, shared, _ in fused.exchange._shared.values():
+            for forward in shared.forward:
+                forward.timeout_s = 3.0
         with pytest.raises(CommunicationError) as error:
             fused(x)
         message = str(error.value)
@@ -190,9 +192,14 @@ def test_a_layer_works_again_after_a_failed_wait(pool) -> None:
 
 
 def test_options_of_the_exchange_are_checked() -> None:
-    with pytest.raises(UserError, match="banks: got 2 with backend='torch', expected None"):
-        MoELayer(16, 24, 2, banks=2)
-    for name, value in (("banks", 0), ("max_tokens", 1.5), ("receive_factor", -1.0), ("timeout", "long")):
+    with pytest.raises(UserError, match="max_tokens: got 2 with backend='torch', expected None"):
+        MoELayer(16, 24, 2, max_tokens=2)
+    for name, value in (
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("receive_factor", -1.0),
+        ("timeout", "long"),
+    ):
         with pytest.raises(UserError, match=f"{name}: got {value!r}, expected a positive"):
             MoELayer(16, 24, 2, backend="fused", **{name: value})
 
@@ -258,21 +265,25 @@ def test_without_gradients_any_number_of_passes(pool) -> None:
     pool.run(without_gradients)
 
 
-def forwards_before_a_backward() -> None:
-    layer = MoELayer(16, 24, 2, backend="fused")
-    x = torch.ones(3, 16)
+def forwards_before_a_backward() -> list[int]:
+    """-> how many banks there are after some forwards whose results are dropped, and then kept."""
+    layer, x, banks = MoELayer(16, 24, 2, backend="fused"), torch.ones(3, 16), []
     for _ in range(5):
         layer(x)  # nobody keeps the result, so its bank is free again
-    kept = [layer(x) for _ in range(2)]
-    with pytest.raises(UserError, match="still waits for its backward"):
-        layer(x)
+    banks.append(layer.memory().banks)
+    kept = [layer(x) for _ in range(5)]
+    banks.append(layer.memory().banks)
     for y in reversed(kept):
         y.sum().backward()
+    once = layer.w1.grad / 5
+    layer.zero_grad()
     layer(x).sum().backward()
+    torch.testing.assert_close(layer.w1.grad, once)
+    return [*banks, layer.memory().banks]
 
 
-def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not(pool) -> None:
-    pool.run(forwards_before_a_backward)
+def test_there_are_as_many_banks_as_passes_wait_for_their_backward(pool) -> None:
+    assert pool.run(forwards_before_a_backward) == [[2, 6, 6]] * 2
 
 
 def copied() -> None:
@@ -290,7 +301,7 @@ def test_a_copy_is_a_layer_of_its_own(pool) -> None:
 
 def memory_kept(options: dict) -> dict[str, int]:
     """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
-    layer = MoELayer(16, 24, 4, backend="fused", banks=3, max_tokens=50, top_k=2, gate="topk", **options)
+    layer = MoELayer(16, 24, 4, backend="fused", max_tokens=50, top_k=2, gate="topk", **options)
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -301,11 +312,12 @@ def memory_kept(options: dict) -> dict[str, int]:
     parameters = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = layer(x)
-    ((_, forward, backward, _),) = layer.exchange._exchanges.values()
+    ((_, shared, _),) = layer.exchange._shared.values()
+    (forward,), backward = shared.forward, shared.backward
     (waiting,) = fused_passes._passes.values()
     sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
     found = {
-        "layer": sizes(forward.rows),
+        "banks": sizes(forward.rows),
         "shared": sizes(backward.rows, backward.buffers.results),
         "alike": forward.buffers is backward.buffers,
         "pass": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
@@ -323,19 +335,19 @@ def memory_kept(options: dict) -> dict[str, int]:
 @pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
 def test_memory_is_as_documented(pool, options) -> None:
     """The formula of `LayerExchange`, for 2 ranks with 2 experts each, in float32."""
-    tokens, choices, width, hidden, banks = 50, 2, 16, 24, 3
+    tokens, choices, width, hidden = 50, 2, 16, 24
     sent = tokens * choices
     received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
     wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
     for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
-        assert found["layer"] == 4 * banks * received * width
+        assert found["banks"] == 4 * 2 * received * width
         assert found["shared"] == 4 * (2 * received + sent) * width
         assert found["alike"]
         assert found["pass"] == 4 * received * wide
         assert found["routing"] <= 28 * 9 * choices + 100
         # Of the gate and of the router; no rows.
         assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
-        assert found["words"] <= found["layer"]
+        assert found["words"] <= found["banks"]
 
 
 class Blocks(nn.Module):
@@ -347,7 +359,7 @@ class Blocks(nn.Module):
         self.use_reentrant = use_reentrant
         options = {"gate": "topk", "top_k": 2, "capacity_factor": None, "activation": "swiglu"}
         self.layers = nn.ModuleList(
-            MoELayer(16, 24, 4, backend="fused", banks=1, max_tokens=12, **options) for _ in range(layers)
+            MoELayer(16, 24, 4, backend="fused", max_tokens=12, **options) for _ in range(layers)
         )
 
     def forward(self, y: Tensor) -> Tensor:
@@ -360,17 +372,21 @@ class Blocks(nn.Module):
 
     def open_passes(self) -> int:
         """Banks that wait for a backward, in all layers."""
-        exchanges = [made[1] for layer in self.layers for made in layer.exchange._exchanges.values()]
-        return sum(use() is not None for each in exchanges for use, _ in each._open.values())
+        return sum(use() is not None for each in self.exchanges() for use, _ in each._open.values())
+
+    def exchanges(self) -> list[Exchange]:
+        """Of their forwards, each once."""
+        shared = {id(one): one for x in self.layers for _, one, _ in x.exchange._shared.values()}
+        return [exchange for one in shared.values() for exchange in one.forward]
 
 
 def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
-    """Two forwards, then their backwards, through layers with one bank each (without checkpointing, one).
+    """Two forwards, then their backwards, through four layers (without checkpointing, one after the other).
 
     -> gradients, and what is kept between forward and backward: tensors of activations, and open passes.
     """
     kept: dict[int, int] = {}
-    model = Blocks(use_reentrant)
+    model = Blocks(use_reentrant, 4)
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -390,19 +406,21 @@ def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
         y.square().sum().backward()
     found["grads"] = [x.grad for x in xs] + [parameter.grad for parameter in model.parameters()]
     found["open at the end"] = model.open_passes()
+    found["banks"] = sum(exchange.banks for exchange in model.exchanges())
     return found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> None:
-    """Layers with one bank: checkpointed, any number of forwards may wait for their backward."""
+    """One bank for each layer that waits for its backward, two in all where activations are checkpointed."""
     plain, results = (pool.run(checkpointed, each, timeout_s=200) for each in (None, use_reentrant))
     for expected, got in zip(plain, results, strict=True):
-        assert expected["open"] == 2
+        assert expected["open"] == expected["banks"] == 4
+        assert got["banks"] == 2
         assert got["open"] == got["open at the end"] == expected["open at the end"] == 0
         # The inputs of the layers, nothing inside them.
-        assert got["kept"] <= 3 * 12 * 16 * 4 < expected["kept"]
+        assert got["kept"] <= 5 * 12 * 16 * 4 < expected["kept"]
         for mine, theirs in zip(got["grads"], expected["grads"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
@@ -422,12 +440,16 @@ def memory_on_rank() -> None:
         layer.memory()
     layer(torch.randn(10, 16)).sum().backward()
     memory = layer.memory()
-    # One choice of each token; float32; two banks.
-    assert memory.receive_rows == 15
+    # One choice of each token; float32; two banks of each direction, and 10 rows that come back.
+    assert (memory.banks, memory.receive_rows) == (2, 15)
     assert memory.of_pass == 15 * 48 * 4
-    assert 2 * 15 * 16 * 4 <= memory.layer < 2 * 15 * 16 * 4 + 2000
-    assert memory.shared > memory.layer
-    assert "room for 15 rows in each bank" in str(memory)
+    rows = (2 * 15 + 2 * 15 + 10) * 16 * 4
+    assert rows <= memory.shared < rows + 4000
+    assert "2 banks with room for 15 rows each" in str(memory)
+    MoELayer(16, 24, 4, backend="fused", activation="swiglu", capacity_factor=None, receive_factor=1.5)(
+        torch.randn(10, 16)
+    ).sum().backward()
+    assert layer.memory() == memory, "a second layer takes nothing more while no pass waits"
 
 
 def test_a_layer_says_what_memory_it_takes(pool):
@@ -451,5 +473,5 @@ def no_room_on_rank() -> str:
 
 def test_memory_that_does_not_fit_names_what_to_set(pool):
     (message, *_) = pool.run(no_room_on_rank)
-    assert "room for 20 rows in each of 2 banks" in message
-    assert "set receive_factor (2 allots 20 rows a bank), max_tokens, or banks=1" in message
+    assert "room for 20 rows in each of two more banks" in message
+    assert "set receive_factor (2 allots 20 rows a bank) or max_tokens, or checkpoint activations" in message
