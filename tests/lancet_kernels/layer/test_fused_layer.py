@@ -375,7 +375,7 @@ class Blocks(nn.Module):
         return sum(use() is not None for each in self.exchanges() for use, _ in each._open.values())
 
     def exchanges(self) -> list[Exchange]:
-        """Of their forwards, each once."""
+        """The forward exchanges of all layers, each once."""
         shared = {id(one): one for x in self.layers for _, one, _ in x.exchange._shared.values()}
         return [exchange for one in shared.values() for exchange in one.forward]
 
