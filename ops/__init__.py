@@ -4,7 +4,7 @@ One file per op, in folders; each is `torch.ops.lancet.<name>` with a fake and a
 compare it with a plain reference (`naive_*`).
 """
 
-from lancet_kernels.ops.comm.all_reduce import all_reduce_bucket, start_all_reduce
+from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts, start_all_to_all
 from lancet_kernels.ops.comm.shards import (
     all_gather,

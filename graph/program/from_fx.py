@@ -31,7 +31,6 @@ KEPT_BYTES = "kept_bytes"
 
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
-    "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
     "lancet.shift": Kind.POINT_TO_POINT,
     "lancet.redistribute": Kind.OTHER_COMMUNICATION,
     "lancet.all_gather": Kind.OTHER_COMMUNICATION,

@@ -348,7 +348,7 @@ class _Builder:
         sums: PlannedSums | None = None
         watch: GradientWatch | None = None
         if step.reduction:
-            buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
+            buckets = buckets_in_order(captured.joint)
             if captured.plain.trained:
                 # Where tensors are trained that are no parameters, nothing runs without the plan.
                 summed = {name for _, names in buckets for name in names}
@@ -394,7 +394,7 @@ class _Builder:
         if self.step.reduction:
             if captured.plain.trained:
                 return None
-            buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
+            buckets = buckets_in_order(captured.joint)
             sums = PlannedSums(
                 self.step.model, self.step.groups, buckets, self.step.divide_by, accumulation, early=True
             )

@@ -18,9 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.ops.comm.pending import Here, Started
 
 
 class Accumulation:
@@ -89,19 +87,16 @@ class GradientSum:
 _SUMS: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
 
 
-def start_accumulated_all_reduce(gradients: list[Tensor], group: str, number: int) -> Started[list[Tensor]]:
-    """As `start_all_reduce`; without sums the gradients as they are."""
+def sum_when_due(op: Callable[..., Any], number: int, summand: Any, *arguments: Any) -> Any:
+    """A functional collective that sums. Without sums a bucket (a list) stays as it is, as `.grad` has room for
+    it; a single summand is held, and the result is zeros."""
     one = _SUMS[number]
-    if not one.accumulation.sums:
-        return Here(gradients)
-    earlier = [one.accumulation.take(parameter) for parameter in one.parameters]
-    added = [g if e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
-    return start_all_reduce(added, group)
-
-
-def sum_when_due(op: Callable[..., Tensor], number: int, summand: Tensor, *arguments: Any) -> Tensor:
-    """A functional all-reduce or reduce-scatter; without sums zeros, and the summand is held."""
-    total = _SUMS[number].add(summand)
+    if isinstance(summand, list):
+        if not one.accumulation.sums:
+            return summand
+        earlier = [one.accumulation.take(parameter) for parameter in one.parameters]
+        return op([g if e is None else g + e for g, e in zip(summand, earlier, strict=True)], *arguments)
+    total = one.add(summand)
     if total is not None:
         return op(total, *arguments)
     scatters = op is torch.ops._c10d_functional.reduce_scatter_tensor.default

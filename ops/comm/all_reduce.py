@@ -1,4 +1,4 @@
-"""All-reduce of gradients, several tensors as one bucket, in one piece or as start and wait.
+"""All-reduce of gradients, several tensors as one bucket, as start and wait.
 
 A bucket has one dtype. The sum is over the ranks of the group, in the order gloo and NCCL choose for a
 buffer of that size: the same bucket gives the same bits in every step.
@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.ops.comm.groups import group_of
-from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import LinkWork
+from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
-from lancet_kernels.ops.comm.waiting import waiting
 
 Gradient = TypeVar("Gradient")
 
@@ -53,20 +50,5 @@ def start_all_reduce(gradients: list[Tensor], group: str) -> Started[list[Tensor
 
 def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pending[Result]:
     """Start to replace a contiguous tensor by its sum over the ranks. Args: finish: makes the result then."""
-    process_group = group_of(group)
-    with waiting("all_reduce", process_group):
-        transfer = link.start_all_reduce(process_group, total.numel() * total.element_size(), total.is_cuda)
-        work = dist.all_reduce(total, group=process_group, async_op=True)
-    return Pending(LinkWork("all_reduce", process_group, work, transfer), finish)
-
-
-@torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())
-def all_reduce_bucket(gradients: list[Tensor], group: str) -> list[Tensor]:
-    """The sums over the ranks, after waiting for them."""
-    # An op's results may not be views of each other.
-    return [gradient.clone() for gradient in start_all_reduce(gradients, group).wait()]
-
-
-@all_reduce_bucket.register_fake
-def _(gradients, group):
-    return [torch.empty_like(gradient, memory_format=torch.contiguous_format) for gradient in gradients]
+    work = dist.all_reduce(total, group=link_group_of(group), async_op=True)
+    return Pending(work, finish)

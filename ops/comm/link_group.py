@@ -95,11 +95,17 @@ class LinkGroup(dist.ProcessGroup):
         self._plain, self.link_name = name, _PREFIX + name
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> LinkWork:  # type: ignore[override]
-        (tensor,), group = tensors, group_of(self._plain)
+        return self._summed(group_of(self._plain).allreduce, tensors, options)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], options: Any) -> LinkWork:  # type: ignore[override]
+        return self._summed(group_of(self._plain).allreduce_coalesced, tensors, options)
+
+    def _summed(self, start: Callable[..., dist.Work], tensors: list[Tensor], options: Any) -> LinkWork:
+        group = group_of(self._plain)
         with waiting("all_reduce", group):
-            transfer = link.start_all_reduce(group, _bytes(tensor), tensor.is_cuda)
-            work = group.allreduce(tensors, options)
-        return LinkWork("all_reduce", group, work, transfer, kept=tensor)
+            transfer = link.start_all_reduce(group, sum(map(_bytes, tensors)), tensors[0].is_cuda)
+            work = start(tensors, options)
+        return LinkWork("all_reduce", group, work, transfer, kept=tensors)
 
     def allgather_into_tensor_coalesced(  # type: ignore[override]
         self, received: list[Tensor], sent: list[Tensor], options: Any

@@ -32,8 +32,7 @@ from lancet_kernels.graph.program.from_fx import (
     with_elements,
 )
 from lancet_kernels.graph.program.phases import forward_nodes
-from lancet_kernels.ops.comm.accumulated import start_accumulated_all_reduce, sum_when_due
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.shards import (
     start_all_gather,
@@ -45,7 +44,6 @@ from lancet_kernels.ops.comm.shift import start_shift
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
-    "lancet.all_reduce_bucket": start_all_reduce,
     "lancet.shift": start_shift,
     "lancet.all_gather": start_all_gather,
     "lancet.reduce_scatter": start_reduce_scatter,
@@ -168,23 +166,18 @@ def start_early_wait_late(
         if is_functional_collective(node):
             if number is not None:
                 node.args, node.target = (node.target, number, *node.args), sum_when_due
-        elif is_instruction(node) and op_name(node) in _STARTS:
-            _split(graph, node, number, node.name in blocking)
+        elif is_instruction(node) and op_name(node) in _STARTS and node.name not in blocking:
+            _split(graph, node)
     wait_late(graph, blocking)
     graph.lint()
     module.recompile()
 
 
-def _split(graph: fx.Graph, node: fx.Node, number: int | None, is_blocking: bool) -> None:
-    """Replace one of our collectives by its start and its wait."""
-    if is_blocking and number is None:
-        return
-    start, args, elements = _STARTS[op_name(node)], node.args, with_elements(node)[1:]
-    if number is not None:
-        start, args = start_accumulated_all_reduce, (*args, number)
-    name = node.name
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace one of our collectives by its start, and the wait before its first reader."""
+    name, elements = node.name, with_elements(node)[1:]
     with graph.inserting_before(node):
-        pending = graph.call_function(start, args, node.kwargs)
+        pending = graph.call_function(_STARTS[op_name(node)], node.args, node.kwargs)
         pending.name = f"{name}_start"
         pending.meta = layer_meta(node)
         result = graph.call_function(wait, (pending,))
@@ -192,8 +185,7 @@ def _split(graph: fx.Graph, node: fx.Node, number: int | None, is_blocking: bool
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     result.name = name
-    if not is_blocking:
-        _place_late(graph, result, elements, _position(graph))
+    _place_late(graph, result, elements, _position(graph))
 
 
 def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:

@@ -21,8 +21,11 @@ from lancet_kernels.graph.capture.captured_graph import (
     set_value,
 )
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
+from lancet_kernels.schedules.rewrite.inserter import Inserter
 
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
 BUCKET_BYTES = 1 << 20
 
 
@@ -33,7 +36,7 @@ def insert_all_reduces(
     replica_group: str = "",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[str]:
-    """Put `lancet.all_reduce_bucket` between the gradients of a joint graph and its outputs.
+    """Sum the gradients of a joint graph over the ranks.
 
     Args:
         parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
@@ -65,13 +68,15 @@ def insert_all_reduces(
         return i, value.dtype, group, value.numel() * value.element_size()
 
     in_order = sorted(summed, key=lambda i: place[results[i]])
-    names = []
+    inserter, names = Inserter(graph, {replica_group: "replica"}), []
     for group, bucket in cut_into_buckets(map(finished, in_order), bucket_bytes):
-        node = _insert(graph, group, bucket, results, place)
-        node.meta[GRADIENTS_OF] = tuple(parameter_of_output[i] for i in bucket)
-        if group == replica_group:
-            node.meta["group"] = "replica"
-        names.append(node.name)
+        gradients, parameters = [results[i] for i in bucket], [parameter_of_output[i] for i in bucket]
+        last = max(gradients, key=place.__getitem__)
+        with graph.inserting_before(last.next):
+            start = inserter.start(ALL_REDUCE, gradients, "sum", group=group, gradients_of=parameters)
+            for k, i in enumerate(bucket):
+                results[i] = inserter.arrived(inserter.call(operator.getitem, start, k))
+        names.append(start.name)
     output.args = (results,)
     graph.lint()
     module.recompile()
@@ -107,44 +112,10 @@ def _times(graph: fx.Graph, node: fx.Node, factor: float, before: fx.Node) -> fx
     return scaled
 
 
-def buckets_in_order(
-    module: fx.GraphModule, parameter_of_output: Mapping[int, str]
-) -> list[tuple[str, list[str]]]:
-    """Group and parameters of each bucket of a joint graph, in the order in which it sums them.
-
-    Args: parameter_of_output: as of `insert_all_reduces`.
-    """
-    results = output_node(module).args[0]
-    name_of = {results[i].args: name for i, name in parameter_of_output.items() if _is_sum(results[i])}
+def buckets_in_order(module: fx.GraphModule) -> list[tuple[str, list[str]]]:
+    """Group and parameters of each bucket of a joint graph, in the order in which it sums them."""
     return [
-        (node.args[1], [name_of[node, k] for k in range(len(node.args[0]))])
+        (plain_group(node.args[-1]), list(node.meta[GRADIENTS_OF]))
         for node in module.graph.nodes
-        if _is_bucket(node)
+        if node.target is ALL_REDUCE and GRADIENTS_OF in node.meta
     ]
-
-
-def _is_sum(result: object) -> bool:
-    return isinstance(result, fx.Node) and result.target is operator.getitem and _is_bucket(result.args[0])
-
-
-def _is_bucket(node: fx.Node) -> bool:
-    return node.target is torch.ops.lancet.all_reduce_bucket.default
-
-
-def _insert(
-    graph: fx.Graph, group: str, bucket: list[int], results: list[fx.Node], place: Mapping[fx.Node, int]
-) -> fx.Node:
-    """Insert the all-reduce of a bucket; its results replace the gradients among the outputs."""
-    gradients = [results[i] for i in bucket]
-    last = max(gradients, key=place.__getitem__)
-    with graph.inserting_after(last):
-        node = graph.call_function(torch.ops.lancet.all_reduce_bucket.default, (gradients, group))
-    with fake_mode_of(last):
-        set_value(node, [torch.empty_like(gradient.meta["val"]) for gradient in gradients])
-    cursor = node
-    for k, i in enumerate(bucket):
-        with graph.inserting_after(cursor):
-            cursor = graph.call_function(operator.getitem, (node, k))
-        set_value(cursor, node.meta["val"][k])
-        results[i] = cursor
-    return node

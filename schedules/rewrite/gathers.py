@@ -30,9 +30,8 @@ from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.ops.comm.link_group import link_group
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
+from lancet_kernels.schedules.rewrite.inserter import Inserter
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _CASTS = ("aten._to_copy", "prims.convert_element_type")
@@ -78,73 +77,47 @@ def insert_gathers(
     module.recompile()
 
 
-class _Sharding:
+class _Sharding(Inserter):
     def __init__(self, module: fx.GraphModule, cost_group: Mapping[str, str]) -> None:
-        self.module, self.graph, self._cost_group = module, module.graph, cost_group
-        self._marks: dict[str, object] = {}
+        super().__init__(module.graph, cost_group)
+        self.module = module
 
     # What both directions use.
-
-    def _call(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
-        """A new node at the place of insertion, with its fake result."""
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode_of(next(iter(node.all_input_nodes))):
-            set_value(node, target(*values[0], **values[1]))
-        node.meta.update(self._marks)
-        return node
-
-    def _collective(
-        self, target: Any, tensor: fx.Node, *args: object, group: str, gradients_of: Sequence[str] = ()
-    ) -> fx.Node:
-        """What has arrived. Args: gradients_of: what identifies a sum of gradients."""
-        start = self._call(target, tensor, *args, link_group(group))
-        if (name := self._cost_group.get(group, "world")) != "world":
-            start.meta["group"] = name
-        if gradients_of:
-            start.meta[GRADIENTS_OF] = tuple(gradients_of)
-        return self._call(functional.wait_tensor.default, start)
 
     def _gathered(self, shard: fx.Node, dim: int, group: str) -> fx.Node:
         """The shards of all ranks along a dimension."""
         shape, ranks = list(shard.meta["val"].shape), group_size(group)
-        joined = self._collective(functional.all_gather_into_tensor.default, shard, ranks, group=group)
+        joined = self.arrived(
+            self.start(functional.all_gather_into_tensor.default, shard, ranks, group=group)
+        )
         if not dim:
             return joined
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-        by_rank = self._call(aten.permute.default, self._shaped(joined, [ranks, *shape]), order)
-        return self._shaped(by_rank, [*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]])
+        by_rank = self.call(aten.permute.default, self.shaped(joined, [ranks, *shape]), order)
+        return self.shaped(by_rank, [*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]])
 
     def _summed(self, summand: fx.Node, dim: int, group: str, names: Sequence[str]) -> fx.Node:
         """This rank's shard along a dimension of the sum over the ranks."""
         shape, ranks = list(summand.meta["val"].shape), group_size(group)
         shape[dim] //= ranks
         if dim:
-            by_rank = self._shaped(summand, [*shape[:dim], ranks, *shape[dim:]])
+            by_rank = self.shaped(summand, [*shape[:dim], ranks, *shape[dim:]])
             order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
-            summand = self._shaped(
-                self._call(aten.permute.default, by_rank, order), [ranks * shape[0], *shape[1:]]
+            summand = self.shaped(
+                self.call(aten.permute.default, by_rank, order), [ranks * shape[0], *shape[1:]]
             )
         op, key = functional.reduce_scatter_tensor.default, ("scatter", *names)
-        return self._collective(op, summand, "sum", ranks, group=group, gradients_of=key)
+        return self.arrived(self.start(op, summand, "sum", ranks, group=group, gradients_of=key))
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return (
-            node if node.meta["val"].dtype is dtype else self._call(aten._to_copy.default, node, dtype=dtype)
+            node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
         )
 
     def _rows(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
         if (begin, end) == (0, node.meta["val"].shape[dim]):
             return node
-        return self._call(aten.slice.Tensor, node, dim, begin, end)
-
-    def _shaped(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        value = node.meta["val"]
-        if list(value.shape) == list(shape):
-            return node
-        if not value.is_contiguous():
-            node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self._call(aten.view.default, node, list(shape))
+        return self.call(aten.slice.Tensor, node, dim, begin, end)
 
     # Gradients.
 
@@ -179,27 +152,28 @@ class _Sharding:
         scale = scale_of(first)
         wide = [self._cast(g, first.reduce_dtype) for g in gradients]
         if first.reduce_dtype is torch.float16:  # its sums overflow
-            wide, scale = [self._call(aten.mul.Tensor, g, scale) for g in wide], 1.0
+            wide, scale = [self.call(aten.mul.Tensor, g, scale) for g in wide], 1.0
         padded = [self._padded(g, p.dim, ranks * p.shard_size) for g, p in zip(wide, parameters, strict=True)]
         if len(padded) == 1:
             summed = padded[0]
             if first.group:
                 summed = self._summed(summed, first.dim, first.group, names)
         else:
-            rows = [self._shaped(g, [ranks, g.meta["val"].numel() // ranks]) for g in padded]
-            summed = self._summed(self._call(aten.cat.default, rows, 1), 0, first.group, names)
+            rows = [self.shaped(g, [ranks, g.meta["val"].numel() // ranks]) for g in padded]
+            summed = self._summed(self.call(aten.cat.default, rows, 1), 0, first.group, names)
         if first.replicas:
             op, key = functional.all_reduce.default, ("copies", *names)
-            summed = self._collective(op, summed, "sum", group=first.replicas, gradients_of=key)
+            start = self.start(op, summed, "sum", group=first.replicas, gradients_of=key)
+            summed = self.arrived(start)
         if scale != 1.0:
-            summed = self._call(aten.mul.Tensor, summed, scale)
+            summed = self.call(aten.mul.Tensor, summed, scale)
         if len(padded) == 1:
             return [self._cast(summed, first.dtype)]
         shards, begin = [], 0
         for gradient, parameter in zip(padded, parameters, strict=True):
             end = begin + gradient.meta["val"].numel() // ranks
             shape = [parameter.shard_size, *parameter.shape[1:]]
-            shards.append(self._cast(self._shaped(self._rows(summed, 1, begin, end), shape), parameter.dtype))
+            shards.append(self._cast(self.shaped(self._rows(summed, 1, begin, end), shape), parameter.dtype))
             begin = end
         return shards
 
@@ -208,7 +182,7 @@ class _Sharding:
         missing = size - value.shape[dim]
         if not missing:
             return node
-        return self._call(aten.constant_pad_nd.default, node, [0, 0] * (value.dim() - 1 - dim) + [0, missing])
+        return self.call(aten.constant_pad_nd.default, node, [0, 0] * (value.dim() - 1 - dim) + [0, missing])
 
     # Parameters.
 
@@ -254,7 +228,7 @@ class _Sharding:
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
             first = of_it[0].user
-            self._marks = {
+            self.marks = {
                 UNIT: ("backward" if in_backward else "forward", unit),
                 **({IN_BACKWARD: True} if in_backward else {}),
             }
@@ -271,8 +245,8 @@ class _Sharding:
                         here.prepend(node)
                         node.replace_input_with(source_of[node], source)
                         of[node] = node
-                    of[node].meta.update(self._marks)
-            self._marks = {}
+                    of[node].meta.update(self.marks)
+            self.marks = {}
             for read in of_it:
                 read.user.replace_input_with(read.source, of[read.source])
             before = first
@@ -290,14 +264,14 @@ class _Sharding:
                     all_rows, parameter.dim, 0, parameter.shape[parameter.dim]
                 )
                 continue
-            flat = [self._shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
-            joined = self._gathered(self._call(aten.cat.default, flat), 0, group)
-            by_rank = self._shaped(joined, [ranks, joined.meta["val"].numel() // ranks])
+            flat = [self.shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
+            joined = self._gathered(self.call(aten.cat.default, flat), 0, group)
+            by_rank = self.shaped(joined, [ranks, joined.meta["val"].numel() // ranks])
             begin = 0
             for one, shard in zip(bucket, flat, strict=True):
                 end = begin + shard.meta["val"].numel()
                 shape = [ranks * one.parameter.shard_size, *one.parameter.shape[1:]]
-                rows = self._shaped(self._rows(by_rank, 1, begin, end), shape)
+                rows = self.shaped(self._rows(by_rank, 1, begin, end), shape)
                 whole[one.placeholder] = self._rows(rows, 0, 0, one.parameter.shape[0])
                 begin = end
         return whole

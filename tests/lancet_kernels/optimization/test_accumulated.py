@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import init_device_mesh
 
 from lancet_kernels import OptimizedModule, UserError, fsdp
-from lancet_kernels.ops.comm import accumulated
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link_group import LinkGroup
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
@@ -50,17 +49,16 @@ def counted_sums() -> Iterator[list[str]]:
     """What is summed over the ranks by a plan inside the context."""
     sums: list[str] = []
 
-    def counts(owner: object, name: str):
-        start = getattr(owner, name)
+    def counts(name: str):
+        start = getattr(LinkGroup, name)
 
         def started(*arguments: object) -> object:
             sums.append(name)
             return start(*arguments)
 
-        return mock.patch.object(owner, name, started)
+        return mock.patch.object(LinkGroup, name, started)
 
-    scatters = counts(LinkGroup, "reduce_scatter_tensor_coalesced")
-    with counts(accumulated, "start_all_reduce"), scatters:
+    with counts("allreduce_coalesced"), counts("reduce_scatter_tensor_coalesced"):
         yield sums
 
 

@@ -56,7 +56,9 @@ def test_every_parameter_is_updated_once_by_its_gradient_and_experts_are_not_red
         assert specs[gradient].shape == specs[weight].shape == specs[momentum].shape
         maker = padded.instructions[padded.producer[gradient]]
         is_expert = specs[weight].shape in ((E_LOCAL, D, 4 * D), (E_LOCAL, 4 * D, D))
-        assert maker.op == ("lancet.grouped_gemm_dw" if is_expert else "lancet.all_reduce_bucket")
+        assert maker.op == (
+            "lancet.grouped_gemm_dw" if is_expert else "_c10d_functional.all_reduce_coalesced"
+        )
     embedding = next(i for i in steps if specs[i.inputs[1]].shape == (V, D))
     assert embedding.bytes == 5 * V * D * 4
 
