@@ -88,7 +88,7 @@ _SUMS: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
 
 
 def sum_when_due(op: Callable[..., Any], number: int, summand: Any, *arguments: Any) -> Any:
-    """A functional collective that sums. Without sums a bucket (a list) stays as it is, as `.grad` has room for
+    """A functional collective that sums. Without sums a bucket (a list) stays as it is: `.grad` has room for
     it; a single summand is held, and the result is zeros."""
     one = _SUMS[number]
     if isinstance(summand, list):
