@@ -29,13 +29,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.activation_names import INTERLEAVED
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
+from lancet_kernels.ops.moe.expert_activation import CLAMP, SLOPE
 
 try:
     from transformers.activations import SiLUActivation
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import _default_apply_gate
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 except ImportError as error:
     raise ImportError(
         f"lancet_kernels.integrations.transformers: got {error}, expected transformers' expert parallelism; "
@@ -98,11 +101,11 @@ class LancetEP(EPImplementation):
         Raises: UserError for experts that compute with other ops than ours: the number of their rows would
             become a constant of the graph.
         """
-        if not (has_plain_weights(self.experts) and is_swiglu(self.experts)):
+        if not (has_plain_weights(self.experts) and activation_of(self.experts)):
             raise UserError(
                 f"experts {type(self.experts).__name__}",
                 got="an activation, weights or a kernel of their own",
-                expected="plain weights and silu(gate) * up, which a plan can hold",
+                expected="plain weights, and silu(gate) * up or the activation of GPT-OSS",
                 do="train without optimize()",
             )
         own = copy.copy(self)
@@ -120,8 +123,8 @@ class LancetEP(EPImplementation):
             return self._run_own_forward(rows_RD, count_WL)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         hidden = ops.grouped_gemm(rows_RD, count_WL, *self._weights(up, rows_RD))
-        if is_swiglu(experts):
-            hidden = ops.expert_activation(hidden, count_WL, "swiglu")
+        if activation := activation_of(experts):
+            hidden = ops.expert_activation(hidden, count_WL, activation)
         else:
             hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
         return ops.grouped_gemm(hidden, count_WL, *self._weights("down_proj", rows_RD))
@@ -191,11 +194,16 @@ def has_plain_weights(experts: nn.Module) -> bool:
     return weights.keys() == set(names) and all(weight.dtype in _DTYPES for weight in weights.values())
 
 
-def is_swiglu(experts: nn.Module) -> bool:
-    """Is the activation silu(gate) * up of [gate | up]?"""
+def activation_of(experts: nn.Module) -> str:
+    """The name of the activation in `ops.expert_activation`; "" if it is none of these."""
+    gate = getattr(type(experts), "_apply_gate", None)
     is_silu = isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
-    default = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
-    return bool(experts.has_gate and experts.is_concatenated and default and is_silu)
+    if experts.has_gate and experts.is_concatenated and gate is _default_apply_gate and is_silu:
+        return "swiglu"
+    constants = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    if gate is GptOssExperts._apply_gate and constants == (SLOPE, CLAMP):
+        return INTERLEAVED
+    return ""
 
 
 EPImplementationInterface.register(NAME, LancetEP)

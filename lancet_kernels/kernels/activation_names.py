@@ -4,11 +4,14 @@ from lancet_kernels.errors import UserError
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
 """The activations that the kernels compute."""
-ALL_ACTIVATIONS = (*ACTIVATIONS, "clamped-swiglu")
-"""The activations of layers with backend "torch"; "clamped-swiglu" (GPT-OSS) is computed by plain torch
-ops."""
-GATED = ("swiglu", "clamped-swiglu")
-"""The activations whose input is [gate | up], twice as wide as the output."""
+INTERLEAVED = "interleaved-clamped-swiglu"
+"""As "clamped-swiglu", with gate and up in alternate columns."""
+CLAMPED = ("clamped-swiglu", INTERLEAVED)
+"""The activations of GPT-OSS."""
+ALL_ACTIVATIONS = (*ACTIVATIONS, *CLAMPED)
+"""The activations of layers with backend "torch"; those of GPT-OSS are computed by plain torch ops."""
+GATED = ("swiglu", *CLAMPED)
+"""The activations whose input holds gate and up, so is twice as wide as the output."""
 
 
 def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:

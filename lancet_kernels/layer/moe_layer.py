@@ -60,7 +60,8 @@ class MoELayer(ExpertsByGlobalId):
             ``"topk(renormalize=True)"``, or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
-        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).
+        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS), also
+            "interleaved-clamped-swiglu", with gate and up in alternate columns.
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `groups` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,

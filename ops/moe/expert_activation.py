@@ -1,10 +1,11 @@
 """The nonlinearity inside the experts.
 
-R  rows received      F  hidden width (gated: input is [gate | up], 2F wide)
+R  rows received      F  hidden width (gated: input is [gate | up], 2F wide; interleaved: gate, up, gate, ...)
 
     swiglu            silu(gate) * up
     clamped-swiglu    gate' * sigmoid(1.702 gate') * (up' + 1),  gate' = min(gate, 7), up' = clamp(up, -7, 7)
                       (GPT-OSS; in plain torch on every device)
+    interleaved-clamped-swiglu    the same
 """
 
 from collections.abc import Callable
@@ -12,16 +13,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, GATED
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, CLAMPED, GATED, INTERLEAVED
 from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
 
 SLOPE, CLAMP = 1.702, 7.0
-"""Constants of "clamped-swiglu"."""
+"""Constants of the clamped ones."""
 
 
 def input_width(kind: str, hidden_width: int) -> int:
     """How wide the input of the activation is, for F outputs."""
     return 2 * hidden_width if kind in GATED else hidden_width
+
+
+def _gate_and_up(h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Views of the input of a gated activation."""
+    if kind == INTERLEAVED:
+        return h[..., ::2], h[..., 1::2]
+    gate, up = h.chunk(2, -1)
+    return gate, up
 
 
 def activate(h: Tensor, kind: str) -> Tensor:
@@ -30,7 +39,7 @@ def activate(h: Tensor, kind: str) -> Tensor:
         return torch.nn.functional.gelu(h)
     if kind == "silu":
         return torch.nn.functional.silu(h)
-    gate, up = h.chunk(2, -1)
+    gate, up = _gate_and_up(h, kind)
     if kind == "swiglu":
         return torch.nn.functional.silu(gate) * up
     gate = gate.clamp(max=CLAMP)
@@ -43,8 +52,8 @@ def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> Non
         torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=dh)
     elif kind == "silu":
         torch.ops.aten.silu_backward.grad_input(da, h, grad_input=dh)
-    elif kind == "clamped-swiglu":
-        (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
+    elif kind in CLAMPED:
+        (gate, up), (dgate, dup) = _gate_and_up(h, kind), _gate_and_up(dh, kind)
         clamped = gate.clamp(max=CLAMP)
         open_share = torch.sigmoid(SLOPE * clamped)
         slope = open_share * (1 + SLOPE * clamped * (1 - open_share)) * (gate <= CLAMP)

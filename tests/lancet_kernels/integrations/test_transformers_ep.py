@@ -87,11 +87,11 @@ def compared(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[int, f
     return len(ours) - 1, worst, any(bool(g.any()) for n, g in ours.items() if "experts" in n)
 
 
-def planned(folder: str, sizes: dict[str, int], strategy: str) -> tuple[int, float, bool]:
+def planned(folder: str, sizes: dict[str, int], strategy: str, **options: Any) -> tuple[int, float, bool]:
     """As `differences`, of the second of two planned steps beside "all_to_all" without a plan. In float32:
     torch 2.13 divides float64 gradients of experts that one rank has alone twice."""
-    theirs = loss_and_gradients(folder, "all_to_all", sizes, dtype=torch.float32)
-    model = loaded(folder, "lancet", sizes, dtype=torch.float32)
+    theirs = loss_and_gradients(folder, "all_to_all", sizes, dtype=torch.float32, **options)
+    model = loaded(folder, "lancet", sizes, dtype=torch.float32, **options)
     batch = tiny_batch(dist.get_rank())
     inputs = batch["input_ids"], batch["labels"]
     step = optimized(CausalLMStep(model), inputs, strategy, reduce_gradients="mean")
@@ -118,8 +118,8 @@ def test_equals_all_to_all(pool, saved):
     check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2})
 
 
-def names_and_kinds(folder: str) -> list[tuple[str, bool, bool]]:
-    from lancet_kernels.integrations.transformers import LancetEP, has_plain_weights, is_swiglu
+def names_and_kinds(folder: str) -> list[tuple[str, bool, str]]:
+    from lancet_kernels.integrations.transformers import LancetEP, activation_of, has_plain_weights
 
     loaded(folder, "all_to_all", {"fsdp_size": 2, "ep_size": 2})  # that others were built does not matter
     model = loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2})
@@ -127,12 +127,14 @@ def names_and_kinds(folder: str) -> list[tuple[str, bool, bool]]:
         c.cell_contents for m in model.modules() for c in getattr(m.forward, "__closure__", None) or ()
     ]
     layers = [value for value in closures if isinstance(value, LancetEP)]
-    return [(one.name, has_plain_weights(one.experts), is_swiglu(one.experts)) for one in layers]
+    return [(one.name, has_plain_weights(one.experts), activation_of(one.experts)) for one in layers]
 
 
-@pytest.mark.parametrize(("family", "swiglu"), [("Mixtral", True), ("GPT-OSS", False)])
-def test_plain_weights_run_in_grouped_products(pool, saved, family, swiglu):
-    expected = [(f"experts {i}", True, swiglu) for i in range(2)]
+@pytest.mark.parametrize(
+    ("family", "activation"), [("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")]
+)
+def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
+    expected = [(f"experts {i}", True, activation) for i in range(2)]
     assert pool.run(names_and_kinds, str(saved(family))) == [expected] * 2
 
 
@@ -144,6 +146,8 @@ def test_plain_weights_run_in_grouped_products(pool, saved, family, swiglu):
         ("Mixtral", 2, {"fsdp_size": 2, "ep_size": 2}),
         ("Qwen3-MoE", 4, {"fsdp_size": 4, "ep_size": 2}),
         ("DeepSeek-V3", 4, {"fsdp_size": 4, "ep_size": 4}),
+        ("GPT-OSS", 2, {"fsdp_size": 2, "ep_size": 2}),
+        ("GPT-OSS", 4, {"fsdp_size": 4, "ep_size": 2}),
     ],
 )
 def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strategy):
@@ -157,7 +161,7 @@ def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strat
 
 def refusal_of_a_plan(folder: str) -> str:
     with pytest.raises(UserError) as refused:
-        planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none")
+        planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none", swiglu_limit=6.0)
     return str(refused.value)
 
 
