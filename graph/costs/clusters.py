@@ -32,7 +32,8 @@ class Kernels:
     `*_half_rows`: rows per group at which a grouped GEMM reaches half of that. `attention_*`: of causal
     attention, without the masked half. `permute`: of the memory bandwidth, when rows are permuted.
     `kernel_us`: launch, ramp-up and tail of a kernel in the middle of a step.
-    `dense_half_gflop`: GFLOP at which a dense GEMM reaches half of its efficiency.
+    `host_us`: what the host needs to launch a kernel of a framework that runs op by op. `message_beside`: how
+    many times as long a message takes while computation runs beside it.
     """
 
     dense: float
@@ -48,6 +49,8 @@ class Kernels:
     attention_backward: float
     permute: float
     kernel_us: float
+    host_us: float
+    message_beside: float
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import collective_of, durations
-from lancet_kernels.graph.program.program import Kind, Program, original_name
+from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
 from lancet_kernels.prediction import orders
 from lancet_kernels.prediction.orders import Order
 from lancet_kernels.prediction.parts import (
@@ -28,7 +29,7 @@ from lancet_kernels.prediction.parts import (
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, Step, chained, prepared
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
-from lancet_kernels.schedules.time.simulate import Times, exposed_intervals, lower_bound_ms, run
+from lancet_kernels.schedules.time.simulate import Host, Times, exposed_intervals, lower_bound_ms, run
 
 STRATEGIES = ("none", "megatron", "lancet")
 AUTO = "auto"
@@ -40,14 +41,17 @@ ASSUMED = (
     "tokens are spread evenly over the experts, and all ranks are alike",
     "times are calculated from the cluster file, which has the source of each number: matrix products from "
     "their FLOPs and tiles, element-wise ops as fused passes over memory, messages from bandwidths that were "
-    "measured for the dispatcher; no time is added for a host that falls behind",
+    "measured for the dispatcher",
+    "the host launches op by op, one kernel after the other, and waits in each forward for the sizes of what "
+    "its rank receives; host_ms is the time in which the GPU has nothing to do because of that",
+    "messages take longer beside computation, and computation beside messages has fewer multiprocessors",
     "FLOPs are those of matrix products and causal attention (half of the square), forward and backward, "
     "without recomputation",
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
     "routing weights are applied inside the experts, so that the rows that come back are not kept",
     "none: nothing overlaps an all-to-all; gathers and sums of parameters do overlap",
     "megatron: the forward of a microbatch beside the backward of the one before, in Megatron's fixed order; "
-    "what the order allows, without delays of host and streams",
+    "each message waiting for its own inputs only",
     "lancet: the same microbatches, weight gradients held back to fill what is exposed",
     "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
 )
@@ -119,7 +123,7 @@ class Answer:
             "fits": self.fits(strategy),
             "compute_ms": one.compute_ms,
             "exposed_ms": dict(one.exposed_ms),
-            "other_ms": one.step_ms - one.compute_ms - sum(one.exposed_ms.values()),
+            "host_ms": one.step_ms - one.compute_ms - sum(one.exposed_ms.values()),
             "lower_bound_ms": one.lower_bound_ms,
         }
 
@@ -196,13 +200,13 @@ def _simulated(step: Step, ms: Sequence[float], strategy: str, question: Questio
         "megatron": lambda: orders.megatron(step),
         "lancet": lambda: orders.lancet(step, ms),
     }[strategy]()
-    cost = question.cost
+    cost, host = question.cost, host_of(step.program, question.cost)
     taken = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
-    slowed, times = list(ms), run(step.program, ms, order.positions, blocking=order.blocking)
+    slowed, times = list(ms), run(step.program, ms, order.positions, blocking=order.blocking, host=host)
     if not order.blocking:
         for _ in range(2):
-            slowed = _slowed(step.program, ms, times, taken)
-            times = run(step.program, slowed, order.positions)
+            slowed = _slowed(ms, times, taken, cost.kernels.message_beside - 1)
+            times = run(step.program, slowed, order.positions, host=host)
     exposed: dict[str, float] = {}
     for i, idle in exposed_intervals(times).items():
         kind = collective_of(step.program.instructions[i])
@@ -213,21 +217,41 @@ def _simulated(step: Step, ms: Sequence[float], strategy: str, question: Questio
     )  # fmt: skip
 
 
-def _slowed(program: Program, ms: Sequence[float], times: Times, taken: float) -> list[float]:
-    """Durations with computation longer by `taken` of the time that it runs beside messages."""
+def host_of(program: Program, cost: KernelCosts) -> Host:
+    """The host that launches each kernel on its own, those of fused groups, too, and waits in the forward for
+    the sizes of what its rank receives."""
+    each = cost.kernels.host_us * 1e-3
+    launches = [
+        each * len(i.attributes.get("ops", "1")) if i.flops or i.bytes else 0.0 for i in program.instructions
+    ]
+    waits = frozenset(
+        n
+        for n, i in enumerate(program.instructions)
+        if i.kind is Kind.ALL_TO_ALL and i.phase is Phase.FORWARD and i.attributes.get("to_experts")
+    )
+    return Host(launches, waits)
+
+
+def _slowed(ms: Sequence[float], times: Times, computation: float, message: float) -> list[float]:
+    """Durations with computation, and messages, longer by these fractions of the time that they run beside
+    one another."""
     slowed = list(ms)
-    busy = sorted((times.start[i], times.end[i]) for i in times.messages)
-    first = 0
-    for i in times.compute:
-        start, end = times.start[i], times.end[i]
-        while first < len(busy) and busy[first][1] <= start:
-            first += 1
-        beside, n = 0.0, first
-        while n < len(busy) and busy[n][0] < end:
-            beside += min(end, busy[n][1]) - max(start, busy[n][0])
-            n += 1
-        if end > start:
-            slowed[i] = ms[i] * (1 + taken * min(1.0, beside / (end - start)))
+    for own, others, more in (
+        (times.compute, times.messages, computation),
+        (times.messages, times.compute, message),
+    ):
+        busy = sorted((times.start[i], times.end[i]) for i in others)
+        first = 0
+        for i in sorted(own, key=times.start.__getitem__):
+            start, end = times.start[i], times.end[i]
+            while first < len(busy) and busy[first][1] <= start:
+                first += 1
+            beside, n = 0.0, first
+            while n < len(busy) and busy[n][0] < end:
+                beside += min(end, busy[n][1]) - max(start, busy[n][0])
+                n += 1
+            if end > start:
+                slowed[i] = ms[i] * (1 + more * min(1.0, beside / (end - start)))
     return slowed
 
 

@@ -82,14 +82,14 @@ def _alone(step: Step, n: int, pieces: list[list[int]]) -> Iterator[int]:
 
 def _pair(back: list[list[int]], forth: list[list[int]]) -> Iterator[int]:
     """Pieces of a backward and a forward block in turns, beginning with the backward's: while the message of
-    one travels, the other computes.
+    one travels, the other computes. A message of the forward is issued behind the backward's next piece: the
+    host may have to wait for its sizes.
 
-    Example: B1 b1 F1 f1 B2 b2 F2 f2 B3 F3, with messages b1, f1, ... in small letters.
+    Example: B1 b1 F1 B2 f1 b2 F2 B3 f2 F3, with messages b1, f1, ... in small letters.
     """
     for k in range(0, max(len(back), len(forth)), 2):
-        for pieces in (back, forth):
-            for piece in pieces[k : k + 2]:
-                yield from piece
+        for piece in (*back[k : k + 1], *forth[max(0, k - 1) : k], *back[k + 1 : k + 2], *forth[k : k + 1]):
+            yield from piece
 
 
 def lancet(step: Step, ms: Sequence[float]) -> Order:
@@ -115,7 +115,7 @@ def lancet(step: Step, ms: Sequence[float]) -> Order:
         if instruction.kind is Kind.COMPUTE:
             clock.compute(i, ms[i], program.dependencies[i])
         else:
-            clock.send(i, ms[i], program.dependencies[i], link=link_of(instruction))
+            clock.send(i, ms[i], program.dependencies[i], link=link_of(instruction), issued_at=0.0)
 
     def is_ready(i: int) -> bool:
         clock.catch_up()

@@ -21,9 +21,12 @@ from lancet_kernels.prediction.saved import with_recomputation
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
 """Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""
-STATE_TRAFFIC = 2 * STATE_BYTES + 2 * GRADIENT_BYTES + WEIGHT_BYTES
-"""Bytes that an optimizer step moves for each number: states read and written, the gradient read for its norm
-and for the update, the weight written."""
+STATE_TRAFFIC = 2 * STATE_BYTES + 4 * GRADIENT_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
+"""Bytes that an optimizer step moves for each number of a rank's shard: states read and written; the gradient
+read for its norm, read and written to clip it, read for the update; the float32 copy read again to write the
+weight."""
+GRADIENT_TRAFFIC = 3 * GRADIENT_BYTES
+"""Bytes for each gradient that a rank holds: read and written to divide it by the number of ranks, cleared."""
 
 _RECEIVED = "_received"
 
@@ -363,8 +366,9 @@ def _optimizer(b: _Builder) -> list[int]:
             if not count:
                 continue
             kind = "experts" if is_expert else "dense"
-            shards = 1 if b.question.sharding == "none" else b.question.replicas(is_expert)
-            moved += count * STATE_TRAFFIC / shards
+            group, sharding = b.question.replicas(is_expert), b.question.sharding
+            moved += count * STATE_TRAFFIC / (1 if sharding == "none" else group)
+            moved += count * GRADIENT_TRAFFIC / (group if sharding == "full" else 1)
             read.append(f"{OPTIMIZER} p{p} {kind}")
             m = b.microbatches - 1
             read += [

@@ -69,10 +69,11 @@ class Clock(Generic[Key]):
         self._messages: dict[Key, _Message[Key]] = {}
         self._links: dict[str, _Link[Key]] = {}
 
-    def compute(self, key: Key, ms: float, after: Iterable[Key]) -> None:
-        """Run an instruction as soon as everything in `after` has ended."""
+    def compute(self, key: Key, ms: float, after: Iterable[Key], *, issued_at: float = 0.0) -> None:
+        """Run an instruction as soon as it is issued and everything in `after` has ended."""
         for k in after:
             self.finish(k)
+        self.now = max(self.now, issued_at)
         self.start[key] = self.now
         self.now += ms
         self.end[key] = self.now

@@ -95,20 +95,45 @@ def simulate(program: Program, cost: Cost, *, blocking: Collection[str] = ()) ->
     return Timeline(program, times)
 
 
+@dataclass(frozen=True)
+class Host:
+    """The host that issues instructions one after the other. ms: what issuing takes, by position. waits:
+    messages that it does not issue before their inputs are there, because it must know their sizes."""
+
+    ms: Sequence[float]
+    waits: frozenset[int] = frozenset()
+
+
 def run(
-    program: Program, ms: Sequence[float], order: Sequence[int], *, blocking: Collection[str] = ()
+    program: Program,
+    ms: Sequence[float],
+    order: Sequence[int],
+    *,
+    blocking: Collection[str] = (),
+    host: Host | None = None,
 ) -> Times:
-    """Simulate another valid order of the Program's positions. Args: ms: durations by position."""
+    """Simulate another valid order of the Program's positions.
+
+    Args: ms: durations by position. host: None issues computation in no time, and messages when the
+        computation before them is done; with a host, a message waits for its own inputs only (an event).
+    """
     clock: Clock[int] = Clock()
+    issued = 0.0
     for i in order:
         instruction = program.instructions[i]
         after = program.dependencies[i]
+        if host is not None:
+            if i in host.waits:
+                issued = max(issued, *(clock.end[k] for k in after))
+            issued += host.ms[i]
         if instruction.kind is Kind.COMPUTE:
-            clock.compute(i, ms[i], after)
+            clock.compute(i, ms[i], after, issued_at=issued)
             continue
         is_urgent = instruction.kind is not Kind.ALL_REDUCE
-        clock.send(i, ms[i], after, link=link_of(instruction), is_urgent=is_urgent)
-        if instruction.name in blocking:
+        is_blocking = instruction.name in blocking
+        moment = max(clock.now, issued) if host is None or is_blocking else issued
+        clock.send(i, ms[i], after, link=link_of(instruction), is_urgent=is_urgent, issued_at=moment)
+        if is_blocking:
             clock.finish(i)
     clock.catch_up(INFINITY)
     start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
