@@ -26,7 +26,7 @@ STATE_TRAFFIC = 2 * STATE_BYTES + 4 * GRADIENT_BYTES + GRADIENT_BYTES + WEIGHT_B
 read for its norm, read and written to clip it, read for the update; the float32 copy read again to write the
 weight."""
 GRADIENT_TRAFFIC = 3 * GRADIENT_BYTES
-"""Bytes for each gradient that a rank holds: read and written to divide it by the number of ranks, cleared."""
+"""Bytes for each gradient of a rank: read and written to divide it by the number of ranks; cleared."""
 
 _RECEIVED = "_received"
 
