@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import init_device_mesh
 
 from lancet_kernels import OptimizedModule, UserError, fsdp
+from lancet_kernels.ops.comm import accumulated
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link_group import LinkGroup
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
