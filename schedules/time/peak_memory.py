@@ -44,6 +44,12 @@ class Storages:
         """Bytes allocated before the first instruction: the storages of all inputs."""
         return sum(self.bytes[s] for s in self.resident)
 
+    @cached_property
+    def in_order(self) -> tuple[list[set[str]], list[int]]:
+        """In the Program's own order: what each instruction touches, and the bytes alive while it runs."""
+        order = range(len(self.program))
+        return self.touches(order), alive_bytes(self, order)
+
     def touches(self, order: Sequence[int]) -> list[set[str]]:
         """By position, the storages that must be alive then, without those that are never freed. The first
         reader of a message's result also counts as a reader of its operands."""
@@ -92,30 +98,28 @@ class MemoryBudget:
         self.alive = storages.resident_bytes
         self.first = 0
         """The first remaining position."""
-        self._profile = np.array(alive_bytes(storages), dtype=np.int64)
+        self._touches, alive = storages.in_order
+        self._profile = np.array(alive, dtype=np.int64)
         self._is_remaining = [True] * length
-        self._touches = storages.touches(range(length))
         self._remaining: dict[str, list[int]] = {}
         """By storage, the remaining positions that touch it, ascending."""
         for i, touched in enumerate(self._touches):
             for s in touched:
                 self._remaining.setdefault(s, []).append(i)
 
-    def admits(self, i: int, reserve: float = 0.0) -> bool:
-        """Can instruction i be issued now? `reserve` bytes must stay free, unless they are already in use."""
+    def admits(self, i: int) -> bool:
+        """Can instruction i be issued now?"""
         more = sum(self.storages.bytes[s] for s in self.storages.born[i])
         if self.alive + more > self.limit:
             return False
         window = self._profile[self.first : i]
         if not len(window):
             return True
-        most = int(window.max())
-        allowed = max(self.limit - reserve, most)
-        if most + more <= allowed:
+        if int(window.max()) + more <= self.limit:
             return True
         changed = window.copy()
         self._hoist(changed, self.first, i)
-        return int(changed.max()) <= allowed
+        return int(changed.max()) <= self.limit
 
     def issue(self, i: int) -> None:
         """Record that instruction i is issued now."""

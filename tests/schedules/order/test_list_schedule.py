@@ -1,5 +1,7 @@
 """The list schedule is valid, never predicted worse, within memory, and near the optimum."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
@@ -74,6 +76,24 @@ def test_memory_limit_holds_where_the_original_holds_it(p):
     found = best_order(p, given, memory_limit_bytes=limit)
     assert found.peak_memory_bytes <= limit
     assert simulate(p.reordered(found.order), given).peak_memory_bytes <= limit
+
+
+LAYERS = st.builds(
+    backward_of_layers,
+    st.integers(2, 6),
+    st.sampled_from([2.0, 4.0, 7.0]),
+    st.lists(st.sampled_from([0.5, 1.0, 1.5, 3.0, 5.0]), min_size=1, max_size=3),
+)
+
+
+@examples(150)
+@hypothesis_given(LAYERS | random_programs(), st.randoms(use_true_random=False))
+def test_more_memory_is_never_worse(p, random):
+    sizes = {t: replace(spec, bytes=random.randrange(1000)) for t, spec in p.tensors.items()}
+    p = replace(p, tensors=sizes)
+    limits = [*(peaks * peak_memory(p) for peaks in (0.9, 1.0, 1.02, 1.03, 1.1, 1.24, 1.3, 1.6)), None]
+    found = [best_order(p, given, memory_limit_bytes=limit).iteration_ms for limit in limits]
+    assert found == sorted(found, reverse=True)
 
 
 @examples(25)
