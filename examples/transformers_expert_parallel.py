@@ -2,13 +2,18 @@
 
     torchrun --nproc-per-node 2 examples/transformers_expert_parallel.py runs/ep     # again: it goes on
     torchrun --nproc-per-node 4 examples/transformers_expert_parallel.py runs/ep     # experts in shards, too
+    torchrun --nproc-per-node 2 examples/transformers_expert_parallel.py runs/ep --accumulate 4 --plan
 
 The import that registers `ep_implementation="lancet"` and the `DistributedConfig` are all that differs from
 a model on one device, but for checkpoints: the Trainer (transformers 5.23) saves no optimizer of a model that
 was sharded when it was loaded. `Checkpoints` does, with `torch.distributed.checkpoint`.
+
+With a plan, `PlannedTrainer` gives all microbatches of an optimizer step to the plan at once, and the
+backward of each runs together with the forward of the next. Parameters, optimizer and checkpoints are the
+same: a run may go on with a plan, or without one.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -26,6 +31,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import lancet_kernels.integrations.transformers  # noqa: F401  registers "lancet"
+from lancet_kernels import CausalLMStep, OptimizedModule, optimize
 
 STEPS = 10
 EXPERT_RANKS = 2
@@ -82,12 +88,40 @@ class Checkpoints(TrainerCallback):
         return {"model": model_state, "optimizer": optimizer_state}
 
 
-def main(folder: Path, steps: int = STEPS, implementation: str = "lancet") -> list[float]:
-    """Args: folder: the same on all ranks. steps: how many more. -> their losses."""
+class PlannedTrainer(Trainer):
+    """Trainer that runs the microbatches of an optimizer step by one plan, made for the first of them."""
+
+    planned: OptimizedModule | None = None
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        """-> the mean of the losses with the last microbatch, 0 before it; the Trainer logs their sum."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        if self.planned is None:
+            accumulate = self.args.gradient_accumulation_steps
+            strategy = "microbatches" if accumulate > 1 else "lancet-dw"
+            self.planned = optimize(CausalLMStep(model), inputs, strategy=strategy, accumulate=accumulate)
+            self.waiting: list[dict[str, torch.Tensor]] = []
+        self.waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        losses = self.planned.microbatches(self.waiting)
+        self.waiting = []
+        return torch.stack(losses).mean()
+
+
+def main(
+    folder: Path, steps: int = STEPS, accumulate: int = 1, plan: bool = False, implementation: str = "lancet"
+) -> list[float]:
+    """Train so many more steps. -> their losses.
+
+    Args: folder: the same on all ranks. accumulate: microbatches of a step.
+    """
     checkpoints = Checkpoints(folder)
     arguments = TrainingArguments(
         str(folder / "logs"), max_steps=steps, per_device_train_batch_size=BATCH,
-        learning_rate=1e-2, lr_scheduler_type="constant", train_sampling_strategy="sequential", use_cpu=True,
+        gradient_accumulation_steps=accumulate, learning_rate=1e-2, lr_scheduler_type="constant",
+        train_sampling_strategy="sequential", use_cpu=True,
         save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     assert arguments.device.type == "cpu"  # the property starts the process group
@@ -98,8 +132,9 @@ def main(folder: Path, steps: int = STEPS, implementation: str = "lancet") -> li
     dist.barrier()
     config = DistributedConfig(fsdp_size=ranks, ep_size=EXPERT_RANKS, ep_implementation=implementation)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config)
-    data = Counting(checkpoints.first_step * BATCH * ranks)
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[checkpoints])
+    data = Counting(checkpoints.first_step * accumulate * BATCH * ranks)
+    trainer_class = PlannedTrainer if plan else Trainer
+    trainer = trainer_class(model, arguments, train_dataset=data, callbacks=[checkpoints])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if dist.get_rank() == 0:
@@ -108,4 +143,9 @@ def main(folder: Path, steps: int = STEPS, implementation: str = "lancet") -> li
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--plan", action="store_true")
+    main(**vars(parser.parse_args()))

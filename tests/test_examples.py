@@ -249,19 +249,38 @@ def test_transformers_expert_parallelism_goes_on_with_the_same_losses(tmp_path: 
     """Ten steps and ten more are twenty; then ten on four ranks, where experts are sharded, too."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-    def last_line(folder: str, steps: int, ranks: int = 2) -> list[str]:
-        launch = [*TORCHRUN[:-1], str(ranks)]
-        command = [sys.executable, *launch, FOLDER / "transformers_expert_parallel.py"]
-        command += [tmp_path / folder, str(steps)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()[-1].split()
-
-    whole = last_line("whole", 20)
-    first, second = last_line("parts", 10), last_line("parts", 10)
+    whole = last_words_of_a_trainer(tmp_path / "whole", 20)
+    first, second = (last_words_of_a_trainer(tmp_path / "parts", 10) for _ in range(2))
     assert (first[1], second[3:]) == (whole[1], whole[3:])
     assert float(whole[3]) < 0.2 * float(whole[1])
-    assert float(last_line("parts", 10, ranks=4)[3]) < float(second[3])
+    assert float(last_words_of_a_trainer(tmp_path / "parts", 10, ranks=4)[3]) < float(second[3])
+
+
+def last_words_of_a_trainer(folder: Path, steps: int, *options: str, ranks: int = 2) -> list[str]:
+    """Of `loss 4.181 -> 1.750 behind step 10`."""
+    command = [sys.executable, *TORCHRUN[:-1], str(ranks), FOLDER / "transformers_expert_parallel.py"]
+    done = subprocess.run(
+        [*command, folder, "--steps", str(steps), *options], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_a_planned_trainer_goes_on_where_a_plain_one_ended(tmp_path: Path, accumulate: str) -> None:
+    """Eight steps without a plan, beside four with one and four without; then four with one on four ranks."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    several = "--accumulate", accumulate
+    plain = last_words_of_a_trainer(tmp_path / "plain", 8, *several)
+    first = last_words_of_a_trainer(tmp_path / "planned", 4, *several, "--plan")
+    second = last_words_of_a_trainer(tmp_path / "planned", 4, *several)
+    assert float(first[1]) == pytest.approx(float(plain[1]), abs=2e-3)
+    assert float(second[3]) == pytest.approx(float(plain[3]), rel=0.01)
+    assert second[-1] == plain[-1] == "8"
+    third = last_words_of_a_trainer(tmp_path / "planned", 4, *several, "--plan", ranks=4)
+    assert float(third[3]) < float(second[3])
 
 
 def losses_on_one_device() -> list[float]:
