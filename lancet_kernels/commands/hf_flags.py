@@ -73,6 +73,10 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--search", action="store_true", help="with --hf: find the best layouts for the GPUs"
     )
+    command.add_argument(
+        "--search-seconds", type=float, default=600.0, metavar="SECONDS",
+        help="when the search stops; it says what it did not try (default: 600)",
+    )  # fmt: skip
     command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
     command.add_argument(
         "--chakra", metavar="PREFIX", help="with --hf: write a Chakra execution trace (PREFIX.0.et)"
@@ -91,7 +95,7 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     if arguments.search:
         from lancet_kernels.prediction.search import search
 
-        found = search(question)
+        found = search(question, arguments.search_seconds)
     figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
     written = _write_files(result, strategy, arguments, found)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
@@ -164,7 +168,8 @@ def _text(result: Answer) -> str:
     for name in result.strategies:
         one, figures = result.strategies[name], result.figures(name)
         tokens, tflops = figures["tokens_per_s_per_gpu"], figures["tflops_per_gpu"]
-        exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in one.exposed_ms.items()) or "nothing"
+        idle = {**one.exposed_ms, "waiting for the host": figures["host_ms"]}
+        exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in idle.items() if ms >= 0.5) or "nothing"
         lines.append(
             f"{name:10} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
             f"{tflops:8.1f} {one.peak_memory_gib:6.1f}  {exposed}"

@@ -37,7 +37,8 @@ from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a part: how many numbers this rank has of it, and where its gradient is computed."""
+    """A parameter of a part: how many numbers this rank has of it (0: it is the embedding's, which the head
+    shares), and where its gradient is computed."""
 
     numbers: int
     is_expert: bool
@@ -145,6 +146,8 @@ def model_parts(config: Any, expert_ranks: int, batch: int, sequence: int) -> Mo
             for kind, layer in enumerate(base.layers)
         ]
         head = captured_part("head", _Head(base.norm, model.lm_head), (hidden, ids))
+        if getattr(config, "tie_word_embeddings", False):
+            head = _without_numbers_of(head, model.lm_head.weight.numel())
     return ModelParts(
         getattr(config, "model_type", "model"), embedding, tuple(parts), tuple(layers), head, experts
     )
@@ -329,6 +332,14 @@ def captured_part(name: str, module: nn.Module, inputs: Sequence[Tensor]) -> Par
             takes = node.name
     gives = tensor_names(values[0])[0]
     return Part(name, with_attention_flops(program), takes, gives, gets, returns, parameters)
+
+
+def _without_numbers_of(head: Part, embedding: int) -> Part:
+    """The head without the parameter that it shares with the embedding, as large as that."""
+    parameters = {
+        t: replace(p, numbers=0 if p.numbers == embedding else p.numbers) for t, p in head.parameters.items()
+    }
+    return replace(head, parameters=parameters)
 
 
 def _expert_parameters(module: nn.Module) -> set[str]:

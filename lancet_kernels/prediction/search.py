@@ -9,6 +9,7 @@ can be among the ten best. What does not fit for its states and what the forward
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -74,16 +75,23 @@ class Found:
         }
 
 
-def search(question: Question) -> Found:
+def search(question: Question, seconds: float = math.inf) -> Found:
     """The best layouts for the question's model, GPUs and tokens.
 
+    Args: seconds: when to stop; layouts that were not tried until then are among the others.
     Raises: UserError if no layout fits.
     """
+    start = time.perf_counter()
+    not_tried = f"not tried within {seconds:.0f} s"
     limit = gib(question.hardware.memory_gb * 1e9)
     possible: list[Layout] = []
     others: list[Layout] = []
     least = math.inf
     for one in layouts(question):
+        # Half of the time, so that something is simulated.
+        if time.perf_counter() - start > seconds / 2:
+            others.append(Layout(one, why=not_tried))
+            continue
         # The states first: they need no capture of this microbatch and recomputation.
         need = states_gib(one)
         need += kept_gib(one) if need <= limit else 0.0
@@ -98,6 +106,8 @@ def search(question: Question) -> Found:
         at_least = f"takes at least {layout.bound_ms:.0f} ms"
         if len(fitting) >= BEST and layout.bound_ms > fitting[BEST - 1].step_ms:
             others.append(replace(layout, why=at_least))
+        elif time.perf_counter() - start > seconds:
+            others.append(replace(layout, why=not_tried))
         elif simulated >= MOST_SIMULATED and fitting:
             others.append(replace(layout, why=f"not simulated; {at_least}"))
         else:
@@ -105,6 +115,11 @@ def search(question: Question) -> Found:
             result = _simulated(layout, answer(layout.question))
             (others if result.why else fitting).append(result)
             fitting.sort(key=lambda one: one.step_ms)
+    if not fitting and any(one.why == not_tried for one in others):
+        raise UserError(
+            "--search-seconds", got=f"{seconds:g} without a layout that fits", expected="more time",
+            do="give more seconds",
+        )  # fmt: skip
     if not fitting:
         raise UserError(
             "layouts", got=f"more than {least:.0f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",

@@ -265,10 +265,11 @@ def _names(b: _Builder, m: int, p: int, phase: Phase) -> dict[str, str]:
     names = dict.fromkeys(part.program.inputs, "")
     for t, parameter in part.parameters.items():
         kind = "experts" if parameter.is_expert else "dense"
-        whole = f"{PARAMETERS} p{p} {kind}"
+        owner = p if parameter.numbers else 0  # the head may share the embedding's
+        whole = f"{PARAMETERS} p{owner} {kind}"
         # The head's parameters stay gathered from its forward to its backward, which follows at once.
         gathered = [
-            b.gathered.get((p, parameter.is_expert, one)) for one in (phase.value, Phase.FORWARD.value)
+            b.gathered.get((owner, parameter.is_expert, one)) for one in (phase.value, Phase.FORWARD.value)
         ]
         names[t] = next(filter(None, gathered), whole)
     if p > 0 and part.takes:

@@ -185,3 +185,19 @@ def test_what_does_not_fit_is_one_line(tmp_path):
     )
     with pytest.raises(UserError, match="GiB per GPU"):
         check_fits(answer(asked.but(sequence=64), ["none"]))
+
+
+def test_tied_embeddings_are_counted_once(tmp_path):
+    """512 x 64 numbers of the embedding, which the head reads, too, in every kind of sharding."""
+    counted = []
+    for tied in (False, True):
+        (tmp_path / str(tied)).mkdir()
+        hf = written(tmp_path / str(tied), DENSE, tie_word_embeddings=tied)
+        for sharding in ("none", "optimizer", "full"):
+            step, _ = step_of(Question(hf, "dgx-h100", 8, 1, sharding, sequence=64, accumulate=2), 2)
+            assert step.program.reordered(range(len(step.program)))
+            states = sum(step.program.tensors[t].bytes for t in step.program.inputs)
+            counted.append(states * 8 if sharding == "full" else states)
+    per_number = 2 + 4 + 12, 2 + 4 + 12 / 8, 2 + 4 + 12
+    for untied, tied, each in zip(counted[:3], counted[3:], per_number, strict=True):
+        assert untied - tied == pytest.approx(512 * 64 * each, rel=1e-3)

@@ -158,6 +158,13 @@ def test_nothing_fits(tmp_path):
         search(asked.but(sequence=64))
 
 
+def test_a_search_without_time_says_so(question):
+    """In no time, nothing is simulated."""
+    asked = question.but(gpus=2, expert_ranks=1, accumulate=1)
+    with pytest.raises(UserError, match="--search-seconds"):
+        search(asked, 0.0)
+
+
 def test_what_a_bound_promises(question):
     for layout in search(question.but(gpus=2, expert_ranks=1, accumulate=1)).best:
         assert layout.bound_ms <= layout.step_ms
