@@ -93,7 +93,7 @@ class PlannedTrainer(Trainer):
 
     planned: OptimizedModule | None = None
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    def training_step(self, model, inputs, num_items_in_batch=None):
         """-> the mean of the losses with the last microbatch, 0 before it; the Trainer logs their sum."""
         model.train()
         inputs = self._prepare_inputs(inputs)
@@ -101,7 +101,7 @@ class PlannedTrainer(Trainer):
             accumulate = self.args.gradient_accumulation_steps
             strategy = "microbatches" if accumulate > 1 else "lancet-dw"
             self.planned = optimize(CausalLMStep(model), inputs, strategy=strategy, accumulate=accumulate)
-            self.waiting: list[dict[str, torch.Tensor]] = []
+            self.waiting = []
         self.waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

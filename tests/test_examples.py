@@ -257,7 +257,7 @@ def test_transformers_expert_parallelism_goes_on_with_the_same_losses(tmp_path: 
 
 
 def last_words_of_a_trainer(folder: Path, steps: int, *options: str, ranks: int = 2) -> list[str]:
-    """Of `loss 4.181 -> 1.750 behind step 10`."""
+    """The words of `loss 4.181 -> 1.750 behind step 10`, of a run of the example."""
     command = [sys.executable, *TORCHRUN[:-1], str(ranks), FOLDER / "transformers_expert_parallel.py"]
     done = subprocess.run(
         [*command, folder, "--steps", str(steps), *options], capture_output=True, text=True, timeout=240
