@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_map
 from lancet_kernels.graph.capture.captured_graph import with_any_strides
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.program.from_fx import is_collective, is_functional_collective, is_instruction
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.shards import start_all_gather, start_reduce_scatter
+from lancet_kernels.ops.comm.shards import all_gather, all_reduce, reduce_scatter
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.fused import fused_graph
@@ -198,43 +197,40 @@ def measure_communication(
         width: of the rows in all-to-all buffers. device: of the step's tensors.
     """
 
-    def all_reduce(group: str) -> Callable[[int], object]:
-        return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
+    def numbers(size: float) -> Tensor:
+        return torch.zeros(max(1, int(size) // 4), device=device)
 
-    def all_gather(group: str) -> Callable[[int], object]:
-        ranks = group_size(group)
-        return lambda size: start_all_gather(
-            torch.zeros(max(1, size // (4 * ranks)), device=device), 0, group
-        )
+    def summed(size: int, group: str) -> object:
+        return all_reduce(numbers(size), group)
 
-    def reduce_scatter(group: str) -> Callable[[int], object]:
+    def gathered(size: int, group: str) -> object:
+        return all_gather(numbers(size / group_size(group)), 0, group)
+
+    def scattered(size: int, group: str) -> object:
         ranks = group_size(group)
-        return lambda size: start_reduce_scatter(
-            torch.zeros(ranks * max(1, size // (4 * ranks)), device=device), 0, group
-        )
+        return reduce_scatter(numbers(size / ranks).repeat(ranks), 0, group)
 
     def shift_around(size: int) -> object:
         ranks = group_size(groups.world)
         around = [(place + 1) % ranks for place in range(ranks)]
-        return start_shift([torch.zeros(max(1, size // 4), device=device)], around, groups.world)
+        return start_shift([numbers(size)], around, groups.world).wait()
 
-    starts: dict[tuple[str, str], Callable[[int], object]] = {
+    calls: dict[tuple[str, str], Callable[[int], object]] = {
         ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
         ("point_to_point", "world"): shift_around,
     }
     for name, group in {"world": groups.data, "replica": groups.replica, **others}.items():
-        starts["all_reduce", name] = all_reduce(group)
-        starts["all_gather", name] = all_gather(group)
-        starts["reduce_scatter", name] = reduce_scatter(group)
+        calls["all_reduce", name] = partial(summed, group=group)
+        calls["all_gather", name] = partial(gathered, group=group)
+        calls["reduce_scatter", name] = partial(scattered, group=group)
     samples = {}
     for collective, name in largest:
-        start = starts[collective, name]
+        call = calls[collective, name]
         points = []
         size = SMALLEST_BYTES
         while True:
             timed = _link_time if collective == "all_to_all" else _total_time
-            call = timed(start, size, device)
-            points.append((float(size), _median_ms(call, groups.world, repeats)))
+            points.append((float(size), _median_ms(timed(call, size, device), groups.world, repeats)))
             if size >= largest[collective, name]:
                 break
             size *= 2
@@ -243,26 +239,26 @@ def measure_communication(
     return CommunicationModel.measured(samples)
 
 
-def _link_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
+def _link_time(call: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
     """A call that returns the milliseconds on the link; packing and unpacking count as computation."""
 
-    def call() -> float:
+    def timed() -> float:
         link.read()
-        start(size).wait()
+        call(size)
         return link.read().all_to_all_ms
 
-    return call
+    return timed
 
 
-def _total_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
-    def call() -> float:
+def _total_time(call: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
+    def timed() -> float:
         _finish(device)
         begin = time.perf_counter()
-        start(size).wait()
+        call(size)
         _finish(device)
         return (time.perf_counter() - begin) * 1e3
 
-    return call
+    return timed
 
 
 def _finish(device: torch.device) -> None:
@@ -271,11 +267,12 @@ def _finish(device: torch.device) -> None:
 
 
 def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:
-    """Start an all-to-all of `size` bytes of float32 rows per rank, spread evenly over the ranks."""
+    """An all-to-all of `size` bytes of float32 rows per rank, spread evenly over the ranks."""
     ranks = group_size(group)
     rows = max(1, size // (4 * width * ranks))
     count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
-    return start_all_to_all(torch.zeros(ranks * rows, width, device=device), count, count, group, True)
+    rows_SD = torch.zeros(ranks * rows, width, device=device)
+    return start_all_to_all(rows_SD, count, count, group, True).wait()
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:

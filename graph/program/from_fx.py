@@ -33,10 +33,6 @@ _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
     "lancet.shift": Kind.POINT_TO_POINT,
     "lancet.redistribute": Kind.OTHER_COMMUNICATION,
-    "lancet.all_gather": Kind.OTHER_COMMUNICATION,
-    "lancet.reduce_scatter": Kind.OTHER_COMMUNICATION,
-    "lancet.exchange_shards": Kind.ALL_TO_ALL,
-    "lancet.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
     "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
@@ -50,11 +46,7 @@ _COLLECTIVES = {
         ("reduce_scatter_tensor", "reduce_scatter"),
     )
     for variant in ("", "_coalesced", "_out")
-} | {
-    "lancet.redistribute": "all_gather",
-    "lancet.all_gather": "all_gather",
-    "lancet.reduce_scatter": "reduce_scatter",
-}
+} | {"lancet.redistribute": "all_gather"}
 """Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""

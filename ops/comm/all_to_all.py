@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
-from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import LinkWork
+from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
@@ -134,31 +133,19 @@ def start_all_to_all(
     if not group:
         # With one rank, both sides have the same order.
         return Here(rows_SD)
-    process_group = group_of(group)
-    rank = process_group.rank()
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
     # On a device that did not know the number of rows, the tensor may have more rows than needed.
-    sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)].contiguous()
+    sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)]
     received_RD = sent_SD.new_empty(sum(receive_rows), sent_SD.shape[1])
-    row_bytes = sent_SD.shape[1] * sent_SD.element_size()
-    layer = current_layer()
-    with waiting("all_to_all", process_group, layer):
-        transfer = link.start(
-            process_group,
-            sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
-            received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
-            cuda=sent_SD.is_cuda,
-        )
-        work = dist.all_to_all_single(
-            received_RD, sent_SD, receive_rows, send_rows, group=process_group, async_op=True
-        )
-    transfer.watch(work, sent_SD)
+    work = link_group_of(group).all_to_all(
+        received_RD, sent_SD, receive_rows, send_rows, layer=current_layer()
+    )
 
     def finish() -> Tensor:
         # A collective delivers rank by rank.
         return expert_major(received_RD, receive_count_WL) if to_experts else received_RD
 
-    return Pending(LinkWork("all_to_all", process_group, work, transfer, layer), finish)
+    return Pending(work, finish)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())

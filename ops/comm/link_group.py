@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _register_process_group
 
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import Transfer, Waitable, link
-from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.comm.waiting import current_layer, waiting
 
 _PREFIX = "link of "
 _LINK_GROUPS: WeakKeyDictionary[dist.ProcessGroup, LinkGroup] = WeakKeyDictionary()
@@ -119,20 +119,56 @@ class LinkGroup(dist.ProcessGroup):
         start = group_of(self._plain)._reduce_scatter_base
         return self._exchanged("reduce_scatter", start, *received, *sent, options)
 
-    def _exchanged(
-        self, what: str, start: Callable[..., dist.Work], received: Tensor, sent: Tensor, *options: Any
+    def alltoall_base(  # type: ignore[override]
+        self, received: Tensor, sent: Tensor, receive: list[int], send: list[int], options: Any
     ) -> LinkWork:
-        """Start it. All of the larger tensor but this rank's own slice travels, in both directions."""
+        return self.all_to_all(received, sent, receive, send, layer=current_layer(), options=options)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        receive: list[int],
+        send: list[int],
+        what: str = "all_to_all",
+        layer: str = "",
+        options: Any = None,
+    ) -> LinkWork:
+        """Start an all-to-all, and say what it is and in which layer, for the message if a rank stays away.
+
+        Args: receive, send: rows from and to each rank.
+        """
+        group, options = group_of(self._plain), options or dist.AllToAllOptions()
+        other_rows = [sum(rows) - rows[group.rank()] for rows in (receive, send)]
+        bytes = [
+            n * _bytes(t) // max(1, t.shape[0]) for n, t in zip(other_rows, (received, sent), strict=True)
+        ]
+        return self._exchanged(
+            what, group.alltoall_base, received, sent, receive, send, options, bytes=bytes, layer=layer
+        )
+
+    def _exchanged(
+        self,
+        what: str,
+        start: Callable[..., dist.Work],
+        received: Tensor,
+        sent: Tensor,
+        *options: Any,
+        bytes: Sequence[int] = (),
+        layer: str = "",
+    ) -> LinkWork:
+        """Start it. Args: bytes: from and to other ranks; by default all of the larger tensor but this rank's
+        own slice, in both directions."""
         group, sent = group_of(self._plain), sent.contiguous()
-        size = max(_bytes(sent), _bytes(received))
-        size -= size // group.size()
+        whole = max(_bytes(sent), _bytes(received))
+        coming, leaving = bytes or [whole - whole // group.size()] * 2
         # Not every backend has collectives of truth values.
         wires = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (received, sent)]
-        with waiting(what, group):
-            transfer = link.start(group, sent=size, received=size, cuda=sent.is_cuda)
+        with waiting(what, group, layer):
+            transfer = link.start(group, sent=leaving, received=coming, cuda=sent.is_cuda)
             work = start(*wires, *options)
         transfer.watch(work, sent)
-        return LinkWork(what, group, work, transfer, kept=sent)
+        return LinkWork(what, group, work, transfer, layer, kept=sent)
 
 
 def _bytes(tensor: Tensor) -> int:

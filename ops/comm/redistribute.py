@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import group_of, group_rank
-from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.groups import group_rank
+from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import apart
 from lancet_kernels.ops.comm.shift import shift
-from lancet_kernels.ops.comm.waiting import waiting
 
 Span = tuple[int, int]
 Box = tuple[Span, Span]
@@ -158,21 +156,11 @@ def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
             receive[piece.source] = target(piece).numel()
         leaving = torch.cat([x.new_empty(0), *(source(p).reshape(-1) for p in sent)])
         arrived = x.new_empty(sum(receive))
-        _exchange(arrived, leaving, receive, send, group, what)
+        what = f"redistribution of {what}"
+        link_group_of(group).all_to_all(arrived, leaving, receive, send, what).wait()
         for piece, values in zip(coming, arrived.split([n for n in receive if n]), strict=True):
             target(piece).copy_(values.view(target(piece).shape))
     return result
-
-
-def _exchange(
-    arrived: Tensor, buffer: Tensor, receive: list[int], send: list[int], group: str, what: str
-) -> None:
-    process_group, size = group_of(group), buffer.element_size()
-    with waiting(f"redistribution of {what}", process_group):
-        transfer = link.start(process_group, buffer.numel() * size, arrived.numel() * size, buffer.is_cuda)
-        work = dist.all_to_all_single(arrived, buffer, receive, send, group=process_group, async_op=True)
-        transfer.watch(work, buffer)
-        transfer.finish(work)
 
 
 def _cut(tile: Tensor, piece: Piece, box: Box, height: int, width: int) -> Tensor:

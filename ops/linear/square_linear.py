@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lancet_kernels.ops.comm.all_reduce import start_sum
 from lancet_kernels.ops.comm.pending import Here, Started
-from lancet_kernels.ops.comm.shards import all_reduce, start_all_reduce_summands
+from lancet_kernels.ops.comm.shards import all_reduce
 from lancet_kernels.ops.comm.shift import shift, start_shift
 
 Sources = tuple[int, ...]
@@ -172,9 +173,12 @@ class _Phase:
 
 def _start_sum(summand: Tensor, group: str) -> Started[Tensor]:
     """An all-reduce in two halves, like a shift; nothing where the tensor is complete."""
-    if group and torch.compiler.is_compiling():
+    if not group:
+        return Here(summand)
+    if torch.compiler.is_compiling():
         return Here(all_reduce(summand, group))
-    return start_all_reduce_summands(summand, group)
+    total = summand.clone(memory_format=torch.contiguous_format)
+    return start_sum(total, group, lambda: total)
 
 
 def _moves(sources: Sequence[int]) -> bool:

@@ -34,21 +34,11 @@ from lancet_kernels.graph.program.from_fx import (
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
-from lancet_kernels.ops.comm.shards import (
-    start_all_gather,
-    start_all_reduce_summands,
-    start_exchange_shards,
-    start_reduce_scatter,
-)
 from lancet_kernels.ops.comm.shift import start_shift
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
     "lancet.shift": start_shift,
-    "lancet.all_gather": start_all_gather,
-    "lancet.reduce_scatter": start_reduce_scatter,
-    "lancet.exchange_shards": start_exchange_shards,
-    "lancet.all_reduce": start_all_reduce_summands,
 }
 
 

@@ -323,7 +323,7 @@ EXPECTED = {
     "no experts": "got no parameter [experts, ., .]",
     "name": "parallel, expert parallel, primepar, megatron, a ShardingStrategy, or the file of one",
     "other ranks": "got one for 4 ranks, expected one for 2",
-    "ranks": "(lancet.all_reduce), an op of several ranks",
+    "ranks": "(_c10d_functional.all_reduce), an op of several ranks",
     "another batch": "expected the program it was searched for",
     "branch": "capture of Plain: got",
     "dropout": "random numbers depend on the sharding",

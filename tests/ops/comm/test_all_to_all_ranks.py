@@ -15,6 +15,7 @@ from lancet_kernels import CommunicationError, ops
 from lancet_kernels.ops import all_to_all, exchange_counts, start_all_reduce, start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_name
 from lancet_kernels.ops.comm.link import GPUS_PER_NODE, emulate_link, link
+from lancet_kernels.ops.comm.link_group import LinkGroup
 from tests.grids import few_of
 
 MOST, D = 5, 8
@@ -61,27 +62,23 @@ def received_by(counts: Tensor, rank: int, dtype: torch.dtype, seed: int) -> Ten
 
 
 class SentBytes:
-    """What torch.distributed.all_to_all_single is given to send to other ranks, in bytes per call."""
+    """What the process group is given to send to other ranks, in bytes per call."""
 
     def __enter__(self) -> list[int]:
         calls: list[int] = []
-        self._real = dist.all_to_all_single
+        self._real = LinkGroup.all_to_all
 
-        def counted(output, input, output_split_sizes=None, input_split_sizes=None, group=None, **options):
-            rank = dist.get_rank(group)
-            rows = input_split_sizes or [len(input) // dist.get_world_size(group)] * dist.get_world_size(
-                group
-            )
-            assert sum(rows) == len(input), "more is handed over than the splits say"
+        def counted(group, output, input, receive, send, **options):
+            assert sum(send) == len(input), "more is handed over than the splits say"
             row = input[0].numel() * input.element_size() if len(input) else 0
-            calls.append((sum(rows) - rows[rank]) * row)
-            return self._real(output, input, output_split_sizes, input_split_sizes, group=group, **options)
+            calls.append((sum(send) - send[group.rank()]) * row)
+            return self._real(group, output, input, receive, send, **options)
 
-        dist.all_to_all_single = counted
+        LinkGroup.all_to_all = counted
         return calls
 
     def __exit__(self, *_):
-        dist.all_to_all_single = self._real
+        LinkGroup.all_to_all = self._real
 
 
 def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
@@ -120,7 +117,7 @@ def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, dtype, kind, 
             assert torch.equal(got["grad"], sent_by(counts, r, dtype, seed=2))
             forward = (counts[r].sum() - counts[r, r].sum()).item() * row_bytes
             backward = (counts[:, r].sum() - counts[r, r].sum()).item() * row_bytes
-            assert got["calls"] == [forward, backward], "bytes handed to torch.distributed"
+            assert got["calls"] == [forward, backward], "bytes handed to the process group"
             assert got["link"] == [forward, backward], "bytes that the link reports"
             assert got["count"] == [1, 1]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form, cut_along
+from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.ops.comm.groups import group_name
 from tests.grids import few_of
 
@@ -121,14 +123,39 @@ def test_truth_values_and_numbers_travel_unchanged(pool):
 
 def test_fakes_have_the_shapes_of_results():
     x = torch.randn(4, 6)
-    for name, arguments in (
-        ("all_gather", (0, "")),
-        ("reduce_scatter", (1, "")),
-        ("exchange_shards", (0, 1, "")),
-        ("all_reduce", ("",)),
-        ("take_shard", (0, "")),
-        ("place_shard", (0, "")),
-        ("share_gradient", ("",)),
-    ):
+    for name, arguments in (("take_shard", (0, "")), ("place_shard", (0, "")), ("share_gradient", ("",))):
         op = getattr(torch.ops.lancet, name).default
         torch.library.opcheck(op, (x.clone().requires_grad_(name != "place_shard"), *arguments))
+
+
+def test_alone_nothing_travels():
+    x = torch.randn(4, 6, requires_grad=True)
+    op = torch.ops.lancet
+    results = op.all_gather(x, 0, ""), op.reduce_scatter(x, 1, ""), op.exchange_shards(x, 0, 1, "")
+    for result in (*results, op.all_reduce(x, "")):
+        assert torch.equal(result, x)
+        assert torch.equal(*torch.autograd.grad(result.sum(), x), torch.ones_like(x))
+
+
+def traced_ops(name: str, *arguments: object) -> list[str]:
+    """What a captured graph has of an op and its gradient."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(torch.ops.lancet, name)(x, *arguments, group_name(None)).square().sum()
+
+    joint = capture(Model(), (torch.randn(4, 4, requires_grad=True),)).joint
+    ops = [op_name(node) for node in joint.graph.nodes if node.op == "call_function"]
+    return [op.removeprefix("_c10d_functional.") for op in ops if op.startswith(("_c10d", "lancet"))]
+
+
+def test_graphs_have_the_collectives_of_torch(pool):
+    for name, arguments, ops in (
+        ("all_gather", (1,), ["all_gather_into_tensor", "reduce_scatter_tensor"]),
+        ("reduce_scatter", (0,), ["reduce_scatter_tensor", "all_gather_into_tensor"]),
+        ("exchange_shards", (0, 1), ["all_to_all_single"] * 2),
+        ("all_reduce", (), ["all_reduce"] * 2),
+    ):
+        there, back = ops
+        expected = [there, "wait_tensor", back, "wait_tensor"]
+        assert pool.run(traced_ops, name, *arguments) == [expected] * 2
