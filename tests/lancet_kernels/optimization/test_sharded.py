@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import MoELayer, OptimizedModule, clip_gradients, fsdp, moe_losses
@@ -229,6 +229,36 @@ def sharded_by_optimize() -> float:
 
 def test_optimize_shards(pool: RankPool) -> None:
     assert max(pool.run(sharded_by_optimize)) < 1e-9
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, D), nn.Linear(D, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+def columns_of_second(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.shape == (6, D) else None
+
+
+def sharded_along_columns() -> float:
+    step, reference, x = Dense(), Dense(), batch_of(dist.get_rank(), 0)
+    fully_shard(step, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=columns_of_second)
+    assert step.second.weight.placements == (Shard(1),)
+    ready = optimized(step, (x,), "none", reduce_gradients="mean")
+    reference(torch.cat([batch_of(r, 0) for r in range(2)])).backward()
+    ready(x).backward()
+    assert not ready.fallbacks
+    return distance(step, reference, Case(), of_gradients=True)
+
+
+def test_parameters_sharded_along_another_dimension(pool: RankPool) -> None:
+    assert max(pool.run(sharded_along_columns)) < 1e-9
 
 
 def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
