@@ -226,7 +226,7 @@ def _finish_in(
             acc, gemms.pre, gemms.hidden, first_row + i, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS, QUARTER
         )
     device.fence_tma(True)
-    finish_ready(task.index, local, of_pass, sizes.tiles)
+    finish_ready(task.index, of_pass)
 
 
 @gluon.jit

@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from lancet_kernels.kernels.hopper.pipeline import NO_TASK, hand_over, load_steps, views_of, wait_for_loads
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
-from lancet_kernels.kernels.protocol.steps import expert_of_tile, wait_ready, wait_rows, wgrad_operands
+from lancet_kernels.kernels.protocol.steps import (
+    READY_WORDS,
+    expert_of_tile,
+    wait_expert,
+    wait_ready,
+    wait_rows,
+    wgrad_operands,
+)
 from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task
 from lancet_kernels.kernels.reference.tiles import dense_problem
 
@@ -121,9 +128,11 @@ def _load_wgrad(
     """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
     sizes = opaque_sizes(sizes)
     expert = sizes.rank * sizes.L + task.index
-    rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
-    columns = gl.cdiv(rows, blocks.BM) * gl.cdiv(sizes.F, blocks.BN_IN)
-    here = (sound != 0) & wait_ready(sizes.tiles + task.index, columns, of_pass, sizes, True)
+    rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    here = wait_expert(
+        rows, first_tile, sound, of_pass, sizes, blocks, True, gl.arange(0, READY_WORDS, lanes)
+    )  # fmt: skip
     x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
     steps = gl.where(here, gl.cdiv(rows, blocks.BK), 0)
     return _load_across(

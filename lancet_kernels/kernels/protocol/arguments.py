@@ -45,7 +45,7 @@ class PassState(NamedTuple):
     """Pointers of one use of an exchange, all on this PE.
 
     words: int64 [8], the epoch, then counters of claims. table: int32, `schedule.py`. ready: int64
-    [tiles + L], finished column tiles of the first GEMM by tile, then by expert. done: int64 [tiles], of the
+    [tiles], finished column tiles of the first GEMM. done: int64 [tiles], of the
     second. report: int64 [8], `device.report_failure`.
     """
 

@@ -73,7 +73,7 @@ class Use:
     Attributes:
         bank: epoch % B, as the host counts.
         words: int64 [8], the epoch, then counters of claims.
-        ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
+        ready: int64 [tiles], finished column tiles of the first GEMM by tile.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
@@ -257,9 +257,9 @@ class Exchange:
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
-        first_done = -(-(self.tiles + self.local_experts) // 2) * 2
+        first_done = -(-self.tiles // 2) * 2
         counters = words.new_zeros(first_done + self.tiles)
-        ready, done = counters[: self.tiles + self.local_experts], counters[first_done:]
+        ready, done = counters[: self.tiles], counters[first_done:]
         if table is None:
             experts = self.world * self.local_experts
             size = table_words(self.world, experts, self.tiles, self.chunks)

@@ -15,6 +15,9 @@ from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
 from lancet_kernels.kernels.protocol.schedule import chunk_number, group, in_tile, segment, tile_ptr
 
+# Ready words that a look takes in, one for each thread of a warp.
+READY_WORDS = tl.constexpr(32)
+
 
 @triton.jit
 def expert_of_tile(tile, of_pass, sizes):
@@ -119,27 +122,48 @@ def wait_rows(
 
 
 @triton.jit
-def finish_ready(tile, local, of_pass, tiles):
-    """TILE_IN is done: one more column of its tile, and of its expert."""
+def finish_ready(tile, of_pass):
+    """TILE_IN is done: one more column of its tile."""
     tl.debug_barrier()
     tl.atomic_add(of_pass.ready + tile, 1, sem="release", scope="gpu")
-    tl.atomic_add(of_pass.ready + tiles + local, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait_ready(index, columns, of_pass, sizes, TMA: tl.constexpr):
-    """Wait until that many column tiles of the first GEMM are done, by whichever program. -> are they?
+def wait_ready(tile, columns, of_pass, sizes, TMA: tl.constexpr):
+    """Wait until that many columns of a tile of the first GEMM are done, by whichever program. -> are they?
 
-    index: the tile, or behind all tiles the local expert. Whoever finished the first GEMM has taken in what
-    the network wrote, and published it.
+    Whoever finished the first GEMM has taken in what the network wrote, and published it.
     """
     expected = tl.cast(columns, tl.int64)
     seen = device.wait(
-        of_pass.ready + index, expected, sizes.max_polls, of_pass.report, sizes.rank, sizes.rank, WAIT_READY,
-        index,
+        of_pass.ready + tile, expected, sizes.max_polls, of_pass.report, sizes.rank, sizes.rank, WAIT_READY,
+        tile,
     )  # fmt: skip
     device.fence_tma(TMA)
     return seen >= expected
+
+
+@triton.jit
+def wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA: tl.constexpr, i_tile=None):
+    """`wait_ready` for all tiles of an expert, 32 at a time. -> are they, in a `sound` pass?
+
+    A word for each expert would save these looks, and cost each tile a second release; by the time that
+    weight gradients are claimed nearly all tiles are done, and a look at 32 words is one load.
+    Example: 9 rows, BM = 4, first_tile 2: tiles 2, 3 and 4.
+    """
+    if i_tile is None:
+        i_tile = tl.arange(0, READY_WORDS)
+    columns = tl.cast(tl.cdiv(sizes.F, blocks.BN_IN), tl.int64)
+    here = sound != 0
+    for first in range(0, tl.cdiv(rows, blocks.BM), READY_WORDS):
+        if here:
+            i = first + i_tile
+            here = device.wait_all(
+                of_pass.ready + first_tile + i, i < tl.cdiv(rows, blocks.BM), columns, sizes.max_polls,
+                of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i, READY_WORDS,
+            )  # fmt: skip
+    device.fence_tma(TMA)
+    return here
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from lancet_kernels.kernels.protocol.steps import (
     result_rows,
     return_dots,
     return_tile,
+    wait_expert,
     wait_ready,
     wait_rows,
     wgrad_operands,
@@ -57,7 +58,7 @@ def tile_in(
 
     If rows did not come in time, nothing happens.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3 is rows 9 and 10, of local expert 1; n = 3 makes
-    hidden[9:11, 12:16], then adds 1 to the ready words of tile 3 and of expert 1.
+    hidden[9:11, 12:16], then adds 1 to the ready word of tile 3.
     """
     D, F, H, R = sizes.D, sizes.F, sizes.H, sizes.R
     local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
@@ -90,7 +91,7 @@ def tile_in(
                 x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr, pre_ptr, gemms.hidden + row * F,
                 rows, m0, n0, D, F, ACT, TMA, blocks.BM, blocks.BN_IN, blocks.BK,
             )  # fmt: skip
-        finish_ready(task.index, local, of_pass, sizes.tiles)
+        finish_ready(task.index, of_pass)
 
 
 @triton.jit
@@ -153,9 +154,8 @@ def tile_wgrad(
     BM: tl.constexpr = blocks.BM
     BN: tl.constexpr = blocks.BN
     expert = sizes.rank * sizes.L + task.index
-    rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
-    columns = tl.cdiv(rows, BM) * tl.cdiv(sizes.F, blocks.BN_IN)
-    here = (sound != 0) & wait_ready(sizes.tiles + task.index, columns, of_pass, sizes, TMA)
+    rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    here = wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA)
     x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
     dw_ptr = wgrad_result(task, A, B, gradients)
     m0, n0 = task.m * BM, task.n * BN

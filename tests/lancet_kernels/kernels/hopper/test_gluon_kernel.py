@@ -122,9 +122,9 @@ MUTANTS = {
         (steps.finish_ready, "    tl.debug_barrier()\n", ""),
     ],
     "a column is counted as ready before it is stored": [
-        (consumer._finish_in, "    finish_ready(task.index, local, of_pass, sizes.tiles)\n", ""),
+        (consumer._finish_in, "    finish_ready(task.index, of_pass)\n", ""),
         (consumer._finish_in, "    if BACKWARD:\n",
-         "    finish_ready(task.index, local, of_pass, sizes.tiles)\n    if BACKWARD:\n"),
+         "    finish_ready(task.index, of_pass)\n    if BACKWARD:\n"),
     ],
     "a column is counted as ready without release": [
         (steps.finish_ready, 'tile, 1, sem="release"', 'tile, 1, sem="relaxed"'),
@@ -142,8 +142,7 @@ MUTANTS = {
          "True"),
     ],
     "a weight gradient does not wait for the first product": [
-        (producer._load_wgrad,
-         "(sound != 0) & wait_ready(sizes.tiles + task.index, columns, of_pass, sizes, True)", "sound != 0"),
+        (steps.wait_expert, "i < tl.cdiv(rows, blocks.BM), columns", "i < 0, columns"),
     ],
     "a sum does not wait for results": [
         (combine_results_kernel, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
