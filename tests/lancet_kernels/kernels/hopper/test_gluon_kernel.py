@@ -20,7 +20,6 @@ from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer
 from lancet_kernels.kernels.hopper.config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.protocol import device, steps
-from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
 from tests.lancet_kernels.kernels.hopper.gluon_passes import (
@@ -144,9 +143,6 @@ MUTANTS = {
     "a weight gradient does not wait for the first product": [
         (steps.wait_expert, "i < tl.cdiv(rows, blocks.BM), columns", "i < 0, columns"),
     ],
-    "a sum does not wait for results": [
-        (combine_results_kernel, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
-    ],
     "rows that arrived are loaded without a fence": [
         (steps.wait_rows, "    device.fence_tma(TMA)\n", ""),
     ],
@@ -169,7 +165,8 @@ MUTANTS = {
         (copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
     ],
     "the consumers do not see the end": [
-        (producer.produce, "    hand_over(\n        j, rings.tasks", "    max(\n        j, rings.tasks"),
+        (producer.produce, "    hand_over(\n        j, rings.tasks",
+         "    if i < 0:\n        hand_over(\n        j, rings.tasks"),
     ],
 }  # fmt: skip
 
