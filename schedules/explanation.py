@@ -104,6 +104,17 @@ def microbatches_text(pair_ms: float | None, measured: Mapping[str, float]) -> l
     return ["", text]
 
 
+def account_text(predicted: Prediction, uncut: Prediction) -> str:
+    """Where the milliseconds of a predicted iteration go. Args: uncut: of the step that nothing cuts."""
+    text = f"Of {predicted.iteration_ms:.2f} ms: computation {uncut.computation_ms:.2f}"
+    cutting = predicted.computation_ms - uncut.computation_ms
+    if cutting:
+        text += f", cutting {cutting:.2f}"
+    for collective, ms in predicted.exposed_by.items():
+        text += f", exposed {collective.replace('_', '-')} {ms:.2f}"
+    return text + "."
+
+
 def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:
     """How much slower the plan is because of the memory limit."""
     limit = f"Memory limit: {limit_gb:.3g} GB"

@@ -18,6 +18,7 @@ from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import check_fingerprint
 from lancet_kernels.graph.program.saved_json import SavedJson
 from lancet_kernels.schedules.explanation import (
+    account_text,
     hidden_text,
     measured_choice,
     memory_text,
@@ -87,7 +88,7 @@ class Plan(SavedJson):
     setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
 
-    KIND, VERSION, AGAIN = "plan", 7, "plan again"
+    KIND, VERSION, AGAIN = "plan", 8, "plan again"
 
     program: str
     program_fingerprint: str
@@ -167,6 +168,7 @@ class Plan(SavedJson):
         if self.chosen:
             lines += ["", self.choice_text()]
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
+        lines += ["", account_text(self.predicted, self.compared.get("none", self.predicted))]
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
         lines += microbatches_text(self.pair_ms if self.pair else None, self.measured_microbatches)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from lancet_kernels.schedules.time.simulate import Timeline, lower_bound_ms
+from lancet_kernels.graph.costs.costs import collective_of
+from lancet_kernels.schedules.time.simulate import Timeline, exposed_intervals, lower_bound_ms
 
 
 @dataclass(frozen=True)
@@ -17,10 +20,24 @@ class Prediction:
     peak_memory_gb: float
     lower_bound_ms: float = 0.0
     """A bound for every order of this Program: the compute time, the link time, or the critical path."""
+    computation_ms: float = 0.0
+    """It and `exposed_by` make up `iteration_ms`."""
+    exposed_by: Mapping[str, float] = field(default_factory=dict)
+    """`exposed_ms` by collective; where several are exposed at once, the one that started first counts."""
 
     @classmethod
     def of(cls, timeline: Timeline) -> Prediction:
         times = timeline.times
         ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
         bound = lower_bound_ms(timeline.program, ms)
-        return cls(timeline.iteration_ms, timeline.exposed_ms, timeline.peak_memory_bytes / 1e9, bound)
+        exposed_by: dict[str, float] = defaultdict(float)
+        for i, idle in exposed_intervals(times).items():
+            exposed_by[collective_of(timeline.program.instructions[i])] += idle
+        return cls(
+            timeline.iteration_ms,
+            timeline.exposed_ms,
+            timeline.peak_memory_bytes / 1e9,
+            bound,
+            computation_ms=sum(ms[i] for i in times.compute),
+            exposed_by={name: exposed_by[name] for name in sorted(exposed_by)},
+        )

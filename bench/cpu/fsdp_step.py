@@ -24,7 +24,7 @@ from torch._inductor.fx_passes import overlap_scheduling
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.costs import CostModel
+from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.passes import overlap_pass
@@ -283,7 +283,7 @@ class CapturedStep:
 
     joint: fx.GraphModule
     program: Program
-    cost: CostModel
+    cost: Cost
 
 
 @contextlib.contextmanager

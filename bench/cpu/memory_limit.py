@@ -1,12 +1,15 @@
 """How much communication do `overlap_pass` and torch's pass hide within a memory limit? By one simulator.
 
     python -m bench.cpu.memory_limit                          a table: some minutes, a CPU is enough
+    python -m bench.cpu.memory_limit --gbps 10 5 2        links of 10, 5 and 2 GB/s
     python -m bench.cpu.memory_limit --json > limits.json
 
 Three training steps with FSDP and expert parallelism (`fsdp_step.SHAPES`), captured under a fake process
-group. Nothing runs: times are simulated with the costs of a cluster file, for both the same. Limits are
-times the peak of the original order. torch's `schedule_overlap_bucketing` gets the same limit, and
-buckets nothing; where it needs more all the same, `peak` says so.
+group. Nothing runs: times are simulated with the costs of a cluster file, for both the same. With `--gbps`
+each rank has one link of that rate, and computation takes the time of a V100 (p3dn, float32): so it takes
+longer than communication at 10 GB/s, and less time at 2 GB/s. Limits are times the peak of the original
+order. torch's `schedule_overlap_bucketing` gets the same limit, and buckets nothing; where it needs more all
+the same, `peak` says so.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from bench.cpu.fsdp_step import SHAPES, CapturedStep, Shape, captured, order_of_pass, order_of_torch
-from lancet_kernels.graph.costs.costs import durations
+from lancet_kernels.graph.costs.clusters import load_cluster
+from lancet_kernels.graph.costs.costs import Cost, CostModel, Tensors, collective_of, durations
+from lancet_kernels.graph.program.program import Instruction
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import lower_bound_ms, run
 
@@ -27,12 +33,44 @@ LIMITS = (1.0, 1.03, 1.1, 1.25, None)
 """Times the original peak; None: no limit."""
 
 
+SLOW_CLUSTER, SLOW_LATENCY_MS = "p3dn", 0.02
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Costs of a shape with one link of `gb_per_s` per rank; computation as in `computation`."""
+
+    shape: Shape
+    gb_per_s: float
+    computation: Cost
+
+    @classmethod
+    def of(cls, shape: Shape, gb_per_s: float) -> SlowLink:
+        cluster = load_cluster(SLOW_CLUSTER)
+        return cls(
+            shape,
+            gb_per_s,
+            CostModel.for_cluster(cluster, shape.ranks, expert_ranks=shape.expert_ranks),
+        )
+
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+        if not instruction.kind.is_communication:
+            return self.computation(instruction, tensors)
+        ranks = self.shape.ranks
+        if collective_of(instruction) == "all_to_all":
+            ranks = self.shape.expert_ranks
+        elif instruction.attributes.get("group") == "replica":
+            ranks //= self.shape.expert_ranks
+        return SLOW_LATENCY_MS + instruction.bytes * (ranks - 1) / ranks / self.gb_per_s * 1e-6
+
+
 @dataclass(frozen=True)
 class Row:
-    """One order of one step. Times in simulated milliseconds; seconds are what finding the order took
-    here."""
+    """One order of one step. Times in simulated milliseconds; seconds of a CPU are what finding the order
+    took here; gbps is None for the links of the shape's cluster."""
 
     step: str
+    gbps: float | None
     limit: float | None
     method: str
     iteration_ms: float
@@ -43,9 +81,15 @@ class Row:
     """Times the original peak."""
     seconds: float
 
+    def to_json(self) -> dict[str, Any]:
+        """What is the same on every machine."""
+        return {key: value for key, value in asdict(self).items() if key != "seconds"}
 
-def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterator[Row]:
-    """The original order, then torch's and ours for each limit."""
+
+def rows(
+    step: CapturedStep, limits: Sequence[float | None] = LIMITS, gbps: float | None = None
+) -> Iterator[Row]:
+    """The original order, then torch's and ours for each limit, at the costs of the step."""
     program, ms = step.program, durations(step.program, step.cost)
     original = list(range(len(program)))
     peak = peak_memory(program)
@@ -55,7 +99,8 @@ def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterato
         link = sum(times.end[i] - times.start[i] for i in times.messages)
         hidden = 1 - times.exposed_ms / link
         needed = peak_memory(program, order) / peak
-        return Row(program.name, limit, method, times.iteration_ms, times.exposed_ms, hidden, needed, seconds)
+        took = times.iteration_ms, times.exposed_ms
+        return Row(program.name, gbps, limit, method, *took, hidden, needed, seconds)
 
     yield row(None, "original", original, 0.0)
     for limit in limits:
@@ -67,18 +112,21 @@ def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterato
         yield row(limit, "ours", order, time.process_time() - begin)
 
 
-def measured(shape: Shape) -> tuple[str, list[Row]]:
-    """A line about a step, and its rows."""
-    with captured(shape) as step:
-        program, ms = step.program, durations(step.program, step.cost)
-        bound = lower_bound_ms(program, ms)
-        peak = peak_memory(program) / 1e9
-        about = (
-            f"{shape.name}: {len(program)} instructions, {shape.layers} layers, {shape.ranks} ranks, "
-            f"experts over {shape.expert_ranks}, {shape.cluster}; peak {peak:.1f} GB; "
-            f"no order under {bound:.1f} ms"
-        )
-        return about, list(rows(step))
+def measured(shape: Shape, gbps: Sequence[float | None] = (None,)) -> Iterator[tuple[str, list[Row]]]:
+    """A line about the step and its rows, for each rate of the links (None: those of its cluster)."""
+    with captured(shape) as own:
+        for rate in gbps:
+            step = own if rate is None else replace(own, cost=SlowLink.of(shape, rate))
+            program, ms = step.program, durations(step.program, step.cost)
+            bound = lower_bound_ms(program, ms)
+            peak = peak_memory(program) / 1e9
+            where = shape.cluster if rate is None else f"links of {rate:g} GB/s, {SLOW_CLUSTER}'s computation"
+            about = (
+                f"{shape.name}: {len(program)} instructions, {shape.layers} layers, {shape.ranks} ranks, "
+                f"experts over {shape.expert_ranks}, {where}; peak {peak:.1f} GB; "
+                f"no order under {bound:.1f} ms"
+            )
+            yield about, list(rows(step, gbps=rate))
 
 
 def table(found: Sequence[Row]) -> str:
@@ -97,17 +145,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--layers", type=int, help="number of layers (default: the model's own)")
+    parser.add_argument(
+        "--gbps", nargs="+", type=float, help="GB/s of each rank (default: the cluster's links)"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(argv)
     everything = []
     for name in options.steps:
         shape = SHAPES[name]
-        about, found = measured(shape if options.layers is None else replace(shape, layers=options.layers))
-        everything += found
-        if not options.json:
-            print(f"{about}. Simulated.\n\n{table(found)}\n", flush=True)
+        shape = shape if options.layers is None else replace(shape, layers=options.layers)
+        for about, found in measured(shape, options.gbps or (None,)):
+            everything += found
+            if not options.json:
+                print(f"{about}. Simulated.\n\n{table(found)}\n", flush=True)
     if options.json:
-        print(json.dumps({"simulated": True, "rows": [asdict(row) for row in everything]}))
+        print(json.dumps({"simulated": True, "rows": [row.to_json() for row in everything]}))
     return 0
 
 

@@ -53,7 +53,8 @@ class Measured:
     """Medians of one contender, means over the ranks, in milliseconds per iteration.
 
     exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
-    of those that this library starts. cpu_ms: CPU time of the computing thread.
+    of those that this library starts. late_ms: the part of `exposed_ms` that waits for a rank that came late,
+    which only an emulated link can tell. cpu_ms: CPU time of the computing thread.
     peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
     predicted: of a plan.
     """
@@ -65,6 +66,20 @@ class Measured:
     waited_ms: Mapping[str, float]
     peak_memory_gb: float
     predicted: Prediction | None
+    late_ms: float = 0.0
+
+    def account(self, uncut_ms: float) -> dict[str, float]:
+        """Where the milliseconds of an iteration go; together they are `iteration_ms`.
+
+        Args: uncut_ms: CPU time of the same step with nothing cut. What is left over when computation and
+        waits are subtracted is `other`: the computing thread had no core.
+        """
+        parts = {"computation": uncut_ms, "cutting": self.cpu_ms - uncut_ms}
+        parts |= {f"exposed {collective}": ms for collective, ms in self.waited_ms.items()}
+        if "all_to_all" in self.waited_ms:
+            parts["exposed all_to_all"] -= self.late_ms
+        parts["late rank"] = self.late_ms
+        return {**parts, "other": self.iteration_ms - sum(parts.values())}
 
 
 def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
@@ -143,21 +158,25 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
     waits = sorted({what for of_rank in _of_all_ranks([*iterations[-1].waited_ms]) for what in of_rank})
     times = [
-        (i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, *(i.waited_ms.get(w, 0.0) for w in waits))
+        (
+            *(i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, i.late_ms),
+            *(i.waited_ms.get(w, 0.0) for w in waits),
+        )
         for i in iterations
     ]
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*medians, held])
-    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = means[:4]
+    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms, late_ms = means[:5]
     return Measured(
         iteration_ms,
         exposed_ms,
         all_to_all_ms,
         cpu_ms,
-        waited_ms=dict(zip(waits, means[4:], strict=True)),
+        waited_ms=dict(zip(waits, means[5:], strict=True)),
         peak_memory_gb=memory,
         predicted=_predicted(module, accumulate) if isinstance(module, OptimizedModule) else None,
+        late_ms=late_ms,
     )
 
 
@@ -180,6 +199,8 @@ class Iteration(NamedTuple):
     """CPU time of the computing thread, which is the iteration time without waiting."""
     bytes_on_wire: int
     waited_ms: Mapping[str, float]
+    late_ms: float
+    """As of `Measured`."""
 
 
 def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
@@ -209,6 +230,7 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
         cpu_ms,
         traffic.bytes_on_wire,
         traffic.waited_ms,
+        traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
     )
 
 
@@ -263,6 +285,7 @@ def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[
     blocking = {name: measured[name] for name in BASELINES if name in measured}
     plans = {name: m for name, m in measured.items() if m.predicted is not None}
     predicted = {name: m.predicted for name, m in plans.items() if m.predicted is not None}
+    uncut_ms = measured["none" if "none" in measured else best].cpu_ms
     errors = {name: abs(p.iteration_ms / plans[name].iteration_ms - 1) for name, p in predicted.items()}
     figures: dict[str, object] = {
         "link": link_name,
@@ -271,6 +294,7 @@ def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[
         "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
         "waited_ms": {name: dict(m.waited_ms) for name, m in measured.items()},
         "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
+        "account_ms": {name: m.account(uncut_ms) for name, m in measured.items()},
         "cpu_ms": {name: m.cpu_ms for name, m in measured.items()},
         "peak_memory_gb": {name: m.peak_memory_gb for name, m in measured.items()},
         "predicted_ms": {name: p.iteration_ms for name, p in predicted.items()},
@@ -316,8 +340,20 @@ def table(figures: Mapping) -> str:
         rows.append(line)
     if usual is not None:
         rows.append(f"saved: against {usual}; {PLAIN}: no gradient is summed")
+    rows += _account_table(figures["account_ms"])
     rows.append(f"link {figures['link']}; {_gain(figures)}")
     return "\n".join(rows)
+
+
+def _account_table(accounts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line per contender: the parts of its step."""
+    parts = [*dict.fromkeys(part for account in accounts.values() for part in account)]
+    names = [part.replace("_", "-") for part in parts]
+    lines = ["of the step, ms".ljust(18) + "".join(f"{name:>{len(name) + 2}}" for name in names)]
+    for contender, account in accounts.items():
+        cells = (f"{account.get(part, 0.0):>{len(part) + 2}.1f}" for part in parts)
+        lines.append(contender.ljust(18) + "".join(cells))
+    return lines
 
 
 def _gain(figures: Mapping) -> str:

@@ -53,6 +53,22 @@ def test_rows_are_the_predictions(simulated: Simulated) -> None:
             assert float(saved) == pytest.approx(100 * (1 - p.iteration_ms / blocking), abs=0.051)
 
 
+ACCOUNT = re.compile(r"Of ([\d.]+) ms: computation ([\d.]+)(?:, cutting (-?[\d.]+))?(.*)\.")
+
+
+def test_the_account_adds_up(simulated: Simulated) -> None:
+    for plan in simulated.plans.values():
+        (account,) = [m.groups() for m in map(ACCOUNT.fullmatch, plan.explain().splitlines()) if m]
+        iteration, computation, cutting, exposed = account
+        parts = [float(ms) for ms in re.findall(r"exposed [a-z-]+ ([\d.]+)", exposed)]
+        predicted = plan.predicted
+        assert float(iteration) == pytest.approx(predicted.iteration_ms, abs=ROUNDING)
+        assert sum(parts) == pytest.approx(predicted.exposed_ms, abs=ROUNDING * len(parts))
+        assert float(computation) + float(cutting or 0) + sum(parts) == pytest.approx(
+            predicted.iteration_ms, abs=ROUNDING * (len(parts) + 3)
+        )
+
+
 def test_reason_of_the_choice_is_so(simulated: Simulated) -> None:
     plan = simulated.plans["auto"]
     text, limit = plan.choice_text(), plan.memory_limit_gb
