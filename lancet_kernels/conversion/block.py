@@ -75,10 +75,12 @@ class ConvertedMoE(MoELayer):
 
         `return_sums` gives the output and the layer's RoutingSums, as in `MoELayer`.
         """
-        logits, second = self.family.route(self.block, x.reshape(-1, self.d_model))
-        logits = logits if logits_TE is None else logits_TE
-        result = super().forward(x, token_ids=token_ids, return_sums=return_sums, logits_TE=logits)
-        return result if second is None or return_sums else (result, second)
+        routed = self.family.route(self.block, x.reshape(-1, self.d_model))
+        if logits_TE is None:
+            result = self._forward(x, token_ids, return_sums, routed.logits_TE, routed.choices)
+        else:
+            result = self._forward(x, token_ids, return_sums, logits_TE)
+        return result if routed.second is None or return_sums else (result, routed.second)
 
     def _selection_bias(self) -> Tensor | None:
         return self.family.selection_bias(self.block)

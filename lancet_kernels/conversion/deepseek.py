@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lancet_kernels.conversion.family import Family, Unsupported, setting
+from lancet_kernels.conversion.family import Family, Routed, Unsupported, setting
 from lancet_kernels.conversion.layouts import Block
 from lancet_kernels.ops.moe.gates import Gate, Sigmoid, TopK
 
@@ -12,12 +12,12 @@ from lancet_kernels.ops.moe.gates import Gate, Sigmoid, TopK
 class Deepseek(Family):
     """What the families have in common: logits in float32, and shared experts."""
 
-    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def route(self, block: Block, x_TD: Tensor) -> Routed:
         first = block.gate(x_TD.unsqueeze(0))[0]
         if first.is_floating_point():
-            return first, None
+            return Routed(first)
         # transformers 4.5x: the router returns experts and weights, no logits.
-        return nn.functional.linear(x_TD.float(), block.gate.weight.float()), None
+        return Routed(nn.functional.linear(x_TD.float(), block.gate.weight.float()))
 
     def shared(self, block: Block, x_TD: Tensor) -> Tensor | None:
         experts = getattr(block, "shared_experts", None)

@@ -5,7 +5,7 @@ T  tokens      D  model width      E  experts
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,6 +15,15 @@ from lancet_kernels.ops.moe.gates import Gate
 
 class Unsupported(Exception):
     """This block cannot become an `MoELayer` with the same results; the message says why."""
+
+
+class Routed(NamedTuple):
+    """What a router gave: logits [T, E]; what the block returns in addition to its output (None: nothing);
+    experts and weights [T, K], if it has chosen them as the gate would."""
+
+    logits_TE: Tensor
+    second: Tensor | None = None
+    choices: tuple[Tensor, Tensor] | None = None
 
 
 class Family:
@@ -52,17 +61,23 @@ class Family:
         """Raises: Unsupported for a setting that changes results and that `MoELayer` does not have."""
         check_silu(block.experts)
 
-    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """-> logits [T, E], and what the block returns in addition to its output (None: nothing).
+    def route(self, block: Block, x_TD: Tensor) -> Routed:
+        """What the block's router gives.
 
         The block's own router is called, so the hooks with which transformers collects router logits see
         them.
         """
         result = self.router(block)(x_TD)
         if isinstance(result, tuple):
-            return result[0], None
+            logits_TE, *chosen = result
+            return Routed(logits_TE, choices=self.choices(*chosen))
         # transformers 4.5x: the router is a Linear module, and the block returns its logits.
-        return result, result
+        return Routed(result, second=result)
+
+    def choices(self, *chosen: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Experts and their weights, [T, K], from what a router gives beside its logits; None where the gate
+        has to find them."""
+        return None
 
     def selection_bias(self, block: Block) -> Tensor | None:
         """What is added to the scores to select experts, [E]."""

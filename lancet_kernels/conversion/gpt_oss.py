@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.conversion.family import Family, Unsupported
+from lancet_kernels.conversion.family import Family, Routed, Unsupported
 from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout, Read
 from lancet_kernels.ops.moe.expert_activation import CLAMP, SLOPE
 from lancet_kernels.ops.moe.gates import Gate, TopK
@@ -76,9 +76,9 @@ class GptOss(Family):
         if (slope, clamp) != (SLOPE, CLAMP):
             raise Unsupported(f"its activation has alpha={slope}, limit={clamp}, not {SLOPE}, {CLAMP}")
 
-    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def route(self, block: Block, x_TD: Tensor) -> Routed:
         first, second, *_ = result = block.router(x_TD)
         if len(result) == 3:
-            return first, second
+            return Routed(first, second)
         # transformers 4.5x: the router returns the weights of the chosen experts and their ids, no logits.
-        return nn.functional.linear(x_TD, block.router.weight, block.router.bias), first
+        return Routed(nn.functional.linear(x_TD, block.router.weight, block.router.bias), first)

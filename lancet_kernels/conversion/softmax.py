@@ -10,7 +10,13 @@ from lancet_kernels.conversion.layouts import Block, Listed
 from lancet_kernels.ops.moe.gates import Gate, TopK
 
 
-class Mixtral(Family):
+class _Softmax(Family):
+    def choices(self, *chosen: Tensor) -> tuple[Tensor, Tensor] | None:
+        weight_TK, expert_TK = chosen
+        return expert_TK, weight_TK
+
+
+class Mixtral(_Softmax):
     """Weights of the chosen experts sum to 1."""
 
     name = "Mixtral"
@@ -27,7 +33,7 @@ class Mixtral(Family):
             raise Unsupported(f"router_jitter_noise={block.jitter_noise} (set it to 0 in the config)")
 
 
-class Olmoe(Family):
+class Olmoe(_Softmax):
     """The weights are renormalized if the config says so."""
 
     name = "OLMoE"

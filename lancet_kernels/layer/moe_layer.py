@@ -36,6 +36,7 @@ from lancet_kernels.ops.comm.groups import (
     without_mesh,
 )
 from lancet_kernels.ops.comm.waiting import enter_layer
+from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
 from lancet_kernels.ops.moe.losses import RoutingSums
@@ -245,6 +246,17 @@ class MoELayer(ExpertsByGlobalId):
         such a token).
         Raises: UserError (wrong shape or dtype, ranks that disagree), CommunicationError.
         """
+        return self._forward(x, token_ids, return_sums, logits_TE)
+
+    def _forward(
+        self,
+        x: Tensor,
+        token_ids: Tensor | None,
+        return_sums: bool,
+        logits_TE: Tensor | None,
+        choices: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, RoutingSums]:
+        """As `forward`; choices: experts and weights [T, K] that the gate would give, if they are there."""
         check_input(x, token_ids, self.d_model, self.w1.dtype)
         check_data_parallel(self)
         if not torch.compiler.is_compiling():
@@ -254,22 +266,42 @@ class MoELayer(ExpertsByGlobalId):
         capacity = self.capacity(num_tokens)
         logits_TE = self._logits(x_TD) if logits_TE is None else _at_least_float32(logits_TE)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
-            logits_TE,
-            used_E,
-            self._keys(x_TD, token_ids),
-            self._selection_bias(),
-            str(self.gate),
-            self.top_k,
-            capacity,
-        )
-        count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
-        y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
+        key_T, bias_E = self._keys(x_TD, token_ids), self._selection_bias()
+        if self._runs_eagerly(x_TD):
+            expert_TK, weight_TK = choices or self._choices(logits_TE, key_T, bias_E)
+            y_TD, used_out_E = eager_experts(
+                x_TD, expert_TK, weight_TK, self.w1, self.w2,
+                self.num_experts, self.activation, self.expert_group,
+            )  # fmt: skip
+        else:
+            expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
+                logits_TE, used_E, key_T, bias_E, str(self.gate), self.top_k, capacity
+            )
+            count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
+            y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
         shared_TD = self._shared_expert(x_TD)
         y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if not return_sums:
             return y
         return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens)
+
+    def _runs_eagerly(self, x_TD: Tensor) -> bool:
+        """Is this a dropless call whose ops nobody has to see one by one, in slots by order of tokens?"""
+        return (
+            not torch.compiler.is_compiling()
+            and self.capacity_factor is None
+            and self.exchange is None
+            and self.b1 is None
+            and type(self.gate).assign_slots is Gate.assign_slots
+            and not torch.is_autocast_enabled(x_TD.device.type)
+            and runs_eagerly(x_TD, self.w1, self.w2)
+        )
+
+    def _choices(self, logits_TE, key_T, bias_E) -> tuple[Tensor, Tensor]:
+        """Experts and weights, [T, K]."""
+        scores_TE = None if logits_TE is None else logits_TE.detach()
+        expert_TK = self.gate.select(scores_TE, key_T, bias_E, self.num_experts, self.top_k)
+        return expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
 
     def _selection_bias(self) -> Tensor | None:
         """What the gate adds to the scores to select, [E]; None for gates without one."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+from lancet_kernels.ops.registration import op
 
 
 def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
@@ -55,7 +56,7 @@ def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     return torch.nn.functional.embedding_bag(row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S)
 
 
-@torch.library.custom_op("lancet::combine", mutates_args=())
+@op("lancet::combine")
 def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """out[t] = sum_k weight[t, k] * rows[row[t, k]].
 
@@ -80,7 +81,7 @@ def _(rows_SD, row_TK, weight_TK):
     return rows_SD.new_empty(row_TK.shape[0], rows_SD.shape[1])
 
 
-@torch.library.custom_op("lancet::combine_dweight", mutates_args=())
+@op("lancet::combine_dweight")
 def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     """-> [T, K], at least float32: x[t] . rows[row[t, k]], zero where dropped.
 
@@ -123,7 +124,7 @@ def _backward(ctx, grad_TD):
     if ctx.needs_input_grad[0]:
         grad_rows = torch.ops.lancet.dispatch(grad_TD, row_TK, weight_TK, ctx.num_rows, ctx.num_rows)
     if rows_SD is not None:
-        grad_weight = torch.ops.lancet.combine_dweight(grad_TD, rows_SD, row_TK).to(weight_TK.dtype)
+        grad_weight = combine_dweight(grad_TD, rows_SD, row_TK).to(weight_TK.dtype)
     return grad_rows, None, grad_weight
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+from lancet_kernels.ops.moe.combine import combine, combine_dweight
 from lancet_kernels.ops.moe.rows import traced_rows
 from lancet_kernels.ops.moe.send_rows import choice_of_rows
+from lancet_kernels.ops.registration import op
 
 
-@torch.library.custom_op("lancet::dispatch", mutates_args=())
+@op("lancet::dispatch")
 def dispatch(
     x_TD: Tensor,
     row_TK: Tensor,
@@ -62,9 +64,9 @@ def _backward(ctx, grad_SD):
     row_TK, weight_TK, x_TD = ctx.saved_tensors
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.lancet.combine(grad_SD, row_TK, weight_TK)
+        grad_x = combine(grad_SD, row_TK, weight_TK)
     if x_TD is not None:
-        grad_weight = torch.ops.lancet.combine_dweight(x_TD, grad_SD, row_TK).to(weight_TK.dtype)
+        grad_weight = combine_dweight(x_TD, grad_SD, row_TK).to(weight_TK.dtype)
     return grad_x, None, grad_weight, None, None
 
 

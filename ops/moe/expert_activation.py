@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, CLAMPED, GATED, INTERLEAVED
 from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+from lancet_kernels.ops.registration import op
 
 SLOPE, CLAMP = 1.702, 7.0
 """Constants of the clamped ones."""
@@ -71,7 +72,7 @@ def _activate_backward(da: Tensor, h: Tensor, kind: str) -> Tensor:
     return dh
 
 
-@torch.library.custom_op("lancet::expert_activation", mutates_args=())
+@op("lancet::expert_activation")
 def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> [R, F]: the activation of all rows. kind: one of ALL_ACTIVATIONS.
 
@@ -111,7 +112,7 @@ def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) 
     return out
 
 
-@torch.library.custom_op("lancet::expert_activation_backward", mutates_args=())
+@op("lancet::expert_activation_backward")
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
@@ -138,7 +139,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, da_RF):
     h_RF, count_WL = ctx.saved_tensors
-    return torch.ops.lancet.expert_activation_backward(da_RF, h_RF, count_WL, ctx.kind), None, None
+    return expert_activation_backward(da_RF, h_RF, count_WL, ctx.kind), None, None
 
 
 expert_activation.register_autograd(_backward, setup_context=_setup_context)

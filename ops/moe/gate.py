@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.moe.gates import parse_gate
+from lancet_kernels.ops.registration import op
 
 
-@torch.library.custom_op("lancet::gate", mutates_args=())
+@op("lancet::gate")
 def gate(
     logits_TE: Tensor | None,
     used_E: Tensor,
@@ -56,7 +57,7 @@ def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity):
     return expert_TK, torch.empty_like(expert_TK), weight_TK, torch.empty_like(used_E)
 
 
-@torch.library.custom_op("lancet::gate_backward", mutates_args=())
+@op("lancet::gate_backward")
 def gate_backward(grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, spec: str) -> Tensor:
     """Gradient of the logits, [T, E], from the gradient of the weights, [T, K]."""
     return parse_gate(spec).weights_backward(grad_TK, logits_TE, expert_TK).contiguous()
@@ -79,7 +80,7 @@ def _backward(ctx, _grad_expert, _grad_slot, grad_weight_TK, _grad_used):
     logits_TE, expert_TK = ctx.saved_tensors
     grad_TE = None
     if logits_TE is not None and ctx.needs_input_grad[0]:
-        grad_TE = torch.ops.lancet.gate_backward(grad_weight_TK, logits_TE, expert_TK, ctx.spec)
+        grad_TE = gate_backward(grad_weight_TK, logits_TE, expert_TK, ctx.spec)
     return grad_TE, None, None, None, None, None, None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.moe.rows import group_bounds, group_offsets
+from lancet_kernels.ops.registration import op
 
 
 def _has_fast_path(*operands: Tensor) -> bool:
@@ -59,7 +60,7 @@ def _for_fast_path(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _ends(count_WL: Tensor) -> Tensor:
+def group_ends(count_WL: Tensor) -> Tensor:
     """-> [L] int32: the end of each expert's group."""
     return count_WL.sum(0).cumsum(0).to(torch.int32)
 
@@ -68,7 +69,7 @@ def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> T
     """-> [R, B]: each expert's rows times its weight."""
     if _has_fast_path(x_RA, weight_LAB):
         x_RA, weight_LAB = _for_fast_path(x_RA), _for_fast_path(weight_LAB)
-        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=_ends(count_WL))
+        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=group_ends(count_WL))
     y_RB = x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
     for weight_AB, x_GA, y_GB in zip(
         weight_LAB, _groups(x_RA, count_WL), _groups(y_RB, count_WL), strict=True
@@ -88,12 +89,14 @@ def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """-> [L, A, B]: x^T dy over each expert's rows, zero for an expert without rows."""
     if _has_fast_path(x_RA, dy_RB):
         x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
-        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=_ends(count_WL))
-        # An empty group may leave its part of the output unwritten. Not by index: a GPU would be asked which.
+        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL))
+        # An empty group may leave its part of the output unwritten. A GPU is not asked which; a CPU does not
+        # go through all that is written.
         empty_L = count_WL.sum(0) == 0
         if dw_LAB.is_cuda:
             return dw_LAB.masked_fill_(empty_L[:, None, None], 0)
-        dw_LAB[empty_L] = 0
+        for expert in empty_L.nonzero():
+            dw_LAB[expert] = 0
         return dw_LAB
     dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
     for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
@@ -104,7 +107,7 @@ def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     return dw_LAB
 
 
-@torch.library.custom_op("lancet::grouped_gemm", mutates_args=())
+@op("lancet::grouped_gemm")
 def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
     """y[r] = x[r] @ weight[l] (+ bias[l]) for the rows r of expert l. -> [R, B].
 
@@ -131,7 +134,7 @@ def _(x_RA, count_WL, weight_LAB, bias_LB):
     return x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
 
 
-@torch.library.custom_op("lancet::grouped_gemm_dx", mutates_args=())
+@op("lancet::grouped_gemm_dx")
 def grouped_gemm_dx(dy_RB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
     """dx[r] = dy[r] @ weight[l]^T for the rows r of expert l. -> [R, A]."""
     return _rows_times_weights(dy_RB, weight_LAB.transpose(1, 2), count_WL)
@@ -142,7 +145,7 @@ def _(dy_RB, count_WL, weight_LAB):
     return dy_RB.new_empty(dy_RB.shape[0], weight_LAB.shape[1])
 
 
-@torch.library.custom_op("lancet::grouped_gemm_dw", mutates_args=())
+@op("lancet::grouped_gemm_dw")
 def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
     return _rows_times_rows(x_RA, dy_RB, count_WL)
@@ -153,7 +156,7 @@ def _(x_RA, dy_RB, count_WL):
     return x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
 
 
-@torch.library.custom_op("lancet::grouped_gemm_dbias", mutates_args=())
+@op("lancet::grouped_gemm_dbias")
 def grouped_gemm_dbias(dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """dbias[l] = sum of dy over the rows of expert l, in at least float32, rounded once. -> [L, B]."""
     dtype = torch.promote_types(dy_RB.dtype, torch.float32)
@@ -180,10 +183,9 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, dy_RB):
     x_RA, count_WL, weight_LAB = ctx.saved_tensors
     needs_dx, _, needs_dw, needs_dbias = ctx.needs_input_grad[:4]
-    ops = torch.ops.lancet
-    dx = ops.grouped_gemm_dx(dy_RB, count_WL, weight_LAB) if needs_dx else None
-    dw = ops.grouped_gemm_dw(x_RA, dy_RB, count_WL) if needs_dw else None
-    dbias = ops.grouped_gemm_dbias(dy_RB, count_WL) if needs_dbias else None
+    dx = grouped_gemm_dx(dy_RB, count_WL, weight_LAB) if needs_dx else None
+    dw = grouped_gemm_dw(x_RA, dy_RB, count_WL) if needs_dw else None
+    dbias = grouped_gemm_dbias(dy_RB, count_WL) if needs_dbias else None
     return dx, None, dw, dbias
 
 

@@ -4,11 +4,12 @@ An op of its own because a batch that is cut into parts has other counts in ever
 replaces it.
 """
 
-import torch
 from torch import Tensor
 
+from lancet_kernels.ops.registration import op
 
-@torch.library.custom_op("lancet::kept_counts", mutates_args=())
+
+@op("lancet::kept_counts")
 def kept_counts(used_E: Tensor, capacity: int, ranks: int) -> Tensor:
     """-> [W, L] int64: min(used, capacity) of expert l on rank w, for a batch that began with no slot used.
 

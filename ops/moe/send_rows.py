@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.moe.rows import DROPPED
+from lancet_kernels.ops.registration import op
 
 
-@torch.library.custom_op("lancet::send_rows", mutates_args=())
+@op("lancet::send_rows")
 def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
     """-> [T, K] int64: row indices, sorted by expert, then slot; DROPPED for a slot >= the expert's count.
 

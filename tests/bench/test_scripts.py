@@ -51,3 +51,14 @@ def test_cost_of_cutting() -> None:
     cut = [op for op in figures["ops"].values() if op["cut"]]
     assert bool(cut) == bool(figures["ranges"])
     assert all(op["whole_ms"] >= 0 and op["parts_ms"] >= 0 for op in cut)
+
+
+def test_converted_models(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = "--models Mixtral --widths 16 --ranks 1,2 --rounds 2 --contenders transformers,convert".split()
+    said = run("-m", "bench.cpu.converted", *small, "--json", tmp_path / "figures.json")
+    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
+    assert [case["ranks"] for case in cases] == [1, 2]
+    assert all(case["over_transformers"]["transformers"] == 1 for case in cases)
+    assert all(case["milliseconds"]["convert"] > 0 for case in cases)
+    assert said.count("Mixtral") == 2

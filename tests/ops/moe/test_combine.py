@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.library import opcheck
 
 from lancet_kernels import ops
 from tests.grids import few_of
@@ -142,5 +143,5 @@ def test_opcheck(relayout, weighted: bool) -> None:
     batch = routed_batch(7, 3, 2, 2, 2, 2)
     rows, row_TK = relayout(random_rows(batch)), relayout(batch.row_TK)
     weight_TK = relayout(batch.routing.weight_TK).requires_grad_() if weighted else None
-    torch.library.opcheck(ops.combine, (rows.clone().requires_grad_(), row_TK, weight_TK))
-    torch.library.opcheck(ops.combine_dweight, (relayout(batch.x_TD), rows, row_TK))
+    opcheck(torch.ops.lancet.combine.default, (rows.clone().requires_grad_(), row_TK, weight_TK))
+    opcheck(torch.ops.lancet.combine_dweight.default, (relayout(batch.x_TD), rows, row_TK))

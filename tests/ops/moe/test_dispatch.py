@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.library import opcheck
 
 from lancet_kernels import ops
 from tests.grids import few_of
@@ -92,8 +93,8 @@ def test_opcheck(relayout, weighted: bool) -> None:
     weight_TK = relayout(batch.routing.weight_TK).requires_grad_() if weighted else None
     x_TD, row_TK = relayout(batch.x_TD).requires_grad_(), relayout(batch.row_TK)
     # What a caller does not know is a symbol; what it knows, a number.
-    torch.library.opcheck(ops.dispatch, (x_TD, row_TK, weight_TK, row_TK.numel()))
-    torch.library.opcheck(ops.dispatch, (x_TD, row_TK, weight_TK, row_TK.numel(), batch.num_rows))
+    opcheck(torch.ops.lancet.dispatch.default, (x_TD, row_TK, weight_TK, row_TK.numel()))
+    opcheck(torch.ops.lancet.dispatch.default, (x_TD, row_TK, weight_TK, row_TK.numel(), batch.num_rows))
 
 
 def test_no_rows_and_no_tokens() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.library import opcheck
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import GATES
@@ -116,10 +117,10 @@ def test_integers_carry_no_gradient() -> None:
 
 @pytest.mark.parametrize("spec", few_of(SPECS + KEYED, 0, 1, 3))
 def test_opcheck(spec: str) -> None:
-    torch.library.opcheck(ops.gate, gate_args(spec))
+    opcheck(torch.ops.lancet.gate.default, gate_args(spec))
     if spec in SPECS:
         logits_TE, *rest = gate_args(spec)
-        torch.library.opcheck(ops.gate, (transposed_in_memory(logits_TE), *rest))
+        opcheck(torch.ops.lancet.gate.default, (transposed_in_memory(logits_TE), *rest))
 
 
 STATIC_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -131,7 +132,7 @@ def test_opcheck_with_gradient(spec: str) -> None:
     that part is done here by compiling, forward and backward, with sizes dynamic.
     """
     logits_TE, *rest = gate_args(spec)
-    torch.library.opcheck(ops.gate, (logits_TE.requires_grad_(), *rest), test_utils=STATIC_UTILS)
+    opcheck(torch.ops.lancet.gate.default, (logits_TE.requires_grad_(), *rest), test_utils=STATIC_UTILS)
 
     torch.compiler.reset()  # one code object for all specs: their guards must not add up
     compiled = torch.compile(
@@ -152,4 +153,4 @@ def test_opcheck_backward(spec: str, relayout) -> None:
     args = gate_args(spec)
     expert_TK, _, weight_TK, _ = ops.gate(*args)
     backward_args = (torch.ones_like(weight_TK), relayout(args[0]), relayout(expert_TK), spec)
-    torch.library.opcheck(ops.gate_backward, backward_args)
+    opcheck(torch.ops.lancet.gate_backward.default, backward_args)

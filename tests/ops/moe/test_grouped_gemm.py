@@ -234,12 +234,12 @@ def test_only_the_gradients_asked_for(frozen: str) -> None:
 def test_opcheck(relayout, dtype: torch.dtype) -> None:
     x, weight, bias, dy = (relayout(t.to(dtype)) for t in operands(COUNTS, 8, 8))
     count = relayout(COUNTS)
-    torch.library.opcheck(ops.grouped_gemm_dx, (dy, count, weight))
-    torch.library.opcheck(ops.grouped_gemm_dw, (x, dy, count))
-    torch.library.opcheck(ops.grouped_gemm_dbias, (dy, count))
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm_dx.default, (dy, count, weight))
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm_dw.default, (x, dy, count))
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm_dbias.default, (dy, count))
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    torch.library.opcheck(ops.grouped_gemm, (leaves[0], count, leaves[1], leaves[2]))
-    torch.library.opcheck(ops.grouped_gemm, (x, count, weight, None))
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm.default, (leaves[0], count, leaves[1], leaves[2]))
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm.default, (x, count, weight, None))
 
 
 def test_empty_groups_that_grouped_mm_leaves_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_opcheck() -> None:
     count = torch.tensor([[2, 0], [1, 3]])
     rows = torch.randn(6, 3)
     expert_TK, slot_TK = torch.tensor([[0, 1], [3, 0]]), torch.tensor([[0, 2], [1, 1]])
-    torch.library.opcheck(ops.send_rows, (expert_TK, slot_TK, count))
+    torch.library.opcheck(torch.ops.lancet.send_rows.default, (expert_TK, slot_TK, count))
     torch.library.opcheck(ops.part_rows, (expert_TK, slot_TK, 4, 2))
     torch.library.opcheck(ops.window_counts, (count, 1, 2))
     torch.library.opcheck(ops.merge_rows, ([expert_TK], [slot_TK], [count]))

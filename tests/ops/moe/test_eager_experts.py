@@ -1,0 +1,68 @@
+"""`eager_experts` against the ops one by one: results, gradients, experts without rows, weights that do not
+train."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancet_kernels import MoELayer, ops
+from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
+
+T, D, F, E, K = 24, 8, 12, 4, 2
+
+
+def operands(hidden: int, experts: int = E) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, expert_TK, weight_TK, w1, w2; choices are among the first `experts`."""
+    torch.manual_seed(1)
+    expert_TK = torch.rand(T, experts).argsort(1)[:, :K].contiguous()
+    floats = torch.randn(T, D), torch.rand(T, K), torch.randn(E, D, hidden), torch.randn(E, F, D)
+    x, weight_TK, w1, w2 = (t.requires_grad_() for t in floats)
+    return x, expert_TK, weight_TK, w1, w2
+
+
+def one_by_one(x, expert_TK, weight_TK, w1, w2, activation: str) -> Tensor:
+    slot_TK, count = torch.empty_like(expert_TK), torch.zeros(E, dtype=torch.int64)
+    for t in range(T):
+        for k in range(K):
+            slot_TK[t, k] = count[expert_TK[t, k]]
+            count[expert_TK[t, k]] += 1
+    count_WL = count.view(1, E)
+    row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
+    rows = ops.dispatch(x, row_TK, None, T * K, T * K)
+    hidden = ops.expert_activation(ops.grouped_gemm(rows, count_WL, w1, None), count_WL, activation)
+    return ops.combine(ops.grouped_gemm(hidden, count_WL, w2, None), row_TK, weight_TK)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "clamped-swiglu"])
+@pytest.mark.parametrize("experts", [E, K], ids=["all experts", "some without rows"])
+@pytest.mark.parametrize("frozen", [None, 0, 2, 3, 4], ids=["all train", "x", "weights", "w1", "w2"])
+def test_same_as_ops(activation: str, experts: int, frozen: int | None) -> None:
+    given = operands(F if activation == "gelu" else 2 * F, experts)
+    if frozen is not None:
+        given[frozen].requires_grad_(False)
+    y, count_E = eager_experts(*given, E, activation, "")
+    expected = one_by_one(*given, activation)
+    torch.testing.assert_close(y, expected)
+    assert count_E.tolist() == given[1].flatten().bincount(minlength=E).tolist()
+    trained = [t for t in given if t.requires_grad]
+    dy = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(result, trained, dy) for result in (y, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_which_calls_it_takes() -> None:
+    x, _, _, w1, w2 = operands(2 * F)
+    assert runs_eagerly(x, w1, w2)
+    assert not runs_eagerly(x.double(), w1.double(), w2.double())
+    assert not runs_eagerly(x[:0], w1, w2)
+    assert not runs_eagerly(x, w1[..., :6].contiguous(), w2)  # rows of 24 bytes
+    mode = torch._subclasses.FakeTensorMode()
+    assert not runs_eagerly(*map(mode.from_tensor, (x, w1, w2)))
+
+
+def test_a_layer_uses_it_unless_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = MoELayer(D, F, E, top_k=K, gate="topk", capacity_factor=None, activation="swiglu")
+    x = torch.randn(T, D)
+    expected = layer(x)
+    monkeypatch.setattr(MoELayer, "_runs_eagerly", lambda *_: False)
+    torch.testing.assert_close(layer(x), expected)
