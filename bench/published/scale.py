@@ -57,14 +57,18 @@ def study() -> Iterator[Point]:
 def fastest(hf: str, gpus: int) -> Answer | None:
     """The answer of the fastest layout that fits."""
     found: Answer | None = None
+    fitting: set[tuple[int, str]] = set()
     for question in _layouts(hf, gpus):
         limit = gib(question.hardware.memory_gb * 1e9)
-        # What sharding or recomputation less than this would do is faster, and was tried before.
-        if states_gib(question) + kept_gib(question) > limit:
+        # Recomputation is slower than none.
+        layout = question.expert_ranks, question.sharding
+        if layout in fitting or states_gib(question) + kept_gib(question) > limit:
             continue
         result = answer(question)
-        if result.fits(result.best) and (found is None or _ms(result) < _ms(found)):
-            found = result
+        if result.fits(result.best):
+            fitting.add(layout)
+            if found is None or _ms(result) < _ms(found):
+                found = result
     return found
 
 

@@ -168,7 +168,7 @@ def _text(result: Answer) -> str:
     for name in result.strategies:
         one, figures = result.strategies[name], result.figures(name)
         tokens, tflops = figures["tokens_per_s_per_gpu"], figures["tflops_per_gpu"]
-        idle = {**one.exposed_ms, "waiting for the host": figures["host_ms"]}
+        idle = {**one.exposed_ms, "waiting for the host": one.host_ms}
         exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in idle.items() if ms >= 0.5) or "nothing"
         lines.append(
             f"{name:10} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "

@@ -76,6 +76,11 @@ class Simulated:
     def peak_memory_gib(self) -> float:
         return sum(self.memory.values())
 
+    @property
+    def host_ms(self) -> float:
+        """The time in which the GPU waits for the host, and no message travels."""
+        return self.step_ms - self.compute_ms - sum(self.exposed_ms.values())
+
     @cached_property
     def weight_gradients(self) -> list[int]:
         """Positions of the weight gradients in the step's Program."""
@@ -123,7 +128,7 @@ class Answer:
             "fits": self.fits(strategy),
             "compute_ms": one.compute_ms,
             "exposed_ms": dict(one.exposed_ms),
-            "host_ms": one.step_ms - one.compute_ms - sum(one.exposed_ms.values()),
+            "host_ms": one.host_ms,
             "lower_bound_ms": one.lower_bound_ms,
         }
 

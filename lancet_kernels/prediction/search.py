@@ -117,8 +117,9 @@ def search(question: Question, seconds: float = math.inf) -> Found:
             fitting.sort(key=lambda one: one.step_ms)
     if not fitting and any(one.why == not_tried for one in others):
         raise UserError(
-            "--search-seconds", got=f"{seconds:g} without a layout that fits", expected="more time",
-            do="give more seconds",
+            "--search-seconds", got=f"{seconds:g} without a layout that fits",
+            expected=f"more time; the states and activations alone need {least:.0f} of {limit:.1f} GiB",
+            do="give more seconds or more GPUs",
         )  # fmt: skip
     if not fitting:
         raise UserError(
