@@ -38,7 +38,7 @@ def milliseconds_per_step(
 def milliseconds_of(
     step: CapturedStep, runs: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
-    """Median time by name, in each round that of the slowest rank: the same on all ranks. Collective.
+    """Time by name (`typical`), in each round that of the slowest rank: the same on all ranks. Collective.
 
     Args: runs: run one step, or several microbatches of it, forward and backward.
     """
@@ -53,9 +53,22 @@ def milliseconds_of(
                 if number >= WARMUP:
                     own[name].append(elapsed_ms)
     of_ranks = values_of_ranks(step.groups.world, own)
+    return typical(
+        {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in names}
+    )
+
+
+def typical(rounds_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The time by name, given that of each round: the median share of a round times the median round.
+
+    A machine whose speed drifts slows all of a round, which leaves its shares as they are, while medians of
+    the times may be of rounds of different speeds.
+    """
+    mean_ms = [statistics.fmean(times) for times in zip(*rounds_ms.values(), strict=True)]
+    middle_ms = statistics.median(mean_ms)
     return {
-        name: statistics.median(map(max, zip(*(times[name] for times in of_ranks), strict=True)))
-        for name in names
+        name: middle_ms * statistics.median(ms / mean for ms, mean in zip(times, mean_ms, strict=True))
+        for name, times in rounds_ms.items()
     }
 
 
