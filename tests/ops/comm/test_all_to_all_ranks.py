@@ -241,7 +241,7 @@ def absent_on_rank(op: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated"]))
 def test_peer_that_never_comes(pool, op):
     results = pool.run(absent_on_rank, op, ranks=4, collective_timeout_s=1.0, leave_together=False)
-    name = "exchange_counts" if op == "exchange_counts" else "all_to_all"
+    name = "the emulated link's first all-to-all" if op == "emulated" else op
     for rank in (0, 2, 3):
         kind, message, seconds = results[rank]
         peers = ", ".join(str(peer) for peer in range(4) if peer != rank)
