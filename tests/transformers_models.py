@@ -108,6 +108,19 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+EXPERT_PARALLEL = ("Mixtral", "Qwen3-MoE", "OLMoE", "DeepSeek-V3", "GPT-OSS")
+"""Families that are tested with transformers' expert parallelism."""
+PLANNED = (
+    ("Mixtral", 2, {"fsdp_size": 2, "ep_size": 2}),
+    ("OLMoE", 2, {"fsdp_size": 2, "ep_size": 2}),
+    ("Qwen3-MoE", 4, {"fsdp_size": 4, "ep_size": 2}),
+    ("DeepSeek-V3", 4, {"fsdp_size": 4, "ep_size": 4}),
+    ("GPT-OSS", 2, {"fsdp_size": 2, "ep_size": 2}),
+    ("GPT-OSS", 4, {"fsdp_size": 4, "ep_size": 2}),
+)
+"""The same under a plan: family, ranks, sizes of the meshes."""
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with random parameters and buffers, the same at every call, that routes unevenly."""
     torch.manual_seed(0)

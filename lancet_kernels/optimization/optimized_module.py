@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Union
+from typing import Any, Union
 
 import torch
 import torch.utils._pytree as pytree
@@ -127,7 +127,7 @@ class OptimizedModule(nn.Module):
         with self._accumulation.without_sums():
             yield
 
-    def microbatches(self, batches: Sequence[_Inputs]) -> list[object]:
+    def microbatches(self, batches: Sequence[_Inputs]) -> list[Any]:
         """Run forward and backward of several microbatches, whose gradients are summed over the ranks once.
 
         Gradients are those of the mean of the losses (of their sum, if the step was planned with

@@ -17,12 +17,10 @@ from lancet_kernels import CausalLMStep
 from lancet_kernels.errors import UserError
 from tests.optimized import optimized
 from tests.ranks import RankPool
-from tests.transformers_models import tiny_batch, tiny_model
+from tests.transformers_models import EXPERT_PARALLEL, PLANNED, tiny_batch, tiny_model
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 pytest.importorskip("accelerate")
-
-FAMILIES = ("Mixtral", "Qwen3-MoE", "OLMoE", "DeepSeek-V3", "GPT-OSS")
 
 
 @pytest.fixture(scope="session")
@@ -94,11 +92,14 @@ def planned(folder: str, sizes: dict[str, int], strategy: str, **options: Any) -
     model = loaded(folder, "lancet", sizes, dtype=torch.float32, **options)
     batch = tiny_batch(dist.get_rank())
     inputs = batch["input_ids"], batch["labels"]
-    step = optimized(CausalLMStep(model), inputs, strategy, reduce_gradients="mean")
+    step = optimized(CausalLMStep(model), inputs, strategy, reduce_gradients="mean", accumulate=2)
     for _ in range(2):
         model.zero_grad()
-        loss = step(*inputs)
-        loss.backward()
+        if strategy == "microbatches":
+            loss, _ = step.microbatches([inputs, inputs])
+        else:
+            loss = step(*inputs)
+            loss.backward()
     assert not step.fallbacks
     return compared({"loss": loss.detach(), **local_gradients(model)}, theirs)
 
@@ -139,17 +140,8 @@ def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["none", "lancet-dw", "lancet"])
-@pytest.mark.parametrize(
-    ("family", "ranks", "sizes"),
-    [
-        ("Mixtral", 2, {"fsdp_size": 2, "ep_size": 2}),
-        ("Qwen3-MoE", 4, {"fsdp_size": 4, "ep_size": 2}),
-        ("DeepSeek-V3", 4, {"fsdp_size": 4, "ep_size": 4}),
-        ("GPT-OSS", 2, {"fsdp_size": 2, "ep_size": 2}),
-        ("GPT-OSS", 4, {"fsdp_size": 4, "ep_size": 2}),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["none", "lancet-dw", "lancet", "microbatches"])
+@pytest.mark.parametrize(("family", "ranks", "sizes"), PLANNED)
 def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strategy):
     for count, worst, experts in pool.run(
         planned, str(saved(family)), sizes, strategy, ranks=ranks, timeout_s=400
@@ -300,7 +292,7 @@ def test_autocast_and_lower_precision(pool, saved, dtype, bound):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPERT_PARALLEL)
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [

@@ -140,16 +140,6 @@ def test_sum_of_losses(pool: RankPool) -> None:
         assert said == "microbatches: got none, expected one or more; give their inputs"
 
 
-def hooked() -> str:
-    """A hook on a parameter, which pairs would not call."""
-    groups = groups_with(dist.get_world_size())
-    step = Step(groups, balance=0.0)
-    next(step.parameters()).register_post_accumulate_grad_hook(lambda _: None)
-    with pytest.raises(UserError) as refused:
-        optimized(step, (batch_of(dist.get_rank(), 0),), "microbatches", groups=groups, accumulate=2)
-    return str(refused.value)
-
-
 def failing() -> None:
     """After a failure in the last backward, gradients and what is held are as before the microbatches."""
     step, batches = planned(True, "microbatches"), microbatches(3)
@@ -177,9 +167,3 @@ def failing() -> None:
 
 def test_failure_leaves_no_gradient(pool: RankPool) -> None:
     pool.run(failing)
-
-
-@pytest.mark.long
-def test_hooks_are_refused_in_pairs(pool: RankPool) -> None:
-    for said in pool.run(hooked):
-        assert "got a hook on " in said

@@ -184,6 +184,46 @@ def gradients_of_the_mean(_setup: Setup) -> None:
     assert (by_input[0] - by_input[1]).abs().max() < BOUND
 
 
+def several_microbatches(_setup: Setup) -> None:
+    """`accumulate` with `microbatches`, in pairs or one by one: their mean, summed over the ranks once."""
+    for strategy in ("none", "microbatches"):
+        model = Model()
+        ready = optimized(model, batch(), strategy, reduce_gradients="mean", accumulate=3)
+        for number in (3, 1, 2):  # also fewer than were planned
+            expected = _mean_of(model, number)
+            ready.microbatches([batch(n) for n in range(number)])
+            _has_gradients(model, expected)
+        assert not ready.fallbacks
+
+
+def no_sync(_setup: Setup) -> None:
+    """`with step.no_sync():` around all microbatches but the last, as in DistributedDataParallel."""
+    model = Model()
+    ready = optimized(model, batch(), "lancet-dw", reduce_gradients="mean", accumulate=3)
+    expected = _mean_of(model, 3)
+    for number in range(3):
+        with ready.no_sync() if number < 2 else contextlib.nullcontext():
+            (ready(*batch(number)) / 3).backward()
+    _has_gradients(model, expected)
+    assert not ready.fallbacks
+
+
+def _mean_of(model: Model, number: int) -> dict[str, Tensor]:
+    """Gradients of the mean loss of so many microbatches of all ranks."""
+    model.zero_grad()
+    for n in range(number):
+        (model(*batch(n)) / (number * dist.get_world_size())).backward()
+    expected = sum_over_ranks(model, gradients(model))
+    model.zero_grad()
+    return expected
+
+
+def _has_gradients(model: Model, expected: dict[str, Tensor]) -> None:
+    got = gradients(model)
+    assert set(got) == set(expected)
+    assert all((got[name] - expected[name]).abs().max() < BOUND for name in expected)
+
+
 def batches_of_other_sizes(_setup: Setup) -> None:
     """Other ones on every rank, down to one that is smaller than the number of parts, with a plan that cuts.
 
@@ -367,6 +407,8 @@ def overflow_in_float16(_setup: Setup) -> None:
 WORKS = (
     *what_models_read.WORKS,
     inputs_by_name,
+    several_microbatches,
+    no_sync,
     batches_of_other_sizes,
     sliced_and_transposed_inputs,
     sliced_example_inputs,
@@ -800,8 +842,17 @@ def no_parameters(_setup: Setup) -> None:
         optimized(model, batch())
 
 
+def hooks_on_parameters_of_pairs(_setup: Setup) -> None:
+    """Gradient hooks on parameters, with `strategy="microbatches"`."""
+    model = Model()
+    model.input.weight.register_hook(lambda gradient: 3 * gradient)
+    with refused("a hook on input.weight", "use another strategy"):
+        optimized(model, batch(), "microbatches", accumulate=2)
+
+
 REFUSED = (
     *what_models_read.REFUSED,
+    hooks_on_parameters_of_pairs,
     parameter_unfrozen,
     parameter_frozen,
     submodule_replaced,
