@@ -30,7 +30,8 @@ from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.apply import reorder, start_early_wait_late
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, reorder, start_early_wait_late
+from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
 from lancet_kernels.schedules.rewrite.in_place import write_in_place
 from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
 
@@ -65,7 +66,14 @@ class PairedMicrobatches:
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
-        self._sharded = captured.shards().keys()
+        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.accumulated`).
+        self._held_by_sums = {
+            self._parameters[name]
+            for node in captured.joint.graph.nodes
+            if node.target is not ALL_REDUCE
+            for name in node.meta.get(GRADIENTS_OF, ())
+            if name in self._parameters
+        }
         self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
 
     @torch.no_grad()
@@ -154,9 +162,9 @@ class PairedMicrobatches:
             gradient, parameter = gradients[i], self._parameters[name]
             if gradient is None:
                 continue
+            if not summed and parameter in self._held_by_sums:
+                continue
             if isinstance(parameter, DTensor):
-                if not summed and name in self._sharded and parameter.device_mesh.size() > 1:
-                    continue  # held by its sum
                 gradient = gradient[tuple(slice(size) for size in parameter.to_local().shape)]
             if parameter.grad is None:
                 # Several outputs of a graph may share memory, and few lie as their parameters do.
