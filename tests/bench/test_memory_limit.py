@@ -26,6 +26,7 @@ def test_ours_hides_at_least_as_much_within_the_limit():
     assert "| 1.03 | ours |" in memory_limit.table(found)
 
 
+@pytest.mark.long
 def test_no_limit_on_memory_is_worse_than_a_tighter_one_over_slow_links():
     shape = replace(fsdp_step.SHAPES["mixtral-like"], name="small", layers=2)
     for _, found in memory_limit.measured(shape, (10.0, 5.0, 2.0)):
