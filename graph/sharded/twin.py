@@ -34,7 +34,9 @@ from lancet_kernels.ops.comm.groups import FORWARD_OF, Groups, group_of
 
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
 _WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
-_NOT_COPIED = {"_modules", "_parameters", _BEFORE, _BEHIND, _WITH_KWARGS, *FLAGS}
+_HOOKS = (_BEFORE, _BEHIND, _WITH_KWARGS)
+_OWN = ("_modules", "_parameters", *_HOOKS)
+"""Attributes of a module that its twin has for itself."""
 _CAST = -1
 """The number of a hook that casts; torch counts its own from 0."""
 
@@ -62,11 +64,13 @@ class Twin:
             if FORWARD_OF in module.__dict__
         }
         self._of_fsdp = hook_numbers(model)
+        self._hooks: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
+        """The numbers of a module's hooks when its twin got them."""
         self._casts = {module: _casts(policy) for module, policy in policies(model).items()}
         for module, twin in self._twins.items():
             own = {name: whole.get(p, p) if p is not None else None for name, p in module._parameters.items()}
             children = {n: None if m is None else self._twins[m] for n, m in module._modules.items()}
-            hooks: dict[str, Any] = {kind: OrderedDict() for kind in (_BEFORE, _BEHIND, _WITH_KWARGS)}
+            hooks: dict[str, Any] = {kind: OrderedDict() for kind in _HOOKS}
             twin.__dict__.update(_parameters=own, _modules=children, **hooks)
         self.update()
         self.module = self._twins[model]
@@ -75,24 +79,34 @@ class Twin:
         """Give the twin the attributes and hooks that the model has now."""
         for module, twin in self._twins.items():
             mine, theirs = twin.__dict__, module.__dict__
-            for name in mine.keys() - theirs.keys():
-                del mine[name]
-            mine.update((name, value) for name, value in theirs.items() if name not in _NOT_COPIED)
+            own = {name: mine[name] for name in _OWN}
+            # Whole dicts at once: this is part of every call of a plan.
+            mine.update(theirs)
+            mine.update(own)
+            for name in FLAGS:
+                mine.pop(name, None)
+            if len(mine) != len(theirs) - sum(name in theirs for name in FLAGS):
+                for name in mine.keys() - theirs.keys():
+                    del mine[name]
             if getattr(theirs.get("forward"), "__self__", None) is module:
                 mine["forward"] = MethodType(theirs["forward"].__func__, twin)
             if module in self._forwards:
                 mine["forward"] = self._forwards[module]
-            casts = self._casts.get(module, {})
-            for kind in (_BEFORE, _BEHIND):
-                users = {n: hook for n, hook in theirs[kind].items() if n not in self._of_fsdp}
-                own = {_CAST: casts[kind]} if kind in casts else {}
-                mine[kind].clear()
-                # FSDP's come first before a forward, and last behind it.
-                mine[kind].update({**own, **users} if kind == _BEFORE else {**users, **own})
-            mine[_WITH_KWARGS].clear()
-            mine[_WITH_KWARGS].update(
-                {n: True for n in mine[_BEFORE] if n == _CAST or n in theirs[_WITH_KWARGS]}
-            )
+            numbers = tuple(tuple(theirs[kind]) for kind in _HOOKS)
+            if self._hooks.get(module) != numbers:
+                self._hooks[module] = numbers
+                self._update_hooks(module, mine, theirs)
+
+    def _update_hooks(self, module: nn.Module, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        casts = self._casts.get(module, {})
+        for kind in (_BEFORE, _BEHIND):
+            users = {n: hook for n, hook in theirs[kind].items() if n not in self._of_fsdp}
+            own = {_CAST: casts[kind]} if kind in casts else {}
+            mine[kind].clear()
+            # FSDP's come first before a forward, and last behind it.
+            mine[kind].update({**own, **users} if kind == _BEFORE else {**users, **own})
+        mine[_WITH_KWARGS].clear()
+        mine[_WITH_KWARGS].update({n: True for n in mine[_BEFORE] if n == _CAST or n in theirs[_WITH_KWARGS]})
 
     def reshard(self) -> None:
         """Free what FSDP has left gathered: the outermost module's parameters after a forward without
