@@ -125,8 +125,8 @@ ranks, sharded optimizer or FSDP, no or full recomputation. How good such predic
 ![Tokens per second and exposed all-to-all over the number of GPUs](../pictures/scale.png)
 
 The last two columns are the share of the step in which an all-to-all is exposed, without overlap and with the
-best strategy. With one microbatch per GPU (4,096 GPUs) there is no second one to run beside it. Where `none` is
-best, the host launches kernels too slowly for overlap to gain anything.
+best strategy. With one microbatch per GPU (4,096 GPUs) there is no second one to run beside it.
+Where `none` is best, the host launches kernels too slowly for overlap to gain anything.
 
 | model | GPUs | layout | strategy | step, s | tokens/s per GPU | exposed, none | exposed, best |
 |---|--:|---|---|--:|--:|--:|--:|
