@@ -53,6 +53,7 @@ def test_cost_of_cutting() -> None:
     assert all(op["whole_ms"] >= 0 and op["parts_ms"] >= 0 for op in cut)
 
 
+@pytest.mark.long
 def test_converted_models(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     small = "--models Mixtral --widths 16 --ranks 1,2 --rounds 2 --contenders transformers,convert".split()

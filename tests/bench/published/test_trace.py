@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.published import trace
 from bench.published.trace import read_trace, replayed, summary
 from lancet_kernels.errors import UserError
 
@@ -35,19 +36,19 @@ def written(tmp_path, stages):
 
 
 def test_stages_and_their_times(tmp_path):
-    trace = read_trace(written(tmp_path, STAGES))
-    assert [(f"{s.name}({s.phase})", s.ms) for s in trace.stages] == [
+    read = read_trace(written(tmp_path, STAGES))
+    assert [(f"{s.name}({s.phase})", s.ms) for s in read.stages] == [
         (name, pytest.approx(ms)) for name, ms in STAGES
     ]
-    assert trace.ms == pytest.approx(8.0)
+    assert read.ms == pytest.approx(8.0)
 
 
 def test_the_clock_hides_a_dispatch_beside_the_backward(tmp_path):
     """attn 0-3, dispatch 3-5 beside mlp(B) 3-7, mlp(F) 7-8, combine 8-10."""
-    trace = read_trace(written(tmp_path, STAGES))
-    times = replayed(trace.stages)
+    read = read_trace(written(tmp_path, STAGES))
+    times = replayed(read.stages)
     assert times.start == pytest.approx([0, 3, 3, 7, 8])
-    figures = summary(trace)
+    figures = summary(read)
     assert figures["replayed_ms"] == pytest.approx(10)
     assert figures["without_overlap_ms"] == pytest.approx(12)
     assert figures["hidden"] == pytest.approx(0.5)
@@ -65,3 +66,11 @@ def test_a_file_that_is_no_trace_is_one_line(tmp_path):
     for wrong in (path, tmp_path / "missing.json"):
         with pytest.raises(UserError, match="trace"):
             read_trace(wrong)
+
+
+def test_it_prints_the_summary_and_the_stages(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["trace", str(written(tmp_path, STAGES))])
+    trace.main()
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert float(said["replayed_ms"]) == pytest.approx(10)
+    assert said["dispatch(F)"].startswith("2.000 ms, 1 times")

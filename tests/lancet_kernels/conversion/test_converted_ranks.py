@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import CausalLMStep, convert, export_state_dict, moe_layers
-from tests.grids import few_of
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
@@ -72,7 +71,8 @@ def planned(family: str, tied_and_checkpointed: bool = False) -> None:
     assert (step.plan.recomputation is not None) == tied_and_checkpointed
 
 
-@pytest.mark.parametrize("family", few_of(["Qwen3-MoE", "Mixtral", "OLMoE"]))
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "OLMoE"])
 def test_tied_and_checkpointed(pool: RankPool, family: str) -> None:
     """Tied embeddings and `gradient_checkpointing_enable()`."""
     pool.run(planned, family, True, timeout_s=240)
