@@ -163,7 +163,7 @@ def test_a_captured_model(name):
 def test_ten_thousand_nodes():
     """A training step written by hand: layers with an all-to-all each, dX and dW apart."""
     b = Builder()
-    layers = 10_000 // 7
+    layers = 10_000 // 6
     x, w = b.input("x", 4, D), b.input("w", D, D)
     gradient = b.input("tangents_1", 4, D)
     kept = []
