@@ -213,6 +213,7 @@ def square_and_one_rank() -> tuple[list[float], list[float], float]:
     return got, expected, module.train(model)[1] / held
 
 
+@pytest.mark.long
 def test_square_linear_trains_like_linear(pool: RankPool) -> None:
     for got, expected, share in pool.run(square_and_one_rank, ranks=4):
         assert expected[-1] < 0.6 * expected[0]

@@ -6,6 +6,7 @@ Read from the sources, so that an import inside a function, which no test may ev
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -37,9 +38,15 @@ def level(module: str) -> int:
     return ORDER.index(parts[1]) if len(parts) > 1 and parts[1] in ORDER else TOP
 
 
+@cache
+def parsed(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def imported(module: str, is_package: bool, text: str, known: set[str]) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of this package, wherever it stands."""
-    for node in ast.walk(ast.parse(text)):
+    for node in parsed(text):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

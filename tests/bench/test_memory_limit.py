@@ -8,6 +8,7 @@ import pytest
 from bench.cpu import fsdp_step, memory_limit
 
 
+@pytest.mark.long
 def test_ours_hides_at_least_as_much_within_the_limit():
     shape = replace(fsdp_step.SHAPES["deepseek-like"], name="small", layers=2, batch=2)
     with fsdp_step.captured(shape) as step:

@@ -34,6 +34,7 @@ def test_every_script_is_started_by_a_test() -> None:
     assert [name for name in scripts if not is_started(name)] == []
 
 
+@pytest.mark.long
 def test_autotune_lists_what_it_would_time() -> None:
     said = run(BENCH / "autotune.py", "--dry-run", "--workload", "64,32,32,4,2")
     assert "overlap" in said

@@ -53,7 +53,7 @@ CASES = [(name, gate, batch) for gate in GATES for batch in (4, 5) for name in M
 
 @pytest.mark.parametrize(
     ("name", "gate", "batch", "layers"),
-    few_of([("gpt2", "topk", 5, 4), ("bert", "random", 2, 2), *((*case, 4) for case in CASES)], 0, 1),
+    few_of([("gpt2", "topk", 5, 4), ("bert", "random", 2, 2), *((*case, 4) for case in CASES)]),
 )
 def test_copies_give_the_loss_the_gradients_and_the_very_routing_of_the_whole_batch(
     name, gate, batch, layers
@@ -65,6 +65,7 @@ def test_copies_give_the_loss_the_gradients_and_the_very_routing_of_the_whole_ba
     assert_same(outcome(copies_of(step), step), plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copies", few_of([3, 4, 5], 1))
 def test_more_than_two_copies(copies):
     step = read_only_step("gpt2", size("topk", batch=5))

@@ -14,6 +14,7 @@ from lancet_kernels.schedules.explanation import MOST_LINES, PLAIN, layers_text
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
+from tests.grids import few_of
 
 SETTINGS = {
     "two layers, slow link": (Setting("gpt2-tiny-moe", "p3dn", 16, layers=2), None),
@@ -28,7 +29,7 @@ FILLER = re.compile(
 ROUNDING = 0.0051
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=few_of(SETTINGS, 1))
 def simulated(request: pytest.FixtureRequest) -> Simulated:
     """All strategies of a setting: with all settings, more than 20 plans."""
     setting, limit = SETTINGS[request.param]

@@ -90,6 +90,7 @@ def test_each_half_helps_and_both_help_more(plans):
     assert times["lancet"] < times["tutel"] < times["none"]
 
 
+@pytest.mark.long
 def test_batch_prioritized_gates_are_never_inside_a_range():
     setting = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized", layers=2)
     plan, step = planner(setting).plan("lancet"), setting.program
@@ -99,6 +100,7 @@ def test_batch_prioritized_gates_are_never_inside_a_range():
         assert not any(i.op == "lancet.gate" for i in inside)
 
 
+@pytest.mark.long
 def test_memory_limit(small, plans):
     need = plans["none"].predicted.peak_memory_gb
     options = PlanningOptions(PartitionOptions(most_parts=2), memory_limit_gb=need)

@@ -70,6 +70,7 @@ def test_no_noise_changes_nothing_and_noise_is_bounded(setting):
     assert len(factors) == len(program)
 
 
+@pytest.mark.long
 def test_a_strategy_at_other_costs(setting):
     strategy, program, cost = setting.hidup, setting.program, setting.cost
     again = repriced(strategy, program, cost)

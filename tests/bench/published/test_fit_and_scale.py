@@ -26,6 +26,7 @@ def test_constants_of_gemms_are_those_that_made_the_table(tmp_path, monkeypatch,
     assert (said["tile_rows"], said["tile_columns"], said["k_overhead"]) == ("128", "256", "128")
 
 
+@pytest.mark.long
 def test_the_study_writes_its_page_and_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "reference").mkdir()

@@ -109,6 +109,7 @@ def planned_on_rank() -> tuple[float, tuple[str, ...]]:
     return difference, planned.plan.order
 
 
+@pytest.mark.long
 def test_an_optimized_block_computes_the_same(pool: RankPool) -> None:
     results = pool.run(planned_on_rank, ranks=4)
     for difference, order in results:

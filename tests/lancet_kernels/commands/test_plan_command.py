@@ -47,7 +47,8 @@ def test_json_has_every_strategy(capsys):
     assert found["planning_seconds"]["auto"] >= max(found["planning_seconds"].values())
 
 
-@pytest.mark.parametrize("strategy", few_of(["duplex", "lancet+duplex"]))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["duplex", "lancet+duplex"])
 def test_a_strategy_that_cannot_be_is_refused_and_auto_does_without(strategy, capsys):
     assert main([*TINY, *WHOLE_BATCH, "--strategy", strategy]) != 0
     error = capsys.readouterr().err

@@ -74,6 +74,7 @@ def check_rows(found, triton, arch):
     return [(row["name"], row["config"]) for row in found["kernels"]]
 
 
+@pytest.mark.long
 def test_one_kernel_of_every_module():
     """The first specimen of every module that has kernels, and of the shim, with the installed Triton.
 

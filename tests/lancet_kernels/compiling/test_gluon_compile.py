@@ -33,6 +33,7 @@ def check(row: dict) -> None:
     assert row["loaded in loops"] == 0, row
 
 
+@pytest.mark.long
 def test_a_forward_compiles():
     (row,) = (row for row in compiled("newest", FORWARD) if row["config"] == FORWARD)
     check(row)

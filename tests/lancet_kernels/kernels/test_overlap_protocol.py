@@ -222,6 +222,7 @@ def test_a_third_open_pass_is_refused(layer):
     layer.check()
 
 
+@pytest.mark.long
 def test_a_dropped_pass_frees_its_bank(layer):
     expected = layer.run()
     for _ in range(5):
@@ -428,6 +429,7 @@ def start_and_die(layer: Layer, tasks: int) -> int:
     return child
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named(pool):
     told, _ = pool.run(killed_on_rank)
     assert told[0].startswith("layer 0.forward: PE 0 waited for PE 1 to send its rows (dispatch) more than")

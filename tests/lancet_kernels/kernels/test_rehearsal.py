@@ -26,6 +26,7 @@ def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> N
     assert found["epochs"] == [2, 2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="what is noted is launched here in the interpreter")
 def test_exchanges_are_prepared_by_a_pass_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     case, noted = Case(world=1), []

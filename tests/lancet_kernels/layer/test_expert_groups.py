@@ -151,6 +151,7 @@ def check(by_rank: list[dict[str, dict[str, float]]], strategies: tuple[str, ...
         assert not far
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2])
 def test_gradients_of_expert_groups_equal_one_process(pool, size):
     case = Case()

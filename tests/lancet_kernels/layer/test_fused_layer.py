@@ -118,7 +118,8 @@ def both_varying(options: dict) -> tuple[float, list[str]]:
     return largest_difference(expected, got), agreed
 
 
-@pytest.mark.parametrize("options", few_of([CASES[1], CASES[0]]), ids=lambda o: o["gate"])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [CASES[1], CASES[0]], ids=lambda o: o["gate"])
 def test_other_numbers_of_tokens_in_every_step(pool, options) -> None:
     """Nothing is made and nothing is agreed upon for them: regions are there once, for the most tokens."""
     for worst, agreed in pool.run(both_varying, options, timeout_s=240):
@@ -183,6 +184,7 @@ def fails_and_goes_on() -> tuple[str, float]:
     return message, worst
 
 
+@pytest.mark.long
 def test_a_layer_works_again_after_a_failed_wait(pool) -> None:
     results = pool.run(fails_and_goes_on, timeout_s=120)
     assert "PE 0 waited for PE 1" in results[0][0]
@@ -295,6 +297,7 @@ def copied() -> None:
     sum(y.sum() for y in ys).backward()
 
 
+@pytest.mark.long
 def test_a_copy_is_a_layer_of_its_own(pool) -> None:
     pool.run(copied)
 

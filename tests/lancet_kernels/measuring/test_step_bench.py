@@ -58,6 +58,7 @@ def contenders_on_a_rank(folder: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 def test_ddp_and_plans_average_the_gradients_of_the_plain_step(pool, tmp_path) -> None:
     for of_rank in pool.run(contenders_on_a_rank, str(tmp_path)):
         assert of_rank["off"] < 1e-12

@@ -90,12 +90,19 @@ def several_equal_one(shards: bool, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("shards", "strategy"),
     [
-        (False, "lancet"),
         (True, "microbatches"),
         *(
             pytest.param(shards, strategy, marks=pytest.mark.long)
             for shards in (False, True)
-            for strategy in ("none", "tutel", "lancet-dw", "duplex", "lancet+duplex", "microbatches")
+            for strategy in (
+                "none",
+                "tutel",
+                "lancet-dw",
+                "lancet",
+                "duplex",
+                "lancet+duplex",
+                "microbatches",
+            )
         ),
     ],
 )
@@ -165,5 +172,6 @@ def failing() -> None:
         torch.testing.assert_close(gradient, 2 * once[name])
 
 
+@pytest.mark.long
 def test_failure_leaves_no_gradient(pool: RankPool) -> None:
     pool.run(failing)

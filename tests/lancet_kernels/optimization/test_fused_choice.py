@@ -17,6 +17,7 @@ from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.strategies import PlanningOptions
+from tests.grids import few_of
 from tests.planned_steps import StepCase, build_step
 
 CLUSTER = "p3dn"
@@ -54,7 +55,7 @@ def launches(graph: CostedGraph) -> list[float]:
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(("launch_ms", "verdict"), [(1e6, "streams"), (0.0, "fused")])
+@pytest.mark.parametrize(("launch_ms", "verdict"), few_of([(1e6, "streams"), (0.0, "fused")]))
 def test_the_formula_decides_for_a_cluster(monkeypatch, times, launch_ms, verdict) -> None:
     """The whole step must be faster with launches that take this much more."""
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", launch_ms)
@@ -94,12 +95,14 @@ def test_in_the_interpreter_the_formula_stands_in_for_times(times) -> None:
     assert launches(graph)[0] == pytest.approx(group.forward.milliseconds())
 
 
+@pytest.mark.long
 def test_streams_on_request(times) -> None:
     step, graph = chosen("streams", CLUSTER, times)
     assert [(group.fused, group.why) for group in step.fused] == [(False, "streams: requested")]
     assert not launches(graph)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled")
 def test_a_stored_plan_keeps_its_choice(monkeypatch, times, tmp_path) -> None:
     """Also where the formula would choose otherwise by now; and it survives the file."""

@@ -169,6 +169,7 @@ class OneLayer(nn.Module):
         return self.layer(self.before(x)).square().sum()
 
 
+@pytest.mark.long
 def test_a_planned_layer_has_the_options_of_its_module() -> None:
     planned = optimize(OneLayer(), (torch.ones(7, 16),), strategy="lancet-dw", **PLANNED)
     (number,) = planned.fused_layers

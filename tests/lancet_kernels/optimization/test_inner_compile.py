@@ -49,6 +49,7 @@ def test_inductor_gives_the_same_step(pool, tmp_path) -> None:
     assert max(found) < 1e-10
 
 
+@pytest.mark.long
 def test_a_graph_is_cut_at_its_communication(monkeypatch) -> None:
     """Every piece that is compiled has no communication inside, and the order of all nodes is the same."""
     step, inputs = build_step(StepCase(batch=2, layers=2))

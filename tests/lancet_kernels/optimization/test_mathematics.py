@@ -124,7 +124,8 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     return tried
 
 
-@pytest.mark.parametrize("gate", few_of(["switch", "batch-prioritized", "topk-dropless", "random"]))
+@pytest.mark.long
+@pytest.mark.parametrize("gate", ["switch", "batch-prioritized", "topk-dropless", "random"])
 def test_plans_keep_the_mathematics(pool, gate):
     case = replace({**GATE_CASES, **DROPLESS}[gate], layers=2)
     parts = {"switch": 2, "batch-prioritized": 3, "topk-dropless": 4, "random": 2}[gate]

@@ -94,6 +94,7 @@ def test_optimized_module(pool):
     assert sum("all_to_all" in name for name in first["issued"]) > 4, "a layer has four; parts have more"
 
 
+@pytest.mark.long
 def test_order_that_came_out_is_the_order_asked_for():
     """The order of a plan that runs, and what is said of plans that were broken by hand."""
     step = SmallStep(StepCase(layers=2))
@@ -307,6 +308,7 @@ def other_weights_on_rank(reduce_gradients: str | bool) -> tuple[list[Tensor], b
     return [p.detach() for p in model.parameters() if id(p) not in own], kept
 
 
+@pytest.mark.long
 def test_replicated_parameters_become_those_of_rank_0(pool):
     (first, kept), (second, also) = pool.run(other_weights_on_rank, "mean", ranks=2)
     assert kept
@@ -351,6 +353,7 @@ def train_on_rank(folder: str, data: str) -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.long
 def test_training_with_a_plan(pool, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))

@@ -191,9 +191,8 @@ def torch_dropouts(strategies: tuple[str, ...], folder: str) -> dict[str, object
 ONE_COPY = tuple(strategy for strategy in STRATEGY_NAMES if strategy not in DUPLEX)
 
 
-@pytest.mark.parametrize(
-    "strategies", [("lancet",), pytest.param(ONE_COPY, marks=pytest.mark.long)], ids=["lancet", "all"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategies", [("lancet",), ONE_COPY], ids=["lancet", "all"])
 def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strategies):
     for found in pool.run(torch_dropouts, strategies, str(tmp_path), ranks=2, timeout_s=180):
         assert found.pop("measuring leaves the generator alone")

@@ -13,6 +13,7 @@ import functools
 import io
 import pickle
 import warnings
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -881,16 +882,31 @@ REFUSED = (
     no_parameters,
 )
 
-RANKS = (pytest.param(1, marks=pytest.mark.long), 2)
+# They plan several steps or a large one, and other tests of the default run are on the same subjects.
+SLOW = {
+    "batches_of_other_sizes",
+    "checkpointed_blocks",
+    "clipping",
+    "data_parallel_that_sums_experts",
+    "fully_sharded",
+    "gradients_of_the_mean",
+    "infinity_and_a_grad_scaler",
+    "layers_that_the_plan_left_out",
+    "overflow_in_float16",
+    "part_of_a_layer_trained",
+    "reentrant_checkpoint_without_plan",
+    "selective_checkpointing",
+    "several_microbatches",
+}
 
 ROWS = {row.__name__: row for row in (*WORKS, *FALLS_BACK, *REFUSED)}
 
 
-def rows_on_rank() -> dict[str, str]:
-    """What is wrong with each row, "" if nothing is. A row that fails must not end the others."""
+def rows_on_rank(names: list[str]) -> dict[str, str]:
+    """What is wrong with each of these rows, "" if nothing is. A row that fails must not end the others."""
     setup, found = Setup(strategy="lancet"), {}
     assert setup.ready.plan.ranges or dist.get_world_size() == 1
-    for name, row in ROWS.items():
+    for name, row in ((name, ROWS[name]) for name in names):
         fallbacks = setup.ready.fallbacks.total()
         try:
             row(setup)
@@ -903,32 +919,39 @@ def rows_on_rank() -> dict[str, str]:
     return found
 
 
+def cases(rows: Iterable[Callable[[Setup], None]]) -> list[object]:
+    """For `parametrize`: (row, ranks). On two ranks by default, if it is not slow."""
+    return [
+        pytest.param(row.__name__, ranks, marks=[pytest.mark.long] * (ranks == 1 or row.__name__ in SLOW))
+        for row in rows
+        for ranks in (1, 2)
+    ]
+
+
 @pytest.fixture(scope="module")
-def rows() -> dict[int, list[dict[str, str]]]:
-    """What rows gave: number of ranks -> by rank -> by name."""
-    return {}
+def wrong(pool, request) -> Callable[[str, int], list[str]]:
+    """(row, number of ranks) -> what is wrong with it, by rank. When the first is asked for, all rows of the
+    session with so many ranks run."""
+
+    @functools.cache
+    def on_ranks(ranks: int) -> list[dict[str, str]]:
+        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        names = [one["row"] for one in asked if one["ranks"] == ranks]
+        return pool.run(rows_on_rank, names, ranks=ranks, timeout_s=10.0 * (1 + len(names)))
+
+    return lambda row, ranks: [found[row] for found in on_ranks(ranks)]
 
 
-def gave(pool, rows: dict, row: str, ranks: int) -> list[str]:
-    """What is wrong with a row, by rank; all rows run when the first is asked for."""
-    if ranks not in rows:
-        rows[ranks] = pool.run(rows_on_rank, ranks=ranks, timeout_s=10.0 * len(ROWS))
-    return [found[row] for found in rows[ranks]]
+@pytest.mark.parametrize(("row", "ranks"), cases(WORKS))
+def test_works(wrong, row, ranks) -> None:
+    assert wrong(row, ranks) == [""] * ranks
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("row", [row.__name__ for row in WORKS])
-def test_works(pool, rows, row, ranks) -> None:
-    assert gave(pool, rows, row, ranks) == [""] * ranks
+@pytest.mark.parametrize(("row", "ranks"), cases(FALLS_BACK))
+def test_falls_back(wrong, row, ranks) -> None:
+    assert wrong(row, ranks) == [""] * ranks
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("row", [row.__name__ for row in FALLS_BACK])
-def test_falls_back(pool, rows, row, ranks) -> None:
-    assert gave(pool, rows, row, ranks) == [""] * ranks
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("row", [row.__name__ for row in REFUSED])
-def test_refused(pool, rows, row, ranks) -> None:
-    assert gave(pool, rows, row, ranks) == [""] * ranks
+@pytest.mark.parametrize(("row", "ranks"), cases(REFUSED))
+def test_refused(wrong, row, ranks) -> None:
+    assert wrong(row, ranks) == [""] * ranks

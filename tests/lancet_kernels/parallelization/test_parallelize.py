@@ -179,6 +179,7 @@ def loaded(folder: str, name: str, strategy: str) -> tuple[float, float, float, 
     return state_error, distance(next_loss, loss), step_error, any(f.is_cut for f in step.forms.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy"),
     few_of(

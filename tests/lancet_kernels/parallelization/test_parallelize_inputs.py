@@ -204,6 +204,7 @@ def kept_and_changed(strategy: str) -> tuple[float, bool, str]:
     return error, watched() is not None, said
 
 
+@pytest.mark.long
 def test_the_whole_model_is_not_kept(pool):
     for error, kept, said in pool.run(kept_and_changed, "hidup", timeout_s=120):
         assert error < 1e-2
@@ -255,6 +256,7 @@ def saved_and_measured(folder: str) -> tuple[list[float], str]:
     return [distance(step(x), expected) for step in (first, again, alone)], first.explain()
 
 
+@pytest.mark.long
 def test_a_measured_strategy_is_saved_and_used_again(pool, tmp_path):
     for errors, text in pool.run(saved_and_measured, str(tmp_path), timeout_s=240):
         assert max(errors) < 1e-12
@@ -343,6 +345,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_refused_in_one_line(pool):
     for said in pool.run(refusals, timeout_s=300):
         for name, text in EXPECTED.items():

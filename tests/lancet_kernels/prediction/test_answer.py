@@ -32,6 +32,7 @@ def step_of(question, microbatches):
     return step, durations(step.program, question.cost)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
 def test_further_microbatches_take_as_long_as_the_third(question, sharding):
     """Three microbatches extended to six, against all six simulated."""
@@ -114,6 +115,7 @@ def test_one_microbatch_has_nothing_beside_it(question):
     assert set(result.strategies) == {"none", "lancet"}
 
 
+@pytest.mark.long
 def test_a_dense_model_and_one_with_dense_layers(tmp_path):
     (tmp_path / "dense").mkdir()
     dense = answer(Question(written(tmp_path / "dense", DENSE), "dgx-h100", 8, 1, "full", 64, 1, 4))

@@ -152,6 +152,7 @@ def test_the_search_finds_what_all_layouts_give(question):
     assert not any(one.why for one in found.best)
 
 
+@pytest.mark.long
 def test_nothing_fits(tmp_path):
     asked = Question(written(tmp_path, QWEN3, vocab_size=40_000_000, num_hidden_layers=1), "dgx-v100", 1, 1)
     with pytest.raises(UserError, match=r"layouts: got more than \d+ GiB per GPU"):

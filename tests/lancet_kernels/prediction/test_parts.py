@@ -6,6 +6,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.prediction.parts import load_config, model_parts, on_other_ranks
 from lancet_kernels.prediction.step import numbers, prepared
+from tests.grids import few_of
 from tests.lancet_kernels.prediction.small_models import DEEPSEEK, DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
@@ -15,6 +16,7 @@ def parts_of(tmp_path, config, ranks, **changes):
     return model_parts(load_config(written(tmp_path, config, **changes)), ranks, 2, 32)
 
 
+@pytest.mark.long
 def test_layers_of_one_kind_are_captured_once(tmp_path):
     parts = parts_of(tmp_path, DEEPSEEK, 4)
     assert parts.layers == (0, 1, 1, 1)
@@ -24,6 +26,7 @@ def test_layers_of_one_kind_are_captured_once(tmp_path):
     assert messages == [0, 4]  # dispatch and combine, forward and backward
 
 
+@pytest.mark.long
 def test_parameters_of_a_rank(tmp_path):
     parts = parts_of(tmp_path, QWEN3, 8)
     (layer,) = parts.kinds
@@ -34,7 +37,7 @@ def test_parameters_of_a_rank(tmp_path):
     assert all(p.gradient in layer.program.tensors for p in layer.parameters.values())
 
 
-@pytest.mark.parametrize("after", [1, 4, 16])
+@pytest.mark.parametrize("after", few_of([16, 1, 4]))
 def test_other_ranks_are_as_if_captured(tmp_path, after):
     """Numbers, bytes, FLOPs and shapes of products as of a capture with so many ranks."""
     derived = prepared(on_other_ranks(parts_of(tmp_path, QWEN3, 2), 2, after), "none").kinds[0]

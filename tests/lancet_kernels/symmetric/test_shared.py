@@ -272,6 +272,7 @@ def killed_between_create_and_map(rank: int, store: str, results) -> None:
     os._exit(0)
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_allocating(tmp_path):
     context = processes()
     results = context.Queue()

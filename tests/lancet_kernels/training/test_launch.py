@@ -246,6 +246,7 @@ def test_ctrl_c_to_the_process_group_ends_all_quietly(job):
     assert not any(running(pid) for pid in pids(job))
 
 
+@pytest.mark.long
 def test_ranks_end_when_the_launcher_is_killed(job):
     launcher = start_hanging_job(job)
     launcher.kill()

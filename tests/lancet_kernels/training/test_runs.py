@@ -138,6 +138,7 @@ with writing(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.long
 def test_a_run_has_one_writer_and_is_free_when_it_is_killed(tmp_path):
     run = new_run(tmp_path, "run")
     holder = subprocess.Popen(

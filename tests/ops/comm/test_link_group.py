@@ -14,6 +14,7 @@ from lancet_kernels.errors import CommunicationError
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.link_group import link_group, link_group_of, plain_group
+from tests.grids import few_of
 
 functional = torch.ops._c10d_functional
 GBPS, NUMBERS = 0.01, 16_384
@@ -94,7 +95,7 @@ def absent_on_rank(op: str) -> tuple[str, str]:
     return "no error", ""
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", few_of(OPS))
 def test_a_rank_that_stays_away_is_named(pool, op):
     (kind, message), _ = pool.run(absent_on_rank, op, collective_timeout_s=1.0, leave_together=False)
     assert kind == CommunicationError.__name__, message

@@ -230,7 +230,7 @@ def test_only_the_gradients_asked_for(frozen: str) -> None:
 
 
 @pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.bfloat16]))
 def test_opcheck(relayout, dtype: torch.dtype) -> None:
     x, weight, bias, dy = (relayout(t.to(dtype)) for t in operands(COUNTS, 8, 8))
     count = relayout(COUNTS)

@@ -115,6 +115,7 @@ def dropped(step: Step) -> int:
     return sum(int((r[1] >= capacity).sum()) for r in routing.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("gate", "dropless"), few_of([*((gate, False) for gate in GATES), ("topk", True)], 1)
 )

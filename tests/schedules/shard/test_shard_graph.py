@@ -79,6 +79,7 @@ def places(graph: fx.Graph, strategy: ShardingStrategy, copy: int) -> list[tuple
     return found
 
 
+@pytest.mark.long
 def test_one_microbatch_communicates_in_front_of_the_computation_of_the_other():
     """Section 4.1: communication of stage n of the first, computation of stage n - 1 of the second, ..."""
     model, batch = tiny("bert-sgmoe")

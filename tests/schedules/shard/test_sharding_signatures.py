@@ -97,6 +97,7 @@ def test_a_strategy_for_a_model_takes_what_is_simulated(name):
     assert strategy.predicted_ms < search_sharding(program, 1, milliseconds).predicted_ms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few_of(MODELS))
 def test_memory_is_weights_and_what_autograd_saves(name):
     model, batch = tiny(name)
