@@ -123,7 +123,8 @@ def _without_trace(step: CapturedStep) -> Iterator[None]:
         if isinstance(tensor, Tensor)
     ]
     before = [tensor.detach().clone() for tensor in changing]
-    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+    steps = contextlib.nullcontext() if step.steps is None else step.steps.paused()
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []), steps:
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from lancet_kernels.graph.sharded.twin import Twin, twin_of
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.fused.fused_graph import register_layer
+from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.optimization.setting import setting_of
@@ -41,6 +42,7 @@ from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, reorder
 from lancet_kernels.schedules.rewrite.buckets import divide_gradients, insert_all_reduces
 from lancet_kernels.schedules.rewrite.gathers import insert_gathers
+from lancet_kernels.schedules.rewrite.optimizer_steps import insert_optimizer_steps
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
@@ -86,7 +88,7 @@ class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
     gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
-    launches. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums of
+    launches. steps: of the optimizer, if they are part of the step. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums of
     gradients.
     """
 
@@ -98,6 +100,7 @@ class CapturedStep:
     gradient_groups: Mapping[str, str]
     reduction: str
     fused: tuple[FusedGroup, ...] = ()
+    steps: BucketSteps | None = None
     twin: Twin | None = None
     accumulate: int = 1
     _layer_numbers: dict[str, int] = field(default_factory=dict)
@@ -164,6 +167,9 @@ class CapturedStep:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
             insert_all_reduces(captured.joint, captured.parameter_of_gradient(), over, replica)
+        if self.steps is not None:
+            own = self.model.get_parameter
+            insert_optimizer_steps(captured.joint, captured.parameter_of_gradient(), self.steps, own)
         reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
 

@@ -52,6 +52,7 @@ from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.optimization.setting import check_setting
+from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
@@ -83,6 +84,7 @@ def optimize(
     groups: AnyGroups | None = None,
     shard: DeviceMesh | None = None,
     accumulate: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -124,6 +126,11 @@ def optimize(
         accumulate: how many microbatches share the sums of gradients (`OptimizedModule.microbatches`,
             `no_sync`); a plan in which their time counts that much less. One of `example_inputs` is one
             microbatch.
+        optimizer: its step becomes part of the plan: each bucket of parameters is stepped in the backward
+            that sums the gradients, as soon as their sums have arrived and nothing reads the old values.
+            Leave `optimizer.step()` out; state, learning rates and checkpoints of the optimizer stay its own.
+            It must step each parameter by itself (SGD, Adam, AdamW). Not together with a GradScaler or
+            clipping, which need all gradients before the first step. Trials leave the steps out.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
             weight gradients of another copy. None: the backend of the model's MoE layers.
@@ -167,6 +174,9 @@ def optimize(
     progress.begin("capturing the step")
     step = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups)
     step.accumulate = accumulate
+    accumulation = Accumulation()
+    if optimizer is not None:
+        step.steps = steps_of(optimizer, step, accumulation)
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     _warn_of_unregistered(model, step)
@@ -204,7 +214,7 @@ def optimize(
     best = replace(best, fused=step.fused)
     if strategy == MICROBATCHES and not best.pair:
         best = with_pair(step, graph, arguments, best, must=True)
-    build = _Builder(step, graph, arguments, inner_compile, compare_every)
+    build = _Builder(step, graph, arguments, inner_compile, compare_every, accumulation)
     if trials and fresh and measured and strategy == AUTO:
         progress.begin("trying the plans")
         optimized = _fastest(build, best, timeline, planned, trials)
@@ -335,12 +345,13 @@ class _Builder:
     arguments: Arguments
     inner_compile: str
     compare_every: int
+    accumulation: Accumulation
 
     def __call__(self, plan: Plan, timeline: Timeline) -> OptimizedModule:
         """The module that trains with the plan; if it is a plan for nothing, the module as it is."""
         if plan.plain and (plain := self.plain(plan, timeline)) is not None:
             return plain
-        step, accumulation = self.step, Accumulation()
+        step, accumulation = self.step, self.accumulation
         recorder = Recorder()
         captured = step.captured.with_graph(copy_of(self.graph.module))
         realize(captured.joint, self.graph.program, plan)
@@ -386,11 +397,11 @@ class _Builder:
         first = PlannedStep(run, self._guards())
         shapes = PlannedShapes(step, self.graph.program, plan, first, compiled)
         pairs = paired if plan.pair else None
-        return self._module(plan, timeline, shapes, recorder, sums, accumulation, host_wait_names, pairs)
+        return self._module(plan, timeline, shapes, recorder, sums, host_wait_names, pairs)
 
     def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
         """The module as it is; None where it trains what only a plan can sum."""
-        captured, sums, accumulation = self.step.captured, None, Accumulation()
+        captured, sums, accumulation = self.step.captured, None, self.accumulation
         if self.step.reduction:
             if captured.plain.trained:
                 return None
@@ -399,7 +410,7 @@ class _Builder:
                 self.step.model, self.step.groups, buckets, self.step.divide_by, accumulation, early=True
             )
         runs = PlainStep(self.step.model, self._guards(), sums)
-        return self._module(plan, timeline, runs, Recorder(), sums, accumulation, ())
+        return self._module(plan, timeline, runs, Recorder(), sums, ())
 
     def _guards(self) -> Guards:
         assumptions = self.step.captured.assumptions()
@@ -412,7 +423,6 @@ class _Builder:
         runs: PlannedShapes | PlainStep,
         recorder: Recorder,
         sums: PlannedSums | None,
-        accumulation: Accumulation,
         host_wait_names: Sequence[str],
         paired: Callable[[], PairedMicrobatches] | None = None,
     ) -> OptimizedModule:
@@ -430,9 +440,10 @@ class _Builder:
             host_wait_names,
             step.layer_numbers,
             step.twin,
-            accumulation,
+            self.accumulation,
             step.reduction != "sum",
             paired,
+            step.steps,
         )
 
 

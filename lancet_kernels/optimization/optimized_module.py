@@ -23,6 +23,7 @@ from lancet_kernels.graph.sharded.twin import Twin
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments, bind
 from lancet_kernels.optimization.paired import PairedMicrobatches, no_loss
 from lancet_kernels.optimization.plain_step import PlainStep
@@ -65,6 +66,7 @@ class OptimizedModule(nn.Module):
         accumulation: Accumulation | None = None,
         means: bool = True,
         paired: Callable[[], PairedMicrobatches] | None = None,
+        steps: BucketSteps | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -75,6 +77,7 @@ class OptimizedModule(nn.Module):
         self.fallbacks: Counter[str] = Counter()
         self._runs, self._recorder = runs, recorder
         self._sums, self._replicas, self._twin = sums, replicas, twin
+        self._steps = steps
         self._new_pairs = paired
         self._pairs: PairedMicrobatches | None = None
         self._accumulation, self._means = accumulation or Accumulation(), means
@@ -94,7 +97,7 @@ class OptimizedModule(nn.Module):
         if isinstance(self._runs, PlainStep):
             if self._replicas is not None:
                 self._replicas.call()
-            return _without_double_backward(self._runs(inputs, by_name))
+            return self._watched(self._runs(inputs, by_name))
         arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
         step = self._runs.step_for(arguments)
         if self._replicas is not None:
@@ -103,7 +106,7 @@ class OptimizedModule(nn.Module):
             inputs, by_name = step.guards.inputs.laid_out(arguments)
             with running_a_plan():
                 result = step.run(*inputs, **by_name)
-            return _without_double_backward(result)
+            return self._watched(result)
         reason = step
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
@@ -113,8 +116,20 @@ class OptimizedModule(nn.Module):
                 stacklevel=2,
             )
         if self._sums is not None:
-            return self._sums.call(self.module, inputs, by_name)
-        return self.module(*inputs, **by_name)
+            return self._stepped(self._sums.call(self.module, inputs, by_name))
+        return self._stepped(self.module(*inputs, **by_name))
+
+    def _watched(self, result: object) -> object:
+        """The result, whose gradients cannot be differentiated again."""
+        for leaf in _differentiable(result):
+            leaf.register_hook(_refuse_double_backward)
+        return self._stepped(result)
+
+    def _stepped(self, result: object) -> object:
+        """The result, whose backward steps the optimizer to the end."""
+        if self._steps is not None:
+            self._steps.watch(_differentiable(result))
+        return result
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -165,6 +180,9 @@ class OptimizedModule(nn.Module):
         """The inputs, if the plan as it stands applies to each of them."""
         if isinstance(self._runs, PlainStep):
             return None
+        if self._steps is not None and any(p.grad is not None for p in self.module.parameters()):
+            # Those of pairs are apart from what `.grad` has, which the step needs, too.
+            return None
         if self._twin is not None:
             self._twin.reshard()
         first = self._runs.first
@@ -178,7 +196,12 @@ class OptimizedModule(nn.Module):
             self._pairs = self._new_pairs()
         if self._replicas is not None:
             self._replicas.call()
-        return self._pairs(batches, scale)
+        if self._steps is None:
+            return self._pairs(batches, scale)
+        self._steps.begin()
+        results = self._pairs(batches, scale)
+        self._steps.finish()
+        return results
 
     def _loss_of(self, result: object) -> Tensor:
         for leaf in pytree.tree_leaves(result):
@@ -240,12 +263,8 @@ class OptimizedModule(nn.Module):
             events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
 
 
-def _without_double_backward(result: object) -> object:
-    """The result, whose gradients cannot be differentiated again."""
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(_refuse_double_backward)
-    return result
+def _differentiable(result: object) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _refuse_double_backward(_gradient: Tensor) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
@@ -35,6 +36,7 @@ from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.shift import start_shift
+from lancet_kernels.ops.optimizer_step import run_optimizer_step
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
@@ -42,6 +44,7 @@ _STARTS: dict[str, Callable] = {
 }
 
 
+OPTIMIZER_STEP = torch.ops.lancet.optimizer_step.default
 GRADIENTS_OF = "gradients_of"
 """Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
 of the parameters, which other sums may have, too."""
@@ -142,7 +145,8 @@ def start_early_wait_late(
     blocking: Collection[str] = (),
     number_of: Callable[[tuple[object, ...]], int] | None = None,
 ) -> None:
-    """Every collective starts at its place, and its first reader waits for it.
+    """Every collective starts at its place, and its first reader waits for it; steps of the optimizer are
+    real ones.
 
     Args:
         blocking: names of collectives that are waited for at once.
@@ -156,6 +160,8 @@ def start_early_wait_late(
         if is_functional_collective(node):
             if number is not None:
                 node.args, node.target = (node.target, number, *node.args), sum_when_due
+        elif node.target is OPTIMIZER_STEP:
+            node.target = run_optimizer_step
         elif is_instruction(node) and op_name(node) in _STARTS and node.name not in blocking:
             _split(graph, node)
     wait_late(graph, blocking)
