@@ -1,12 +1,12 @@
-"""The optimizer's step of some parameters, as an instruction of the backward: it runs when their gradients are
-summed, while the sums of others travel.
+"""The optimizer's step of some parameters, as an instruction of the backward: it runs when their gradients
+are summed, while the sums of others travel.
 
     optimizer_step(number, optimizer, parameters, gradients)      in a graph that is planned
     run_optimizer_step(...)                                       in its place in one that runs
 
 The op itself measures: it steps copies. What runs steps the parameters by their own optimizer, whose state,
-groups and learning rates stay where they are. Parameters without a place in the graph are stepped at the end of
-the backward.
+groups and learning rates stay where they are. Parameters without a place in the graph are stepped at the end
+of the backward.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BucketSteps:
         self._paused, self._task, self._call = False, -1, object()
         self._stepped: set[Tensor] = set()
         self._count = 0
-        self._copy: tuple[int, Optimizer, list[Tensor]] | None = None
+        self._copies: dict[int, tuple[Optimizer, list[Tensor]]] = {}
         if optimizer not in _IN_BACKWARD:
             _IN_BACKWARD.add(optimizer)
             optimizer.register_step_pre_hook(_refuse_other_steps)
@@ -160,18 +160,18 @@ class BucketSteps:
     @torch.no_grad()
     def rehearse(self, bucket: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Step copies of the parameters, which change nothing: to be measured."""
-        if self._copy is None or self._copy[0] != bucket:
+        if bucket not in self._copies:
             copies = [parameter.detach().clone() for parameter in parameters]
             instead = dict(zip(self._buckets[bucket], copies, strict=True))
-            self._copy = bucket, _copy_of(self._optimizer, instead), copies
-        _, optimizer, copies = self._copy
+            self._copies[bucket] = _copy_of(self._optimizer, instead), copies
+        optimizer, copies = self._copies[bucket]
         for one, gradient in zip(copies, gradients, strict=True):
             one.grad = gradient
         optimizer.step()
 
     def end_rehearsal(self) -> None:
         """Free the copies."""
-        self._copy = None
+        self._copies.clear()
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
@@ -222,7 +222,9 @@ def _states_of(optimizer: Optimizer) -> int:
         one.step()
     except Exception as error:
         raise _refusal(optimizer, f"a step of one parameter fails: {error}") from error
-    if before != [_values(group) for group in one.param_groups] or not set(one.state) <= set(instead.values()):
+    if before != [_values(group) for group in one.param_groups] or not set(one.state) <= set(
+        instead.values()
+    ):
         raise _refusal(optimizer, "a state of its own beside those of its parameters")
     shape = torch.Size((2, 3))
     kept = [v for state in one.state.values() for v in state.values() if getattr(v, "shape", None) == shape]
@@ -258,8 +260,9 @@ def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return gradient
     local = gradient[tuple(slice(size) for size in parameter.to_local().shape)]
-    whole = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @torch.library.custom_op("lancet::optimizer_step", mutates_args=("parameters",))

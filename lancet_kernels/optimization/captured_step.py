@@ -88,8 +88,8 @@ class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
     gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
-    launches. steps: of the optimizer, if they are part of the step. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums of
-    gradients.
+    launches. steps: of the optimizer, if they are part of the step. twin: of a model after `fully_shard`.
+    accumulate: how many microbatches share the sums of gradients.
     """
 
     model: nn.Module
@@ -168,8 +168,8 @@ class CapturedStep:
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
             insert_all_reduces(captured.joint, captured.parameter_of_gradient(), over, replica)
         if self.steps is not None:
-            own = self.model.get_parameter
-            insert_optimizer_steps(captured.joint, captured.parameter_of_gradient(), self.steps, own)
+            parameter = self.model.get_parameter
+            insert_optimizer_steps(captured.joint, captured.parameter_of_gradient(), self.steps, parameter)
         reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
 

@@ -52,8 +52,8 @@ from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.optimization.setting import check_setting
-from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.optimization.stages import Progress
+from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
@@ -206,6 +206,8 @@ def optimize(
     # One that was stored has its order.
     fresh = not plans[0].order
     planned = step.planned(graph, plans, measured)
+    if step.steps is not None:
+        step.steps.end_rehearsal()
     best, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
     if best.chosen:
         # The predictions of the compared plans, updated with measurements of their partitioned graphs.

@@ -15,8 +15,8 @@ from lancet_kernels.optimization.captured_step import CapturedStep
 def steps_of(optimizer: object, step: CapturedStep, accumulation: Accumulation) -> BucketSteps:
     """The steps of an optimizer as part of a captured step.
 
-    Raises: UserError for what is no optimizer or steps no parameter of the model by itself; for gradients that
-        the plan does not sum, or that a hook changes.
+    Raises: UserError for what is no optimizer or steps no parameter of the model by itself; for gradients
+        that the plan does not sum, or that a hook changes.
     """
     if not isinstance(optimizer, Optimizer):
         raise UserError(

@@ -1,4 +1,4 @@
-"""`optimize(..., optimizer=)`: parameters are those of the ordinary loop, backward, then the optimizer's step."""
+"""`optimize(..., optimizer=)`: parameters are those of the ordinary loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import RankPool
 BOUND = 1e-9
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.002, momentum=0.9, nesterov=True),
 }
 
 
@@ -86,7 +86,9 @@ def trains_like_the_loop(shards: bool, strategy: str, name: str, expert_ranks: i
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                *((shards, s, "sgd", 2, 1) for shards in (False, True) for s in ("none", "tutel", "lancet-dw")),
+                *((shards, "none", "sgd", 2, 1) for shards in (False, True)),
+                *((shards, "tutel", "sgd", 2, 1) for shards in (False, True)),
+                *((shards, "lancet-dw", "sgd", 2, 1) for shards in (False, True)),
                 *((shards, "lancet+duplex", "adamw", 2, 3) for shards in (False, True)),
                 *((shards, "microbatches", name, 2, 3) for shards in (False, True) for name in OPTIMIZERS),
             ]

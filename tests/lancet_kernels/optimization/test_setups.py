@@ -342,6 +342,24 @@ def optimized_without_gradients(_setup: Setup) -> None:
         assert not own.ready.fallbacks
 
 
+def optimizer_in_the_plan(_setup: Setup) -> None:
+    """`optimizer=`: backward steps each parameter as soon as its gradient is summed."""
+    model, plain, ranks = Model(), Model(), dist.get_world_size()
+    own, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    ready = optimized(model, batch(), "lancet", reduce_gradients="mean", optimizer=own)
+    for number in range(3):
+        ready(*batch(number)).backward()
+        summed = outcome(plain, plain(*batch(number)), reduced=False).gradients
+        for name, parameter in plain.named_parameters():
+            parameter.grad = summed[name] / ranks if name in summed else None
+        theirs.step()
+        for one in (own, theirs):
+            one.zero_grad()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine - wanted).abs().max() < 1e-9
+    assert not ready.fallbacks
+
+
 def clipping(_setup: Setup) -> None:
     """`clip_gradients`: by the norm of the whole model, with all experts."""
     own, plain = Setup(compare_every=1), Model()
@@ -431,6 +449,7 @@ WORKS = (
     checkpointed_blocks,
     selective_checkpointing,
     optimized_without_gradients,
+    optimizer_in_the_plan,
     clipping,
     infinity_and_a_grad_scaler,
     overflow_in_float16,
@@ -674,6 +693,26 @@ def parameter_returned(_setup: Setup) -> None:
         own.compare_calls(lambda module: sum(value.square().sum() for value in module(*batch())))
 
 
+def second_step_of_the_optimizer(_setup: Setup) -> None:
+    """`optimizer.step()` behind a backward that has stepped it (`optimizer=`)."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = optimized(model, batch(), "none", reduce_gradients="mean", optimizer=optimizer)
+    ready(*batch()).backward()
+    with refused("a second step", "leave step() out"):
+        optimizer.step()
+
+
+def clipping_behind_the_step(_setup: Setup) -> None:
+    """`clip_gradients` with `optimizer=`: clipping needs all gradients before the first step."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = optimized(model, batch(), "none", reduce_gradients="mean", optimizer=optimizer)
+    ready(*batch()).backward()
+    with refused("a model whose backward steps its optimizer", "leave optimizer= out"):
+        clip_gradients(model, 1.0)
+
+
 def clipping_by_torch(_setup: Setup) -> None:
     """`torch.nn.utils.clip_grad_norm_`, whose norm is another one on each rank, at the next comparison."""
     own = Setup(compare_every=1)
@@ -867,6 +906,8 @@ REFUSED = (
     parameter_used_outside,
     parameter_returned,
     clipping_by_torch,
+    second_step_of_the_optimizer,
+    clipping_behind_the_step,
     reentrant_checkpoint_without_plan,
     a_rank_that_falls_back_alone,
     moe_layers_left_out,
