@@ -30,7 +30,7 @@ from lancet_kernels.ops.comm.accumulated import Accumulation
 _IN_BACKWARD: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose steps are part of a backward."""
 _STEPPING: WeakSet[Optimizer] = WeakSet()
-"""Those of them that a backward steps right now."""
+"""Optimizers that a backward steps right now."""
 _STEPS: WeakValueDictionary[int, BucketSteps] = WeakValueDictionary()
 """By the number by which a graph refers to it."""
 
