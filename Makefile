@@ -12,7 +12,7 @@ OLDEST := .triton-oldest
 # Two tests at a time, but never two of those that need both cores (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadgroup
 
-.PHONY: install run test test-all gpu lint format docs wheel clean
+.PHONY: install run bench-overlap test test-all gpu lint format docs wheel clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,11 @@ ifeq ($(shell uname -s),Linux)
 endif
 	mkdir -p $(OLDEST)
 	touch $@
+
+# Measures every strategy, on a quiet machine, and writes the tables of README and docs.
+bench-overlap: $(INSTALLED)
+	$(BIN)/lancet bench overlap --output bench/results/overlap-emulated-2-core-cpu.json
+	$(BIN)/python docs/scripts/generate.py
 
 run: $(INSTALLED)
 	$(BIN)/lancet train --steps 120 --compare 12

@@ -115,6 +115,15 @@ def account_text(predicted: Prediction, uncut: Prediction) -> str:
     return text + "."
 
 
+def bounds_text(bounds: Mapping[str, float], predicted: Prediction) -> str:
+    """What is exposed of each kind of communication, and what every order exposes. Args: bounds: ms."""
+    kinds = [
+        f"{name.replace('_', '-')} {predicted.exposed_by.get(name, 0.0):.2f} of at least {ms:.2f}"
+        for name, ms in bounds.items()
+    ]
+    return f"Exposed ms, and what no order of these instructions can hide: {', '.join(kinds)}."
+
+
 def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:
     """How much slower the plan is because of the memory limit."""
     limit = f"Memory limit: {limit_gb:.3g} GB"

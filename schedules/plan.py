@@ -19,6 +19,7 @@ from lancet_kernels.graph.program.program_json import check_fingerprint
 from lancet_kernels.graph.program.saved_json import SavedJson
 from lancet_kernels.schedules.explanation import (
     account_text,
+    bounds_text,
     hidden_text,
     measured_choice,
     memory_text,
@@ -85,6 +86,7 @@ class Plan(SavedJson):
     measured_microbatches: milliseconds of each of several real microbatches, `IN_PAIRS` and `ONE_BY_ONE`,
     where these were run to choose.
     hidings: what computes while messages travel, in the predicted iteration.
+    exposed_bounds: by collective, milliseconds that every order of the partitioned program exposes.
     setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
 
@@ -115,6 +117,7 @@ class Plan(SavedJson):
     pair: tuple[str, ...] = ()
     pair_ms: float = 0.0
     measured_microbatches: Mapping[str, float] = field(default_factory=dict)
+    exposed_bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -123,7 +126,15 @@ class Plan(SavedJson):
         data = self.to_json()
         not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
         of_memory = ("memory_limit_gb", "without_limit_ms", "recomputation")
-        for other in (*not_done, *of_memory, "hidings", "setting", "pair_ms", "measured_microbatches"):
+        for other in (
+            *not_done,
+            *of_memory,
+            "hidings",
+            "setting",
+            "pair_ms",
+            "measured_microbatches",
+            "exposed_bounds",
+        ):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -197,6 +208,8 @@ class Plan(SavedJson):
         """What the planner did, op by op."""
         lines = ["", *([f"Costs: {self.costs}"] if self.costs else [])]
         lines.append(f"Order: {self.method}, {len(self.order)} instructions.")
+        if self.exposed_bounds:
+            lines.append(bounds_text(self.exposed_bounds, self.predicted))
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")

@@ -1,4 +1,5 @@
-"""Parts of the documentation that follow from the code: command-line options, set-ups, versions, an example.
+"""Parts of the documentation that follow from the code and from what was measured: command-line options,
+set-ups, versions, an example, the account of a step.
 
     python docs/scripts/generate.py         writes them into the pages, between two comments:
 
@@ -12,12 +13,14 @@ In the files, so that whoever reads them without a site sees them, too; a test c
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OVERLAP = "bench/results/overlap-emulated-2-core-cpu.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
@@ -140,11 +143,43 @@ def versions() -> str:
     )
 
 
+def overlap() -> str:
+    """The committed run of `lancet bench overlap`, and where the milliseconds of each strategy go."""
+    figures = json.loads((ROOT / OVERLAP).read_text(encoding="utf-8"))
+    times: Mapping[str, float] = figures["iteration_ms"]
+    rows = {"iteration": times, "predicted": figures["predicted_ms"]}
+    accounts: Mapping[str, Mapping[str, float]] = figures.get("account_ms", {})
+    parts = dict.fromkeys(part for account in accounts.values() for part in account)
+    if not parts:
+        rows["exposed all-to-all"] = figures["exposed_ms"]
+    rows |= {part.replace("_", "-"): {n: accounts[n].get(part, 0.0) for n in accounts} for part in parts}
+    lines = [
+        "| ms | " + " | ".join(f"`{name}`" for name in times) + " |",
+        "|---" * (len(times) + 1) + "|",
+        *(
+            f"| {what} | " + " | ".join(f"{of[n]:.0f}" if n in of else "" for n in times) + " |"
+            for what, of in rows.items()
+        ),
+    ]
+    rival = min(times[name] for name in ("none", "tutel"))
+    own = [n for n in times if n in figures["predicted_ms"] and n not in ("none", "tutel")]
+    fastest = min(own, key=times.__getitem__)
+    gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in dict.fromkeys(("auto", fastest)))
+    exposed = figures["exposed_ms"]
+    text = f"As fast as the better baseline (`none`, `tutel`): {gains}. `auto` exposes "
+    text += f"{1 - exposed['auto'] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
+    text += f"iteration are off by {figures['prediction_error']:.1%} in the mean."
+    if parts:
+        text += " Computation is that of `none`; what nothing measured is called other."
+    return "\n".join([*lines, "", text.replace("%", " %")])
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "command_line": command_line,
     "support": support,
     "versions": versions,
     "example": example,
+    "overlap": overlap,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -156,7 +191,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     """Write the generated parts into all pages."""
-    for path in (ROOT / "docs").rglob("*.md"):
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         page = path.read_text(encoding="utf-8")
         if (new := filled(page)) != page:
             path.write_text(new, encoding="utf-8")

@@ -2,9 +2,9 @@
 with the plan of each strategy.
 
 The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
-affects all equally; medians over rounds, without warm-up rounds. An iteration is forward, backward and the
-sums of gradients. The link may be slow enough that all-to-all takes a given share of the blocking iteration
-(the paper: up to 40 %).
+affects all equally; medians over rounds, without warm-up rounds. An iteration is forward, backward, the sums
+of gradients and, if one is named, the optimizer's step. The link may be slow enough that all-to-all takes a
+given share of the blocking iteration (the paper: up to 40 %).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from lancet_kernels.measuring.peak_memory import peak_memory_gb
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
@@ -46,6 +48,13 @@ DDP, DDP_LIKE = "ddp", "ddp-like"
 BUCKET_BYTES = 25 << 20
 """As DistributedDataParallel's."""
 BASELINES = ("none", "tutel")
+COUNTS = "exchange_counts"
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+THEN_STEP = " then step"
+"""Ends the name of a plan behind which the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,9 @@ class Measured:
     """Medians of one contender, means over the ranks, in milliseconds per iteration.
 
     exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
-    of those that this library starts. late_ms: the part of `exposed_ms` that waits for a rank that came late,
-    which only an emulated link can tell. cpu_ms: CPU time of the computing thread.
+    of those that this library starts, and of the exchange of counts. late_ms: the part of `exposed_ms` that
+    waits for a rank that came late, which only an emulated link can tell. cpu_ms: CPU time of the computing
+    thread. no_core_ms: how long it could have computed and had no core. Both without its waits.
     peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
     predicted: of a plan.
     """
@@ -67,18 +77,22 @@ class Measured:
     peak_memory_gb: float
     predicted: Prediction | None
     late_ms: float = 0.0
+    no_core_ms: float = 0.0
 
     def account(self, uncut_ms: float) -> dict[str, float]:
-        """Where the milliseconds of an iteration go; together they are `iteration_ms`.
+        """Where the milliseconds of an iteration go; together they are `iteration_ms`. All but `other`, which
+        is left over, are measured.
 
-        Args: uncut_ms: CPU time of the same step with nothing cut. What is left over when computation and
-        waits are subtracted is `other`: the computing thread had no core.
+        Args: uncut_ms: CPU time of the same step with nothing cut. The exchange of counts, a few bytes, waits
+        for a rank that came late.
         """
+        waited = dict(self.waited_ms)
+        late_ms = self.late_ms + waited.pop(COUNTS, 0.0)
         parts = {"computation": uncut_ms, "cutting": self.cpu_ms - uncut_ms}
-        parts |= {f"exposed {collective}": ms for collective, ms in self.waited_ms.items()}
-        if "all_to_all" in self.waited_ms:
+        parts |= {f"exposed {collective}": ms for collective, ms in waited.items()}
+        if "all_to_all" in waited:
             parts["exposed all_to_all"] -= self.late_ms
-        parts["late rank"] = self.late_ms
+        parts |= {"late rank": late_ms, "no core": self.no_core_ms}
         return {**parts, "other": self.iteration_ms - sum(parts.values())}
 
 
@@ -122,44 +136,82 @@ def planned(
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
     accumulate: int = 1,
+    optimizer: str = "",
 ) -> dict[str, OptimizedModule]:
     """The step optimized with each strategy, without those that are impossible. Collective.
 
-    Args: times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
+    Args:
+        times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
+        optimizer: one of `OPTIMIZERS`, whose step is part of the plans, but for those of `BASELINES`; each
+            such strategy is also planned without it (`THEN_STEP`). "": nothing is stepped.
     """
+
+    def plan(name: str, stepped: bool) -> OptimizedModule:
+        own = OPTIMIZERS[optimizer](step.parameters(), lr=0.0) if stepped else None
+        return optimize(
+            step,
+            inputs,
+            strategy=name,
+            times=times,
+            options=options,
+            accumulate=accumulate,
+            optimizer=own,
+        )
+
     names = list(strategies)
     optimized: dict[str, OptimizedModule] = {}
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.impossible for module in optimized.values()):
-            optimized[name] = optimize(
-                step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
-            )
-    return {name: optimized[name] for name in names if name in optimized}
+            optimized[name] = plan(name, bool(optimizer) and name not in BASELINES)
+            if optimized[name].steps_optimizer:
+                optimized[name + THEN_STEP] = plan(name, False)
+    both = [one for name in names for one in (name, name + THEN_STEP)]
+    return {name: optimized[name] for name in both if name in optimized}
+
+
+def optimizers(contenders: Mapping[str, nn.Module], optimizer: str) -> dict[str, torch.optim.Optimizer]:
+    """By name, an optimizer for each module whose backward does not step one. Its learning rate is 0: all
+    contenders train the same parameters."""
+    return {
+        name: OPTIMIZERS[optimizer](module.parameters(), lr=0.0)
+        for name, module in contenders.items()
+        if not (isinstance(module, OptimizedModule) and module.steps_optimizer)
+    }
 
 
 def measure(
-    contenders: Mapping[str, nn.Module], inputs: Inputs, rounds: int, warmup: int = 2, accumulate: int = 1
+    contenders: Mapping[str, nn.Module],
+    inputs: Inputs,
+    rounds: int,
+    warmup: int = 2,
+    accumulate: int = 1,
+    steppers: Mapping[str, torch.optim.Optimizer] = MappingProxyType({}),
 ) -> dict[str, Measured]:
     """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
 
-    Args: accumulate: microbatches of an iteration.
+    Args: accumulate: microbatches of an iteration. steppers: by contender, what steps behind its backward.
     """
     iterations: dict[str, list[Iteration]] = {name: [] for name in contenders}
     for round_number in range(warmup + rounds):
         for name, module in contenders.items():
-            one = iteration(module, inputs, accumulate)
+            one = iteration(module, inputs, accumulate, steppers.get(name))
             if round_number >= warmup:
                 iterations[name].append(one)
-    return {n: _measured(module, inputs, iterations[n], accumulate) for n, module in contenders.items()}
+    return {
+        name: _measured(module, inputs, iterations[name], accumulate, name in steppers)
+        for name, module in contenders.items()
+    }
 
 
-def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
+def _measured(
+    module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int, stepped_behind: bool
+) -> Measured:
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
     waits = sorted({what for of_rank in _of_all_ranks([*iterations[-1].waited_ms]) for what in of_rank})
     times = [
         (
-            *(i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, i.late_ms),
+            *(i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, i.late_ms, i.no_core_ms),
             *(i.waited_ms.get(w, 0.0) for w in waits),
         )
         for i in iterations
@@ -167,16 +219,20 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*medians, held])
-    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms, late_ms = means[:5]
+    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms, late_ms, no_core_ms = means[:6]
     return Measured(
         iteration_ms,
         exposed_ms,
         all_to_all_ms,
         cpu_ms,
-        waited_ms=dict(zip(waits, means[5:], strict=True)),
+        waited_ms=dict(zip(waits, means[6:], strict=True)),
         peak_memory_gb=memory,
-        predicted=_predicted(module, accumulate) if isinstance(module, OptimizedModule) else None,
+        # No plan says how long the step behind it takes.
+        predicted=_predicted(module, accumulate)
+        if isinstance(module, OptimizedModule) and not stepped_behind
+        else None,
         late_ms=late_ms,
+        no_core_ms=no_core_ms,
     )
 
 
@@ -196,16 +252,20 @@ class Iteration(NamedTuple):
     exposed_ms: float
     all_to_all_ms: float
     cpu_ms: float
-    """CPU time of the computing thread, which is the iteration time without waiting."""
     bytes_on_wire: int
     waited_ms: Mapping[str, float]
     late_ms: float
-    """As of `Measured`."""
+    no_core_ms: float
+    """As of `Measured`, on this rank; so are `cpu_ms` and `waited_ms`."""
 
 
-def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
+def iteration(
+    module: nn.Module, inputs: Inputs, accumulate: int = 1, stepper: torch.optim.Optimizer | None = None
+) -> Iteration:
     """Run one forward and backward, or those of several microbatches whose gradients are summed once; a
     backward starts at the module's first output that has one. Collective.
+
+    Args: stepper: the optimizer to step behind it.
 
     Raises: UserError for a module without such an output.
     """
@@ -214,23 +274,26 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
         with waiting("barrier before an iteration"):
             dist.barrier()
     link.read()
-    begin, cpu = time.perf_counter(), time.thread_time()
+    begin, cpu, without = time.perf_counter(), time.thread_time(), seconds_without_core()
     if isinstance(module, OptimizedModule) and accumulate > 1:
         module.microbatches([inputs] * accumulate)
     else:
         _run(module, inputs, accumulate)
+    if stepper is not None:
+        stepper.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
-    traffic = link.read()
+    no_core_ms, traffic = (seconds_without_core() - without) * 1e3, link.read()
     return Iteration(
         elapsed_ms,
         traffic.exposed_ms,
         traffic.all_to_all_ms,
-        cpu_ms,
+        cpu_ms - traffic.waiting_cpu_ms,
         traffic.bytes_on_wire,
         traffic.waited_ms,
         traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
+        no_core_ms - traffic.waiting_for_core_ms,
     )
 
 
@@ -322,7 +385,7 @@ def save_timeline(module: OptimizedModule, inputs: Inputs, path: str | Path, wri
 def table(figures: Mapping) -> str:
     """The figures of `report` as a table for people."""
     times: Mapping[str, float] = figures["iteration_ms"]
-    waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one})
+    waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one} - {COUNTS})
     usual = next((name for name in (DDP, DDP_LIKE, PLAIN) if name in times), None)
     head = f"{'':<18}{'step ms':>9}" + ("" if usual is None else f"{'saved':>8}")
     rows = [head + "".join(f"{_wait_name(w):>{_width(w)}}" for w in waits)]

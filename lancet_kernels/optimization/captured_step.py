@@ -45,6 +45,7 @@ from lancet_kernels.schedules.rewrite.gathers import insert_gathers
 from lancet_kernels.schedules.rewrite.optimizer_steps import insert_optimizer_steps
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
+from lancet_kernels.schedules.time.exposed_bounds import exposed_bounds
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
@@ -69,11 +70,14 @@ class CostedGraph:
         return GraphCutter(self.module, self.program, self.cost)
 
     def described(self, plan: Plan, timeline: Timeline) -> Plan:
-        """The plan, with what computes while messages travel in its simulated iteration, and what it is
-        for."""
+        """The plan, with what computes while messages travel in its simulated iteration, what no order hides,
+        and what it is for."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
-        return replace(plan, hidings=hidings, setting=self.setting)
+        times = timeline.times
+        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
+        bounds = exposed_bounds(timeline.program, ms)
+        return replace(plan, hidings=hidings, setting=self.setting, exposed_bounds=bounds)
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
         """The planner for this graph; one for each options."""

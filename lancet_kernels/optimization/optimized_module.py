@@ -131,6 +131,11 @@ class OptimizedModule(nn.Module):
             self._steps.watch(_differentiable(result))
         return result
 
+    @property
+    def steps_optimizer(self) -> bool:
+        """Does the backward step an optimizer (`optimize(optimizer=)`)?"""
+        return self._steps is not None
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which forward and backward leave out the sums of gradients over the ranks, as that of

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
+from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
@@ -70,7 +71,7 @@ def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
     process_group = group_of(counts_group(group))
-    with waiting("exchange_counts", process_group, current_layer()):
+    with waiting("exchange_counts", process_group, current_layer()), link.waiting_for("exchange_counts"):
         dist.all_to_all_single(received, sent, group=process_group)
     _check_headers(received[:, :_HEADER].tolist(), process_group)
     return received[:, _HEADER : _HEADER + local_experts].contiguous()

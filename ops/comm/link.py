@@ -17,7 +17,9 @@ import contextlib
 import itertools
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,8 +62,12 @@ class Traffic:
     duplex."""
     count: int = 0
     waited_ms: dict[str, float] = field(default_factory=dict)
-    """By collective: how long the computing thread waited for it, gradient all-reduces included. On CUDA only
-    what `exposed_ms` has, as `all_to_all`."""
+    """By collective: how long the computing thread waited for it, gradient all-reduces and the exchange of
+    counts included. On CUDA only what `exposed_ms` has, as `all_to_all`."""
+    waiting_cpu_ms: float = 0.0
+    """CPU time of the computing thread while it waited."""
+    waiting_for_core_ms: float = 0.0
+    """Time for which it could have run while it waited, and had no core."""
 
 
 @dataclass
@@ -149,10 +155,18 @@ class Link:
             chosen.wire_end = self._free_at = begin + chosen.wire_seconds
         return last.wire_end
 
-    def waited(self, collective: str, seconds: float) -> None:
-        """The computing thread has waited so long for a collective."""
+    @contextlib.contextmanager
+    def waiting_for(self, collective: str) -> Iterator[None]:
+        """A context in which the computing thread waits for a collective; without an error, its time
+        counts."""
+        before = time.monotonic(), time.thread_time(), seconds_without_core()
+        yield
+        after = time.monotonic(), time.thread_time(), seconds_without_core()
+        wall, cpu, without = (1e3 * (end - begin) for begin, end in zip(before, after, strict=True))
         ms = self._traffic.waited_ms
-        ms[collective] = ms.get(collective, 0.0) + seconds * 1e3
+        ms[collective] = ms.get(collective, 0.0) + wall
+        self._traffic.waiting_cpu_ms += cpu
+        self._traffic.waiting_for_core_ms += without
 
     def _account(self, started: float, ended: float, waited: float) -> None:
         """A completed transfer: seconds on the monotonic clock, and how long computation waited."""
@@ -162,6 +176,22 @@ class Link:
         self._traffic.exposed_ms += waited * 1e3
         if self.log is not None:
             self.log.append((begin, self._last_end))
+
+
+_SCHEDULER = threading.local()
+"""The open file, for each thread, in which Linux says how long it ran and how long it waited for a core."""
+
+
+def seconds_without_core() -> float:
+    """How long this thread could have run so far and had no core; 0 where the system does not say."""
+    if not hasattr(_SCHEDULER, "file"):
+        try:
+            _SCHEDULER.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115  kept open
+        except OSError:
+            _SCHEDULER.file = None
+    if _SCHEDULER.file is None:
+        return 0.0
+    return int(os.pread(_SCHEDULER.file.fileno(), 64, 0).split()[1]) * 1e-9
 
 
 class _Boards:

@@ -9,7 +9,6 @@ theirs goes through here, and the waits of our own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -73,13 +72,12 @@ class LinkWork(dist.Work):
         """Bounded by the process group's timeout. Raises: CommunicationError."""
         if self._work is None:  # another one of its results was waited for
             return True
-        before, work, self._work = time.monotonic(), self._work, None
-        with waiting(*self._named):
+        work, self._work = self._work, None
+        with waiting(*self._named), link.waiting_for(self._named[0]):
             if self._transfer is None:
                 work.wait()
             else:
                 self._transfer.finish(work)
-        link.waited(self._named[0], time.monotonic() - before)
         self._kept = self._transfer = None
         return True
 

@@ -94,10 +94,11 @@ def test_table_compares_with_ddp() -> None:
             5.0,
             60.0,
             135.0,
-            {"all_to_all": 5.0, "all_reduce": 4.0},
+            {"all_to_all": 5.0, "all_reduce": 4.0, "exchange_counts": 1.5},
             2.5,
             Prediction(160.0, 4.0, 2.4),
             late_ms=2.0,
+            no_core_ms=6.0,
         ),
     }
     figures = step_bench.report(measured, "lancet", "real")
@@ -111,8 +112,9 @@ def test_table_compares_with_ddp() -> None:
     assert lancet.split() == ["lancet", "160.0", "20.0%", "4.0", "5.0", "2.5", "160.0", "0%", "2.4"]
     accounts = [line for line in foot if line.startswith(("of the step", "lancet  "))]
     assert [line.split() for line in accounts] == [
-        "of the step, ms computation cutting exposed all-to-all late rank other exposed all-reduce".split(),
-        "lancet 130.0 5.0 3.0 2.0 16.0 4.0".split(),
+        "of the step, ms computation cutting exposed all-to-all late rank no core other "
+        "exposed all-reduce".split(),
+        "lancet 130.0 5.0 3.0 3.5 6.0 8.5 4.0".split(),
     ]
     assert foot[-1] == "link real; lancet against ddp 1.25x, exposed all-to-all -90% against none"
 
