@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from lancet_kernels.graph.program.program import Kind, Phase, original_name
@@ -56,6 +58,7 @@ def what_hides(
     Args: layers: instruction of the graph before it was cut -> path of its module. weight_gradients: names
         of instructions, of the same graph.
     """
+    # One after the other, as compute is one resource.
     computed = [event for event in timeline.events if event.kind is Kind.COMPUTE]
     found: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
@@ -66,7 +69,10 @@ def what_hides(
     for (kind, phase, layer), messages in found.items():
         shares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in messages:
-            for event in computed:
+            first = bisect_right(computed, message.start_ms, key=lambda event: event.end_ms)
+            for event in islice(computed, first, None):
+                if event.start_ms >= message.end_ms:
+                    break
                 both = min(event.end_ms, message.end_ms) - max(event.start_ms, message.start_ms)
                 if both > 0:
                     work = _work(event, weight_gradients)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -94,14 +94,13 @@ class Work:
             for i, x in enumerate(instructions)
         ]
         """Views and waits, which take neither time nor memory."""
+        self.is_main = [x.kind is Kind.COMPUTE and not self.is_filler[i] for i, x in enumerate(instructions)]
+        """Is it computation other than filler? The time of these measures the progress of a schedule."""
         messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
-        self.links = {link_of(instructions[i]) for i in messages}
+        self.link_of = {i: link_of(instructions[i]) for i in messages}
+        """The link of each message, by position."""
         self.longest_message = max((ms[i] for i in messages), default=0.0)
         self.latest_start = self._latest_starts()
-
-    def is_main(self, i: int) -> bool:
-        """Is it computation other than filler? The time of these measures the progress of a schedule."""
-        return self.program.instructions[i].kind is Kind.COMPUTE and not self.is_filler[i]
 
     def _latest_starts(self) -> list[float]:
         """By position of each urgent message: after how many milliseconds of main computation it must be sent
@@ -109,7 +108,7 @@ class Work:
         passed, elapsed = [], 0.0
         for i, ms in enumerate(self.ms):
             passed.append(elapsed)
-            elapsed += ms if self.is_main(i) else 0.0
+            elapsed += ms if self.is_main[i] else 0.0
         latest = [INFINITY] * len(self.ms)
         due = {
             i: passed[min(after)]
@@ -182,7 +181,6 @@ class ListScheduler:
         self.clock: Clock[int] = Clock()
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.dependencies = Ready(self.program)
-        self.free: deque[int] = deque()
         self.ready: list[tuple[float, int]] = []
         self.fillers = Fillers(self.ms, self.priority, policy.oldest_first)
         self.messages: list[tuple[float, int]] = []
@@ -192,18 +190,19 @@ class ListScheduler:
         self.unsent = work.urgent
         self.arrived = 0
         self.main_ms = 0.0
-        self.loaded_until: dict[str, float] = {}
+        self.loaded_until = dict.fromkeys(work.link_of.values(), 0.0)
         """By link, when all messages sent so far will have arrived."""
+        self.all_loaded_until = min(self.loaded_until.values(), default=INFINITY)
 
     def schedule(self) -> list[int]:
-        for start in self.dependencies.at_first:
-            self._make_ready(start)
+        self._make_ready(self.dependencies.at_first)
         while len(self.order) < len(self.program):
             self._receive()
             i = self._next_compute()
             if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
-                # Sending took memory, or made other instructions ready: choose again.
-                self._put_back(i)
+                # Sending took memory: choose again.
+                if i is not None:
+                    self._enqueue(i)
             elif i is not None:
                 self._compute(i)
             elif not self.clock.is_idle:
@@ -215,25 +214,33 @@ class ListScheduler:
     def _receive(self) -> None:
         """Mark the messages that have arrived by now as done."""
         self.clock.catch_up()
-        for i in self.clock.sent[self.arrived :]:
-            self._done(i)
-        self.arrived = len(self.clock.sent)
+        while self.arrived < len(self.clock.sent):
+            self._done(self.clock.sent[self.arrived])
+            self.arrived += 1
 
-    def _make_ready(self, i: int) -> None:
-        if self.work.is_free[i]:
-            self.free.append(i)
-        elif self.work.is_urgent[i]:
+    def _make_ready(self, starts: Iterable[int]) -> None:
+        """Queue what is ready; what is free is issued at once, with all that is free behind it."""
+        free = deque[int]()
+        while True:
+            for i in starts:
+                if self.work.is_free[i]:
+                    free.append(i)
+                else:
+                    self._enqueue(i)
+            if not free:
+                return
+            self._issue(free[0])
+            starts = self.dependencies.done(free.popleft())
+
+    def _enqueue(self, i: int) -> None:
+        if self.work.is_urgent[i]:
             heapq.heappush(self.messages, (-self.priority[i], i))
-        elif self.program.instructions[i].kind.is_communication:
+        elif i in self.work.link_of:
             self.sums.append(i)
         elif self.work.is_filler[i]:
             self.fillers.add(i)
         else:
             heapq.heappush(self.ready, (-self.priority[i], i))
-
-    def _put_back(self, i: int | None) -> None:
-        if i is not None:
-            self._make_ready(i)
 
     def _issue(self, i: int) -> None:
         self.order.append(i)
@@ -242,38 +249,37 @@ class ListScheduler:
             self.budget.issue(i)
 
     def _done(self, i: int) -> None:
-        for j in self.dependencies.done(i):
-            self._make_ready(j)
+        self._make_ready(self.dependencies.done(i))
 
     def _compute(self, i: int) -> None:
         self._issue(i)
         self.clock.compute(i, self.ms[i], ())
-        if self.work.is_main(i):
+        if self.work.is_main[i]:
             self.main_ms += self.ms[i]
         self._done(i)
 
     def _send(self, i: int) -> None:
         self._issue(i)
-        instruction = self.program.instructions[i]
-        link, is_urgent = link_of(instruction), instruction.kind is not Kind.ALL_REDUCE
+        link = self.work.link_of[i]
+        is_urgent = self.program.instructions[i].kind is not Kind.ALL_REDUCE
         self.clock.send(i, self.ms[i], (), link=link, is_urgent=is_urgent)
         self.unsent &= ~(1 << i)
-        self.loaded_until[link] = max(self.loaded_until.get(link, 0.0), self.clock.now) + self.ms[i]
+        self.loaded_until[link] = max(self.loaded_until[link], self.clock.now) + self.ms[i]
+        self.all_loaded_until = min(self.loaded_until.values())
 
     def _send_before(self, moment: float) -> bool:
         """Send messages on every link that would be idle before `moment`. -> was any sent?"""
         sent = False
-        while True:
+        while self.all_loaded_until <= moment and (self.messages or self.sums):
             message = self._next_message(moment)
             if message is None:
-                return sent
+                break
             self._send(message)
             sent = True
+        return sent
 
     def _next_message(self, moment: float) -> int | None:
         """The most urgent message that may be sent; without one, a gradient all-reduce."""
-        if all(self.loaded_until.get(link, 0.0) > moment for link in self.work.links):
-            return None
         aside: list[tuple[float, int]] = []
         message = None
         while self.messages and message is None and len(aside) < self.MOST_TRIES:
@@ -289,7 +295,7 @@ class ListScheduler:
         return message
 
     def _may_go(self, i: int, moment: float) -> bool:
-        if self.loaded_until.get(link_of(self.program.instructions[i]), 0.0) > moment:
+        if self.loaded_until[self.work.link_of[i]] > moment:
             return False
         early = self.work.latest_start[i] - self.policy.ahead * self.work.longest_message
         if self.policy.ahead < INFINITY and self.work.is_urgent[i] and self.main_ms < early:
@@ -302,7 +308,7 @@ class ListScheduler:
         i = self._first()
         assert self.dependencies.is_ready(i), "the first remaining instruction depends only on earlier ones"
         self._take(i)
-        if self.program.instructions[i].kind.is_communication:
+        if i in self.work.link_of:
             self._send(i)
         else:
             self._compute(i)
@@ -324,8 +330,6 @@ class ListScheduler:
         return i
 
     def _next_compute(self) -> int | None:
-        if self.free:
-            return self.free.popleft()
         if self.ready:
             urgent = self._most_urgent()
             return self._make_room() if urgent is None else urgent
@@ -352,7 +356,8 @@ class ListScheduler:
         freeing = (i for i in self.fillers if budget.frees(i) > 0)
         for i in islice(freeing, self.MOST_TRIES):
             if budget.admits(i):
-                return self._take(i)
+                self.fillers.discard(i)
+                return i
         first = self._first()
         if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
             return self._take(first)
@@ -370,7 +375,8 @@ class ListScheduler:
             candidates = (i for i in by_fit if self.ms[i] <= most or not self._later(i))
         for i in islice(candidates, self.MOST_TRIES):
             if self.budget is None or self.budget.admits(i):
-                return self._take(i)
+                self.fillers.discard(i)
+                return i
         return None
 
     def _later(self, filler: int) -> bool:

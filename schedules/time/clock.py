@@ -68,12 +68,19 @@ class Clock(Generic[Key]):
         self.sent: list[Key] = []
         self._messages: dict[Key, _Message[Key]] = {}
         self._links: dict[str, _Link[Key]] = {}
+        self._quiet_until = -INFINITY
+        """No message starts or arrives before."""
 
     def compute(self, key: Key, ms: float, after: Iterable[Key], *, issued_at: float = 0.0) -> None:
         """Run an instruction as soon as it is issued and everything in `after` has ended."""
         for k in after:
-            self.finish(k)
-        self.now = max(self.now, issued_at)
+            ended = self.end.get(k)
+            if ended is None:
+                self.finish(k)
+            elif ended > self.now:
+                self.now = ended
+        if issued_at > self.now:
+            self.now = issued_at
         self.start[key] = self.now
         self.now += ms
         self.end[key] = self.now
@@ -91,6 +98,7 @@ class Clock(Generic[Key]):
         """Issue a message on a link, at `issued_at` (None: now)."""
         self._messages[key] = _Message(ms, tuple(after), self.now if issued_at is None else issued_at)
         self._links.setdefault(link, _Link()).waiting[not is_urgent].append(key)
+        self._quiet_until = -INFINITY
 
     def finish(self, key: Key) -> None:
         """Wait until an instruction has ended or a message has arrived."""
@@ -109,7 +117,8 @@ class Clock(Generic[Key]):
 
     def catch_up(self, moment: float | None = None) -> None:
         """Advance the links to a moment (None: now)."""
-        while self._step(self.now if moment is None else moment):
+        until = self.now if moment is None else moment
+        while self._quiet_until <= until and self._step(until):
             pass
 
     @property
@@ -126,18 +135,24 @@ class Clock(Generic[Key]):
         """Process the next event of any link: a message arrives (at `until` or before), or starts (before
         `until`). -> was there an event?"""
         first, first_link, first_queue = INFINITY, None, None
+        quiet_until = INFINITY
         for link in self._links.values():
             if link.in_flight is not None:
+                quiet_until = min(quiet_until, link.until)
                 if link.until <= until and link.until <= first:
                     first, first_link, first_queue = link.until, link, None
                 continue
             for queue in link.waiting:
                 if queue:
                     moment = max(link.free_at, self._ready_at(queue[0]))
+                    quiet_until = min(quiet_until, moment)
                     if moment < until and moment < first:
                         first, first_link, first_queue = moment, link, queue
         if first_link is None:
+            # What is computed meanwhile makes no waiting message ready: its inputs were issued before it.
+            self._quiet_until = quiet_until
             return False
+        self._quiet_until = -INFINITY
         if first_queue is None:
             self._arrive(first_link)
         else:

@@ -8,7 +8,7 @@ issued, and keeps its send buffer until its first reader waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,24 +20,30 @@ _NEVER = -(1 << 60)
 
 class Storages:
     """Which storages each instruction of a Program allocates (`born`), reads or writes (`touched`), and keeps
-    alive as a send buffer (`held`). A view counts as its storage."""
+    alive as a send buffer (`held`). Storages are numbers; `bytes` has their sizes. A view counts as its
+    storage."""
 
     def __init__(self, program: Program):
         self.program = program
-        storage, self.bytes = program.storage, {t: spec.bytes for t, spec in program.tensors.items()}
-        self.resident = {storage[t] for t in program.inputs}
-        self.permanent = self.resident | {storage[t] for t in program.outputs}
-        self.born: list[list[str]] = []
-        self.touched: list[set[str]] = []
-        self.held: list[set[str]] = []
+        owner = program.storage
+        number = {s: n for n, s in enumerate(dict.fromkeys(owner.values()))}
+        of = {t: number[s] for t, s in owner.items()}
+        self.bytes = [program.tensors[s].bytes for s in number]
+        self.resident = {of[t] for t in program.inputs}
+        self.permanent = self.resident | {of[t] for t in program.outputs}
+        self.born: list[list[int]] = []
+        self.touched: list[set[int]] = []
+        self.held: list[set[int]] = []
         """Operands of a message, which stay alive until its first reader."""
         allocated = set(self.resident)
         for instruction in program.instructions:
-            outputs = {storage[t] for t in instruction.outputs}
+            outputs = {of[t] for t in instruction.outputs}
             self.born.append(sorted(outputs - allocated))
             allocated |= outputs
-            self.touched.append({storage[t] for t in instruction.inputs} | outputs)
+            self.touched.append({of[t] for t in instruction.inputs} | outputs)
             self.held.append(self.touched[-1] if instruction.kind.is_communication else set())
+        self.born_bytes = [sum(self.bytes[s] for s in born) for born in self.born]
+        """By position, the bytes that an instruction allocates."""
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -45,23 +51,73 @@ class Storages:
         return sum(self.bytes[s] for s in self.resident)
 
     @cached_property
-    def in_order(self) -> tuple[list[set[str]], list[int]]:
+    def in_order(self) -> tuple[list[set[int]], list[int]]:
         """In the Program's own order: what each instruction touches, and the bytes alive while it runs."""
         order = range(len(self.program))
         return self.touches(order), alive_bytes(self, order)
 
-    def touches(self, order: Sequence[int]) -> list[set[str]]:
+    @cached_property
+    def touching(self) -> list[list[int]]:
+        """By storage, the positions that touch it in the Program's own order, ascending."""
+        touching: list[list[int]] = [[] for _ in self.bytes]
+        for i, touched in enumerate(self.in_order[0]):
+            for s in touched:
+                touching[s].append(i)
+        return touching
+
+    def touches(self, order: Sequence[int]) -> list[set[int]]:
         """By position, the storages that must be alive then, without those that are never freed. The first
         reader of a message's result also counts as a reader of its operands."""
-        touches: list[set[str]] = [set() for _ in order]
-        arriving: dict[int, set[str]] = {}
+        touches: list[set[int]] = [set() for _ in order]
+        arriving: dict[int, set[int]] = {}
         for i in order:
             touches[i] |= self.touched[i] - self.permanent
             for j in self.program.dependencies[i]:
-                touches[i] |= arriving.pop(j, set())
+                if j in arriving:
+                    touches[i] |= arriving.pop(j)
             if self.held[i]:
                 arriving[i] = self.held[i] - self.permanent
         return touches
+
+    def last_places(self, place: np.ndarray) -> np.ndarray:
+        """By storage, the place in an order of the last instruction that needs it; -1: never freed.
+
+        Args: place: of each position in the order.
+        """
+        last = np.full(len(self.bytes), -1, dtype=np.int64)
+        storages, positions = self._touched_pairs
+        np.maximum.at(last, storages, place[positions])
+        messages, readers = self._reader_pairs
+        first_reader = np.full(len(place), -1, dtype=np.int64)
+        first_reader[messages] = len(place)
+        np.minimum.at(first_reader, messages, place[readers])
+        storages, positions = self._held_pairs
+        np.maximum.at(last, storages, first_reader[positions])
+        return last
+
+    @cached_property
+    def _touched_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(storage, position) of everything that is touched and freed some time."""
+        return self._pairs(self.touched)
+
+    @cached_property
+    def _held_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(storage, position of the message) of all send buffers that are freed some time."""
+        return self._pairs(self.held)
+
+    @cached_property
+    def _reader_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(position of a message, position of what waits for it)."""
+        dependents = self.program.dependents
+        return _columns((i, j) for i, held in enumerate(self.held) if held for j in dependents[i])
+
+    def _pairs(self, by_position: list[set[int]]) -> tuple[np.ndarray, np.ndarray]:
+        return _columns((s, i) for i, storages in enumerate(by_position) for s in storages - self.permanent)
+
+
+def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T
+    return first, second
 
 
 def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:
@@ -71,15 +127,17 @@ def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:
 
 def alive_bytes(storages: Storages, order: Sequence[int] | None = None) -> list[int]:
     """Bytes alive while each instruction of an order runs, with what it allocates and what it frees after."""
-    order = range(len(storages.program)) if order is None else order
-    touches = storages.touches(order)
-    last = {s: i for i in order for s in touches[i]}
-    alive, profile = storages.resident_bytes, []
-    for i in order:
-        alive += sum(storages.bytes[s] for s in storages.born[i])
-        profile.append(alive)
-        alive -= sum(storages.bytes[s] for s in touches[i] if last[s] == i)
-    return profile
+    length = len(storages.program)
+    order = range(length) if order is None else order
+    places = np.arange(length)
+    place = np.empty(length, dtype=np.int64)
+    place[order] = places
+    last = storages.last_places(place)
+    is_freed = last >= 0
+    freed = np.zeros(length + 1, dtype=np.int64)
+    np.add.at(freed, last[is_freed] + 1, np.array(storages.bytes, dtype=np.int64)[is_freed])
+    born = np.array(storages.born_bytes, dtype=np.int64)[order]
+    return (storages.resident_bytes + np.cumsum(born) - np.cumsum(freed)[:length]).tolist()
 
 
 class MemoryBudget:
@@ -101,20 +159,17 @@ class MemoryBudget:
         self._touches, alive = storages.in_order
         self._profile = np.array(alive, dtype=np.int64)
         self._is_remaining = [True] * length
-        self._remaining: dict[str, list[int]] = {}
+        self._remaining = [list(positions) for positions in storages.touching]
         """By storage, the remaining positions that touch it, ascending."""
-        for i, touched in enumerate(self._touches):
-            for s in touched:
-                self._remaining.setdefault(s, []).append(i)
 
     def admits(self, i: int) -> bool:
         """Can instruction i be issued now?"""
-        more = sum(self.storages.bytes[s] for s in self.storages.born[i])
+        more = self.storages.born_bytes[i]
         if self.alive + more > self.limit:
             return False
-        window = self._profile[self.first : i]
-        if not len(window):
+        if i <= self.first:
             return True
+        window = self._profile[self.first : i]
         if int(window.max()) + more <= self.limit:
             return True
         changed = window.copy()
@@ -123,11 +178,13 @@ class MemoryBudget:
 
     def issue(self, i: int) -> None:
         """Record that instruction i is issued now."""
-        self._hoist(self._profile, 0, i)
-        self.alive += sum(self.storages.bytes[s] for s in self.storages.born[i])
+        if i > self.first:
+            self._hoist(self._profile[self.first :], self.first, i)
+        self.alive += self.storages.born_bytes[i]
         for s in self._touches[i]:
-            self._remaining[s].remove(i)
-            if not self._remaining[s]:
+            remaining = self._remaining[s]
+            remaining.remove(i)
+            if not remaining:
                 self.alive -= self.storages.bytes[s]
         self._profile[i] = _NEVER
         self._is_remaining[i] = False
@@ -136,19 +193,19 @@ class MemoryBudget:
 
     def frees(self, i: int) -> int:
         """By how many bytes instruction i reduces the memory in use."""
-        freed = sum(self.storages.bytes[s] for s in self._touches[i] if self._remaining[s] == [i])
-        return freed - sum(self.storages.bytes[s] for s in self.storages.born[i])
+        freed = sum(self.storages.bytes[s] for s in self._touches[i] if len(self._remaining[s]) == 1)
+        return freed - self.storages.born_bytes[i]
 
     def _hoist(self, profile: np.ndarray, offset: int, i: int) -> None:
-        """Update the profile at the positions before i for i being issued before all of them."""
-        end = i - offset
+        """Update the profile, which begins at position `offset`, before i for i being issued first."""
+        end, sizes = i - offset, self.storages.bytes
         for s in self.storages.born[i]:
-            if s in self.storages.permanent or self._remaining[s] != [i]:
-                profile[:end] += self.storages.bytes[s]
+            if s in self.storages.permanent or len(self._remaining[s]) > 1:
+                profile[:end] += sizes[s]
         for s in self._touches[i]:
             remaining = self._remaining[s]
             if remaining[-1] != i or (len(remaining) == 1 and s in self.storages.born[i]):
                 continue
             # The storage was needed until i; now it is needed until the position before i that touches it.
             before = remaining[-2] + 1 - offset if len(remaining) > 1 else 0
-            profile[max(0, before) : end] -= self.storages.bytes[s]
+            profile[max(0, before) : end] -= sizes[s]

@@ -119,9 +119,9 @@ def run(
     """
     clock: Clock[int] = Clock()
     issued = 0.0
+    instructions, dependencies = program.instructions, program.dependencies
     for i in order:
-        instruction = program.instructions[i]
-        after = program.dependencies[i]
+        instruction, after = instructions[i], dependencies[i]
         if host is not None:
             if i in host.waits:
                 issued = max(issued, *(clock.end[k] for k in after))
@@ -137,7 +137,7 @@ def run(
             clock.finish(i)
     clock.catch_up(INFINITY)
     start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
-    computations = [i for i in order if program.instructions[i].kind is Kind.COMPUTE]
+    computations = [i for i in order if instructions[i].kind is Kind.COMPUTE]
     return Times(start, end, list(order), computations, clock.sent)
 
 
@@ -190,7 +190,7 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
     """
     length = [0.0] * len(program)
     for i in reversed(range(len(program))):
-        length[i] = ms[i] + max((length[j] for j in program.dependents[i]), default=0.0)
+        length[i] = ms[i] + max([length[j] for j in program.dependents[i]], default=0.0)
     return length
 
 
