@@ -152,6 +152,8 @@ class Program:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    _dependencies: list[tuple[int, ...]] | None = field(default=None, init=False, repr=False, compare=False)
+    """Those of a program that was reordered: an order that was valid stays one, whatever comes next."""
 
     def __post_init__(self):
         for name in ("instructions", "inputs", "outputs", "parameters"):
@@ -207,6 +209,8 @@ class Program:
         Forward and backward run one after the other: the first instructions of the backward depend on the
         last ones of the forward, even if they do not read their results.
         """
+        if self._dependencies is not None:
+            return self._dependencies
         mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
         readers: dict[str, list[int]] = {s: [] for s in mutated}
         writer: dict[str, int] = {}
@@ -285,7 +289,10 @@ class Program:
                         expected=f"{late} first, because {early} depends on it",
                         do="fix the schedule that asked for this order",
                     )
-        return replace(self, instructions=tuple(self.instructions[p] for p in positions))
+        result = replace(self, instructions=tuple(self.instructions[p] for p in positions))
+        moved = [tuple(sorted([place[j] for j in self.dependencies[p]])) for p in positions]
+        object.__setattr__(result, "_dependencies", moved)
+        return result
 
     def _check(self) -> None:
         available = set(self.inputs)

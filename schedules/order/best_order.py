@@ -6,13 +6,13 @@ The result is never predicted to be slower than Algorithm 1 or than the original
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.order.list_schedule import FREE, LIMITED, ListScheduler, Work
+from lancet_kernels.schedules.order.list_schedule import AGAIN, FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.order.weight_gradients import greedy_order, order_by_slots
 from lancet_kernels.schedules.time.clock import INFINITY
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
@@ -48,47 +48,83 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     Under a memory limit, list schedules are made for one limit after the other, from the original peak up to
     the given limit, each from the best order so far: what remains of an order that is good already leaves
     more room than what remains of the original one. Every candidate of a tighter limit counts for a wider
-    one, so that more memory is never worse.
+    one, so that more memory is never worse. The search ends at the limit that the fastest order without one
+    keeps to, or where no order is faster (`lower_bound_ms`).
 
     If even the original order exceeds the memory limit, the limit is the peak of the original order.
     """
-    ms = durations(program, cost)
-    work = Work(program, ms)
+    return _Search(program, durations(program, cost)).within(memory_limit_bytes)
 
-    def simulated(order: list[int], method: str) -> Ordered:
-        return Ordered(work.storages, order, method, run(program, ms, order))
 
-    original = simulated(list(range(len(program))), "unchanged order")
-    free = [
-        original,
-        simulated(order_by_slots(program, {}), "early communication"),
-        simulated(greedy_order(program, ms), "weight gradient greedy"),
-        *(simulated(ListScheduler(work, policy, None).schedule(), str(policy)) for policy in FREE),
-    ]
-    limit = INFINITY if memory_limit_bytes is None else memory_limit_bytes
-    bound = lower_bound_ms(program, ms)
-    best = base = original
-    rest = work
-    for peaks in LIMITS:
-        room = int(peaks * original.peak_memory_bytes)
-        if peaks > 1 and room > limit:
-            break
-        if base is not best:
+class _Search:
+    """Candidates for the best order of one Program, which are simulated as they are asked for."""
+
+    def __init__(self, program: Program, ms: Sequence[float]) -> None:
+        self.program, self.ms, self.work = program, ms, Work(program, ms)
+        self.original = self._simulated(list(range(len(program))), "unchanged order")
+        self.enough_ms = lower_bound_ms(program, ms) * (1 + 1e-9)
+
+    def within(self, memory_limit_bytes: float | None) -> Ordered:
+        """The best order within a limit, as of `best_order`."""
+        limit = INFINITY if memory_limit_bytes is None else memory_limit_bytes
+        free: dict[str, Ordered] = {}
+        for candidate in self._free():
+            free[candidate.method] = candidate
+            if self._is_enough(candidate) and candidate.peak_memory_bytes <= limit:
+                break
+        fastest = _fastest(free.values())
+        best = base = self.original
+        if self._is_enough(fastest) and fastest.peak_memory_bytes <= limit:
+            best = fastest
+        for peaks in LIMITS:
+            room = int(peaks * self.original.peak_memory_bytes)
+            if self._is_enough(best) or (peaks > 1 and room > limit):
+                break
+            fitting = [c for c in free.values() if c.peak_memory_bytes <= room]
+            best = _fastest([best, *fitting])
+            if best.iteration_ms <= fastest.iteration_ms:
+                break
+            policies = LIMITED
+            if base is self.original:
+                # The same order again.
+                done = {c.method for c in fitting}
+                policies = [policy for policy in LIMITED if str(policy) not in done]
+            best = _fastest([best, *self._scheduled(base, policies, room)])
             base = best
-            rest = Work(program.reordered(base.order), [ms[i] for i in base.order])
-        fitting = [c for c in free if c.peak_memory_bytes <= room]
-        scheduled = []
-        for policy in LIMITED:
-            order = ListScheduler(rest, policy, room).schedule()
-            scheduled.append(simulated([base.order[i] for i in order], str(policy)))
-        best = _fastest([best, *fitting, *scheduled])
-        if len(fitting) == len(free) or best.iteration_ms <= bound * (1 + 1e-9):
-            break
-    best = _fastest([best, *(c for c in free if c.peak_memory_bytes <= limit)])
-    if memory_limit_bytes is None:
-        return best
-    return replace(best, without_limit_ms=_fastest([best, *free]).iteration_ms)
+        best = _fastest([best, *(c for c in free.values() if c.peak_memory_bytes <= limit)])
+        if memory_limit_bytes is None:
+            return best
+        return replace(best, without_limit_ms=_fastest([best, fastest]).iteration_ms)
+
+    def _free(self) -> Iterator[Ordered]:
+        """The candidates that are made without a memory limit."""
+        first = [
+            self.original,
+            self._simulated(order_by_slots(self.program, {}), "early communication"),
+            self._simulated(greedy_order(self.program, self.ms), "weight gradient greedy"),
+        ]
+        yield from first
+        best = _fastest(first)
+        for scheduled in self._scheduled(self.original, FREE, None):
+            best = _fastest([best, scheduled])
+            yield scheduled
+        yield from self._scheduled(best, AGAIN, None)
+
+    def _scheduled(self, base: Ordered, policies: Sequence[Policy], room: int | None) -> Iterator[Ordered]:
+        """List schedules within a limit, from another order than the original."""
+        is_original = base is self.original
+        work = self.work if is_original else self.work.in_order(base.order)
+        for policy in policies:
+            order = [base.order[i] for i in ListScheduler(work, policy, room).schedule()]
+            yield self._simulated(order, str(policy) if is_original else f"{policy}, from {base.method}")
+
+    def _simulated(self, order: list[int], method: str) -> Ordered:
+        return Ordered(self.work.storages, order, method, run(self.program, self.ms, order))
+
+    def _is_enough(self, candidate: Ordered) -> bool:
+        """Is no order faster?"""
+        return candidate.iteration_ms <= self.enough_ms
 
 
-def _fastest(candidates: Sequence[Ordered]) -> Ordered:
+def _fastest(candidates: Iterable[Ordered]) -> Ordered:
     return min(candidates, key=lambda c: c.iteration_ms)
