@@ -154,6 +154,8 @@ class Planner:
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._ordered: dict[tuple[object, ...], Plan] = {}
+        self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
+        """By the order of a plan, and what it waits for."""
         self._whole_ranges: dict[int, PartitionRange | None] = {}
         self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
@@ -415,8 +417,7 @@ class Planner:
 
     def timeline(self, plan: Plan) -> Timeline:
         """The simulated iteration of one of this planner's plans."""
-        program = self._with_cut(plan.ranges).reordered(plan.order)
-        return simulate(program, self.cost, blocking=frozenset(plan.blocking))
+        return self._timelines[plan.order, plan.blocking]
 
     def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
         key = range_names(ranges), method, blocking
@@ -438,8 +439,9 @@ class Planner:
             memory_limit_gb=self.limit_gb,
             recomputation=self._recomputation,
         )
-        self._ordered[key], _ = ordered(draft, self._with_cut(ranges), self.cost)
-        return self._ordered[key]
+        plan, timeline = ordered(draft, self._with_cut(ranges), self.cost)
+        self._ordered[key], self._timelines[plan.order, plan.blocking] = plan, timeline
+        return plan
 
     def _fits(self, plan: Plan) -> bool:
         return plan.predicted.peak_memory_gb <= self.limit_gb

@@ -191,9 +191,14 @@ def is_view(node: fx.Node) -> bool:
 
 def op_name(node: fx.Node) -> str:
     """`aten.mm`, `lancet.gate`: namespace and name of the op, without the overload."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket)
-    return getattr(node.target, "__name__", str(node.target))
+    return _name_of(node.target)
+
+
+@functools.cache
+def _name_of(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    return getattr(target, "__name__", str(target))
 
 
 def tensor_names(node: fx.Node) -> list[str]:

@@ -153,7 +153,7 @@ class Program:
     outputs: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     _dependencies: list[tuple[int, ...]] | None = field(default=None, init=False, repr=False, compare=False)
-    """Those of a program that was reordered: an order that was valid stays one, whatever comes next."""
+    """The dependencies of a reordered program, which are those of the original."""
 
     def __post_init__(self):
         for name in ("instructions", "inputs", "outputs", "parameters"):

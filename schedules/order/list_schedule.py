@@ -67,8 +67,8 @@ where messages 2 ahead gain up to 3 %; simulated, 2026-11-23.)"""
 FREE += [Policy(refuse_beyond=refuse) for refuse in (1.0, INFINITY)]
 FREE += [Policy(ahead=2.0)]
 AGAIN = [Policy(True, refuse, in_order=True) for refuse in (2.0, INFINITY)]
-"""The policies that are tried once more, from the best order so far. They gained up to 0.2 % of the iteration.
-(14 programs of 1,552 to 9,939 instructions on p3dn and p4de; simulated, 2026-11-24.)"""
+"""The policies that are tried once more, from the best order so far. They gained up to 0.2 % of the
+iteration. (14 programs of 1,552 to 9,939 instructions on p3dn and p4de; simulated, 2026-11-24.)"""
 LIMITED = [Policy(refuse_beyond=INFINITY), Policy(ahead=2.0)]
 LIMITED += [Policy(True, INFINITY, ahead=ahead) for ahead in (INFINITY, 2.0)]
 LIMITED += [Policy(True, INFINITY, ahead=8.0, in_order=True)]

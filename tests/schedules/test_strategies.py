@@ -62,7 +62,7 @@ def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_s
         assert timeline.iteration_ms == pytest.approx(plan.predicted.iteration_ms)
         assert timeline.exposed_ms == pytest.approx(plan.predicted.exposed_ms)
         assert timeline.peak_memory_bytes / 1e9 == pytest.approx(plan.predicted.peak_memory_gb)
-        assert tuple(i.name for i in timeline.program.instructions) == plan.order
+        assert tuple(timeline.program.instructions[i].name for i in timeline.times.order) == plan.order
 
 
 def test_none_hides_nothing_of_the_all_to_alls(small, plans):
