@@ -291,16 +291,15 @@ def _memory(step: Step, order: Sequence[int]) -> dict[str, float]:
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
     for t in program.inputs:
         kinds[t.split(" ")[0]] += program.tensors[t].bytes
-    for k, i in enumerate(order[: peak + 1]):
+    for i in order[: peak + 1]:
         for s in storages.born[i]:
             if last.get(s, -1) >= peak:
-                kinds["communication" if _is_buffer(program, s, k) else "activations"] += program.tensors[
-                    s
-                ].bytes
+                is_buffer = _is_buffer(program, storages.owners[s])
+                kinds["communication" if is_buffer else "activations"] += storages.bytes[s]
     return {kind: gib(size) for kind, size in kinds.items()}
 
 
-def _is_buffer(program: Program, tensor: str, _: int) -> bool:
+def _is_buffer(program: Program, tensor: str) -> bool:
     producer = program.instructions[program.producer[tensor]]
     if producer.kind is Kind.OTHER_COMMUNICATION:
         return True

@@ -20,14 +20,15 @@ _NEVER = -(1 << 60)
 
 class Storages:
     """Which storages each instruction of a Program allocates (`born`), reads or writes (`touched`), and keeps
-    alive as a send buffer (`held`). Storages are numbers; `bytes` has their sizes. A view counts as its
-    storage."""
+    alive as a send buffer (`held`). Storages are numbers; `owners` has the tensors that own them, and `bytes`
+    their sizes. A view counts as its storage."""
 
     def __init__(self, program: Program):
         self.program = program
         owner = program.storage
         number = {s: n for n, s in enumerate(dict.fromkeys(owner.values()))}
         of = {t: number[s] for t, s in owner.items()}
+        self.owners = list(number)
         self.bytes = [program.tensors[s].bytes for s in number]
         self.resident = {of[t] for t in program.inputs}
         self.permanent = self.resident | {of[t] for t in program.outputs}
