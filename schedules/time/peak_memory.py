@@ -129,15 +129,15 @@ def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:
 def alive_bytes(storages: Storages, order: Sequence[int] | None = None) -> list[int]:
     """Bytes alive while each instruction of an order runs, with what it allocates and what it frees after."""
     length = len(storages.program)
-    order = range(length) if order is None else order
     places = np.arange(length)
+    at = places if order is None else np.array(order, dtype=np.int64)
     place = np.empty(length, dtype=np.int64)
-    place[order] = places
+    place[at] = places
     last = storages.last_places(place)
     is_freed = last >= 0
     freed = np.zeros(length + 1, dtype=np.int64)
     np.add.at(freed, last[is_freed] + 1, np.array(storages.bytes, dtype=np.int64)[is_freed])
-    born = np.array(storages.born_bytes, dtype=np.int64)[order]
+    born = np.array(storages.born_bytes, dtype=np.int64)[at]
     return (storages.resident_bytes + np.cumsum(born) - np.cumsum(freed)[:length]).tolist()
 
 
