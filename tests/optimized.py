@@ -2,7 +2,7 @@
 
 from torch import nn
 
-import lancet_kernels.optimization.captured_step as library
+import lancet_kernels.schedules.rewrite.walk as library
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions

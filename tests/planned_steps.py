@@ -25,12 +25,13 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.partition.axes import AxisInference
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.partition.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, realize, split_as_planned
+from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig
 from lancet_kernels.training.step import TrainingStep
@@ -193,9 +194,9 @@ class SmallStep:
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]
 
-    def costed(self, cost: Cost = dear_communication) -> CostedGraph:
+    def costed(self, cost: Cost = dear_communication) -> Step:
         """The graph, with what its instructions cost."""
-        return CostedGraph(self.joint, self.program, cost, self.values)
+        return Step(self.joint, self.program, cost, self.values)
 
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""
@@ -215,8 +216,9 @@ class SmallStep:
         """Forward and backward graph of a plan."""
         joint = copy.deepcopy(self.joint)
         assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
-        realize(joint, self.program, plan)
-        return split_as_planned(joint, self.forward_outputs, plan)
+        step = Step(joint, self.program, forward_outputs=self.forward_outputs)
+        forward, backward = walk(step, plan, (*PLANNED, *RUNNING)).halves
+        return forward, backward
 
     @torch.no_grad()
     def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:

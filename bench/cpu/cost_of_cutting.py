@@ -15,16 +15,15 @@ import argparse
 import json
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.measuring.step_bench import slow_link
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.schedules.rewrite.realize import cut_ranges
 from lancet_kernels.training.models import GPT2MoE, model_config
 from lancet_kernels.training.ranks import report_errors, start_ranks
 from lancet_kernels.training.step import TrainingStep
@@ -79,11 +78,9 @@ def main() -> int:
     gbps = slow_link(model, (token_BS, token_BS))
     with tempfile.TemporaryDirectory() as folder:
         step = CapturedStep.of(model, (token_BS, token_BS), {}, "sum", Path(folder, "times.json"))
-        graph = step.costed(step.captured.joint, step.graph_inputs(), None)
+        graph = step.costed(replace(step.step(), inputs=step.graph_inputs()), None)
         plan = graph.planner().plan("lancet")
-        module = copy_of(graph.module)
-        cut_ranges(module.graph, graph.program, plan.ranges)
-        cut = step.profiler.program(module, graph.inputs)
+        cut = step.measured(graph, plan)
     rows = sorted(differences(graph.program, cut).items(), key=lambda row: row[1][1] - row[1][2])
     total = sum(i.milliseconds or 0.0 for i in graph.program.instructions)
     if rank.rank == 0 and arguments.json:

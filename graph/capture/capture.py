@@ -80,7 +80,8 @@ class Captured:
     @property
     def forward_outputs(self) -> int:
         """The number of forward outputs of the joint graph; its other outputs are gradients."""
-        return sum(isinstance(d, PlainAOTOutput) for d in output_node(self.joint).meta["desc"])
+        outputs = output_node(self.joint).meta["desc"]
+        return sum(d is not None and not isinstance(d, GradAOTOutput) for d in outputs)
 
     @property
     def result_structure(self) -> pytree.TreeSpec:

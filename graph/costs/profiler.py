@@ -67,16 +67,18 @@ class Profiler:
         self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
         self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 
-    def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
+    def program(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program | None = None
+    ) -> Program:
         """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
         really sent.
 
         Half of the time that a collective takes on the computing thread is added to the computation before
         it, half to the one after it.
 
-        Args: inputs: one per placeholder of the graph.
+        Args: inputs: one per placeholder of the graph. program: of the graph, where that is known.
         """
-        program = program_from_fx(module)
+        program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
         preset = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
         keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in preset}

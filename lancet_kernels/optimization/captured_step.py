@@ -1,10 +1,9 @@
-"""The training step that `optimize` plans, on this rank: its joint graph, example values of its inputs, its
-Program, and the costs of its instructions."""
+"""Captures the training step that `optimize` plans, on this rank, and measures or estimates its costs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +15,10 @@ from torch import fx, nn
 
 from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
-from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
-from lancet_kernels.graph.capture.layer_names import layers_of
+from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
-from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin, twin_of
@@ -32,59 +29,22 @@ from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.optimization.setting import setting_of
-from lancet_kernels.schedules.fuse.fused import lower
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
-from lancet_kernels.schedules.hiding import what_hides
-from lancet_kernels.schedules.order.sink import sink_statistics
-from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.partition.ranges import range_names
-from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, reorder
-from lancet_kernels.schedules.rewrite.buckets import divide_gradients, insert_all_reduces
-from lancet_kernels.schedules.rewrite.gathers import insert_gathers
-from lancet_kernels.schedules.rewrite.optimizer_steps import insert_optimizer_steps
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
-from lancet_kernels.schedules.time.exposed_bounds import exposed_bounds
-from lancet_kernels.schedules.time.simulate import Timeline, simulate
+from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
+from lancet_kernels.schedules.rewrite.walk import (
+    CAPTURED,
+    UNPLANNED,
+    GradientSums,
+    OptimizerSteps,
+    Shards,
+    Step,
+    fuse,
+    walk,
+)
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.fused.fused_experts import LayerExchange
-
-
-@dataclass(eq=False)
-class CostedGraph:
-    """The joint graph of a step, its Program, which may have more instructions (the optimizer's), and their
-    costs. inputs: example values, if it is to be measured. setting: `setting_of` its step."""
-
-    module: fx.GraphModule
-    program: Program
-    cost: Cost
-    inputs: Sequence[object] = ()
-    setting: Mapping[str, Any] = field(default_factory=dict)
-    _planners: dict[PlanningOptions | None, Planner] = field(default_factory=dict, init=False)
-
-    @cached_property
-    def cutter(self) -> GraphCutter:
-        """Gives the graph and the Program with ranges cut."""
-        return GraphCutter(self.module, self.program, self.cost)
-
-    def described(self, plan: Plan, timeline: Timeline) -> Plan:
-        """The plan, with what computes while messages travel in its simulated iteration, what no order hides,
-        and what it is for."""
-        gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
-        hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
-        times = timeline.times
-        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
-        bounds = exposed_bounds(timeline.program, ms)
-        return replace(plan, hidings=hidings, setting=self.setting, exposed_bounds=bounds)
-
-    def planner(self, options: PlanningOptions | None = None) -> Planner:
-        """The planner for this graph; one for each options."""
-        if options not in self._planners:
-            fill = self.cutter.with_fillers
-            self._planners[options] = Planner(self.program, self.cost, options, self.cutter, fill)
-        return self._planners[options]
 
 
 @dataclass(eq=False)
@@ -157,25 +117,27 @@ class CapturedStep:
 
     @cached_property
     def captured(self) -> Captured:
-        """The captured step, with gradient all-reduces, and with statistics moved
-        (`schedules.order.sink`)."""
+        """The captured step after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
         twin = self.twin
         captured = capture(twin.module if twin else self.model, self.inputs, self.by_name)
         if twin is not None:
             captured = replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
+        walk(Step(captured.joint, sums=self._sums(captured)), UNPLANNED, CAPTURED)
+        return captured
+
+    def _sums(self, captured: Captured) -> GradientSums:
+        sums = GradientSums(captured.parameter_of_gradient(), self.divide_by)
+        if self.twin is not None:
             own = {self.groups.data: "world", self.groups.replica: "replica"}
-            own = {**{group: name for name, group in twin.groups.items()}, **own}
-            insert_gathers(captured.joint, twin, captured.parameter_of_gradient(), self._scale_of_shards, own)
-        divide_gradients(captured.joint, self.divide_by)
+            own = {**{group: name for name, group in self.twin.groups.items()}, **own}
+            sums = replace(sums, shards=Shards(self.twin, self._scale_of_shards, own))
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
-            insert_all_reduces(captured.joint, captured.parameter_of_gradient(), over, replica)
+            sums = replace(sums, group_of_parameter=over, replica_group=replica)
         if self.steps is not None:
-            parameter = self.model.get_parameter
-            insert_optimizer_steps(captured.joint, captured.parameter_of_gradient(), self.steps, parameter)
-        reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
-        return captured
+            sums = replace(sums, optimizer=OptimizerSteps(self.steps, self.model.get_parameter))
+        return sums
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
         """What sums of its gradients are multiplied with; those of the graph are divided already."""
@@ -189,13 +151,15 @@ class CapturedStep:
         inputs, by_name = arguments
         return replace(self, inputs=inputs, by_name=by_name)
 
-    def graph(self) -> fx.GraphModule:
-        """The joint graph, in which the layers to fuse are fused launches."""
-        joint = self.captured.joint
-        if any(group.fused for group in self.fused):
-            joint = copy_of(joint)
-            lower(joint, self.fused, self._register)
-        return joint
+    def step(self) -> Step:
+        """The step before its costs are known, in which the layers to fuse are fused launches."""
+        step = Step(
+            self.captured.joint,
+            setting=self.setting,
+            forward_outputs=self.captured.forward_outputs,
+            register=self._register,
+        )
+        return fuse(step, replace(UNPLANNED, fused=self.fused))
 
     def _register(self, layer: MatchedLayer) -> int:
         """The number of a fused layer's exchange; a layer is registered only once."""
@@ -256,21 +220,25 @@ class CapturedStep:
                 values.append(state[name].detach())
         return values
 
-    def costed(
-        self, module: fx.GraphModule, inputs: Sequence[object], cluster: str | Path | Cluster | None
-    ) -> CostedGraph:
-        """A graph of the step with the costs of its instructions: measured here, or estimated for a
-        cluster."""
+    def costed(self, step: Step, cluster: str | Path | Cluster | None) -> Step:
+        """A step with the costs of its instructions: measured here, or estimated for a cluster."""
         if cluster is not None:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
-            estimate = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
-            program = self._shared(program_from_fx(module), estimate)
-            return CostedGraph(module, program, estimate, inputs, self.setting)
-        program = self.profiler.program(module, inputs)
-        layers = moe_layers(self.model)
-        cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
-        return CostedGraph(module, self._shared(program, cost), cost, inputs, self.setting)
+            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
+            program = step.program
+        else:
+            program = self.profiler.program(step.module, step.inputs, step.program)
+            layers = moe_layers(self.model)
+            width = layers[0].d_model if layers else 1
+            cost = self.profiler.costs(step.module, step.inputs, program, width)
+        return replace(step, timed=self._shared(program, cost), cost=cost)
+
+    def measured(self, step: Step, plan: Plan) -> Program:
+        """The Program of a costed step with the plan's ranges cut, with measured times of its
+        instructions."""
+        module = fx.GraphModule(step.module, step.cutter.graph(plan.ranges))
+        return self._shared(self.profiler.program(module, step.inputs), step.cost)
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches that share the sums of gradients: each has its share of
@@ -285,31 +253,3 @@ class CapturedStep:
                 for i in program.instructions
             ),
         )
-
-    def planned(
-        self, graph: CostedGraph, plans: Sequence[Plan], measured: bool
-    ) -> list[tuple[Plan, Timeline]]:
-        """Each plan with its prediction, and the timeline of the simulated step. A plan without an order gets
-        the best one.
-
-        Args: measured: measure the instructions of the partitioned graph; otherwise estimate the parts.
-        """
-        programs: dict[tuple[object, ...], Program] = {}
-        result = []
-        for plan in plans:
-            key = range_names(plan.ranges)
-            if key not in programs:
-                programs[key] = self._measured(graph, plan) if measured else graph.cutter(plan.ranges)
-            program = programs[key]
-            if plan.order:
-                timeline = simulate(program.reordered(plan.order), graph.cost, blocking=plan.blocking)
-                result.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
-            else:
-                result.append(ordered(plan, program, graph.cost))
-        return result
-
-    def _measured(self, graph: CostedGraph, plan: Plan) -> Program:
-        """The Program of the graph with the plan's ranges cut, with the measured times of its
-        instructions."""
-        module = fx.GraphModule(graph.module, graph.cutter.graph(plan.ranges))
-        return self._shared(self.profiler.program(module, graph.inputs), graph.cost)

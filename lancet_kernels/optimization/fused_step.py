@@ -10,11 +10,12 @@ import torch
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fuse.fused import CHOICES, every_launch
 from lancet_kernels.schedules.fuse.fused_prediction import EFFICIENCY
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions
 
 # Strategies that may use fused launches; the others reproduce other systems for comparison.
@@ -54,11 +55,11 @@ class FusedChoice:
 
         return INTERPRETED
 
-    def groups(self, graph: CostedGraph) -> tuple[FusedGroup, ...]:
+    def groups(self, step: Step) -> tuple[FusedGroup, ...]:
         """The layers to try as fused launches: those of the stored plan, or all that can be."""
-        stored = () if self.stored is None else _stored_groups(self.stored, graph.program)
+        stored = () if self.stored is None else _stored_groups(self.stored, step.program)
         self._is_stored = bool(stored)
-        groups = stored or every_launch(graph.module, graph.program, graph.cost)
+        groups = stored or every_launch(step.module, step.program, step.cost)
         why = f"{'fused' if self.lowering == 'auto' else self.lowering}: requested"
         measured = self.here and not self.interpreted
         return tuple(
@@ -66,9 +67,7 @@ class FusedChoice:
             for group in (replace(group, measured=measured) for group in groups)
         )
 
-    def confirmed(
-        self, groups: tuple[FusedGroup, ...], streams: CostedGraph, fused: CostedGraph
-    ) -> tuple[FusedGroup, ...]:
+    def confirmed(self, groups: tuple[FusedGroup, ...], streams: Step, fused: Step) -> tuple[FusedGroup, ...]:
         """The same groups, or all on streams if the step is predicted faster so.
 
         Args: streams, fused: the step without and with these layers fused.
@@ -76,8 +75,7 @@ class FusedChoice:
         if self.lowering != "auto" or self.interpreted or self._is_stored:
             return groups
         streams_ms, fused_ms = (
-            graph.planner(self.options).plan(self.strategy).predicted.iteration_ms
-            for graph in (streams, fused)
+            step.planner(self.options).plan(self.strategy).predicted.iteration_ms for step in (streams, fused)
         )
         is_faster = fused_ms <= streams_ms
         how = "measured here" if groups[0].measured else f"by formula at efficiency {EFFICIENCY:g}"
@@ -99,19 +97,19 @@ def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]
 
 
 def fuse_layers(
-    step: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, graph: CostedGraph
-) -> CostedGraph:
-    """The step with the layers fused that rank 0 chooses; `graph` itself if it chooses none.
+    captured: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, step: Step
+) -> Step:
+    """The step with the layers fused that rank 0 chooses; `step` itself if it chooses none.
 
     Collective over all ranks. Args: cluster: as in `CapturedStep.costed`.
     """
-    world = step.groups.world
-    step.fused = fused_groups_of_first_rank(world, lambda: choice.groups(graph))
-    if not any(group.fused for group in step.fused):
-        return graph
-    fused = step.costed(*capture_alike(step), cluster)
-    step.fused = fused_groups_of_first_rank(world, lambda: choice.confirmed(step.fused, graph, fused))
-    if not any(group.fused for group in step.fused):
-        step.forget_fused_layers()
-        return graph
+    world = captured.groups.world
+    captured.fused = fused_groups_of_first_rank(world, lambda: choice.groups(step))
+    if not any(group.fused for group in captured.fused):
+        return step
+    fused = captured.costed(capture_alike(captured), cluster)
+    captured.fused = fused_groups_of_first_rank(world, lambda: choice.confirmed(captured.fused, step, fused))
+    if not any(group.fused for group in captured.fused):
+        captured.forget_fused_layers()
+        return step
     return fused

@@ -9,7 +9,6 @@ rounding of sums over parts.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lancet_kernels.data_parallel.fsdp import fsdp
@@ -28,13 +27,10 @@ from lancet_kernels.data_parallel.replicas import Replicas
 from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.capture.captured_graph import copy_of
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.capture.host_waits import host_waits
 from lancet_kernels.graph.capture.inner_compile import check_compiler
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.costs.clusters import Cluster
-from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
@@ -42,7 +38,7 @@ from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.measuring.trial import milliseconds_of, milliseconds_per_step
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.guards import Arguments, Guards, example_arguments
 from lancet_kernels.optimization.model_checks import check_model
@@ -50,19 +46,18 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import PairedMicrobatches, with_pair
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
+from lancet_kernels.optimization.planning import on_device, plan_of_file, plans_for, predicted
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
-from lancet_kernels.optimization.setting import check_setting
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
-from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
+from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
 from lancet_kernels.schedules.time.simulate import Timeline
 
-_log = logging.getLogger(__name__)
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
 MOST_TRIED = 2
 """Plans that are predicted fastest, of which real steps are measured, beside the blocking one."""
@@ -178,7 +173,7 @@ def optimize(
     if optimizer is not None:
         step.steps = steps_of(optimizer, step, accumulation)
     world, measured = step.groups.world, cluster is None
-    module, inputs = capture_alike(step)
+    captured = capture_alike(step)
     _warn_of_unregistered(model, step)
     if step.twin is not None and reduce_gradients:
         # For calls without the plan, in which FSDP itself scatters.
@@ -186,9 +181,9 @@ def optimize(
     if step.reduces_gradients:
         # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
         broadcast_replicated(model, step.groups)
-    options = _on_device(options, step.device)
+    options = on_device(options, step.device)
     progress.begin("measuring ops")
-    graph = step.costed(module, inputs, cluster)
+    graph = step.costed(captured, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
@@ -196,16 +191,16 @@ def optimize(
         measured = measured and not choice.interpreted
     progress.begin("planning")
     if plan is not None:
-        plans = plans_of_first_rank(world, lambda: [_plan_of_file(plan, graph, strategy)])
+        plans = plans_of_first_rank(world, lambda: [plan_of_file(plan, graph, strategy)])
     else:
         # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
         # A pair is a schedule of whole instructions.
         base = "lancet-dw" if strategy == MICROBATCHES else strategy
-        plans = plans_of_first_rank(world, lambda: _plans(graph, base, options, cache, most))
+        plans = plans_of_first_rank(world, lambda: plans_for(graph, base, options, cache, most))
     # One that was stored has its order.
     fresh = not plans[0].order
-    planned = step.planned(graph, plans, measured)
+    planned = predicted(step, graph, plans, measured)
     if step.steps is not None:
         step.steps.end_rehearsal()
     best, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
@@ -343,7 +338,7 @@ class _Builder:
     """Builds modules that train with a plan of the captured step, several of one step."""
 
     step: CapturedStep
-    graph: CostedGraph
+    graph: Step
     arguments: Arguments
     inner_compile: str
     compare_every: int
@@ -355,13 +350,13 @@ class _Builder:
             return plain
         step, accumulation = self.step, self.accumulation
         recorder = Recorder()
-        captured = step.captured.with_graph(copy_of(self.graph.module))
-        realize(captured.joint, self.graph.program, plan)
-        host_wait_names = host_waits(captured.joint.graph)
+        captured = step.captured
+        planned = walk(self.graph, plan, PLANNED)
+        host_wait_names = host_waits(planned.module.graph)
         sums: PlannedSums | None = None
         watch: GradientWatch | None = None
         if step.reduction:
-            buckets = buckets_in_order(captured.joint)
+            buckets = buckets_in_order(planned.module)
             if captured.plain.trained:
                 # Where tensors are trained that are no parameters, nothing runs without the plan.
                 summed = {name for _, names in buckets for name in names}
@@ -383,19 +378,20 @@ class _Builder:
                 watch.give(gradients)
             accumulation.finished()
 
-        def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
-            return captured.compile(
-                lambda joint, outputs: split_as_planned(joint, outputs, plan, number_of),
-                recorder,
-                self.inner_compile,
-                give,
-            )
+        def compiled(captured: Captured, planned: Step, plan: Plan) -> Callable[..., object]:
+            def halves(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+                to_run = replace(planned, module=joint, forward_outputs=outputs, number_of=number_of)
+                forward, backward = walk(to_run, plan, RUNNING).halves
+                return forward, backward
+
+            whole = captured.with_graph(planned.module)
+            return whole.compile(halves, recorder, self.inner_compile, give)
 
         def paired() -> PairedMicrobatches:
-            whole = step.captured.with_graph(copy_of(self.graph.module))
-            return PairedMicrobatches(step.model, whole, plan.pair, accumulation, number_of)
+            whole = replace(self.graph, number_of=number_of)
+            return PairedMicrobatches(step.model, captured, whole, plan, accumulation)
 
-        run = compiled(captured, plan)
+        run = compiled(captured, planned, plan)
         first = PlannedStep(run, self._guards())
         shapes = PlannedShapes(step, self.graph.program, plan, first, compiled)
         pairs = paired if plan.pair else None
@@ -447,62 +443,3 @@ class _Builder:
             paired,
             step.steps,
         )
-
-
-def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
-    """The options, with the free memory of a CUDA device, including torch's unused cache."""
-    options = options or PlanningOptions.from_environment()
-    if device.type != "cuda":
-        return options
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
-
-
-@without_garbage_collection()
-def _plans(
-    graph: CostedGraph,
-    strategy: str,
-    options: PlanningOptions,
-    cache: str | Path | None,
-    most: int,
-) -> list[Plan]:
-    """The plan in `cache`, if it is for this program, strategy and options, with costs from the same source;
-    otherwise at most `most` candidates, best prediction first."""
-    if cache is not None and not Path(cache).parent.is_dir():
-        raise UserError(
-            "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
-        )
-    if cache is not None and Path(cache).exists():
-        try:
-            plan = _loaded(cache, graph)
-            if (plan.strategy, plan.options) == (strategy, options.to_json()):
-                if plan.costs == source_of(graph.cost):
-                    return [plan]
-                old, new = plan.costs or "of an older version", source_of(graph.cost)
-                _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
-        except UserError as error:
-            _log.warning("planning anew: %s", error)
-    plans = graph.planner(options).candidates(strategy, most)
-    # With measured parts, another order may be the best.
-    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
-
-
-def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
-    """The plan in a file. Raises: UserError unless it can be applied to this graph."""
-    plan = Plan.load(path)
-    check_setting(plan, graph.program, graph.setting, f"plan file {path}")
-    realize(copy_of(graph.module), graph.program, plan)
-    return plan
-
-
-def _plan_of_file(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
-    """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
-    plan = _loaded(path, graph)
-    if strategy not in (AUTO, plan.strategy):
-        raise UserError(
-            "plan file",
-            got=f"{path} of strategy {plan.strategy}",
-            expected=f"a plan of strategy {strategy}",
-            do="name the plan's strategy, or another plan",
-        )
-    return plan

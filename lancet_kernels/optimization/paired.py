@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.capture import Captured, split_joint
+from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.capture.captured_graph import (
     copy_of,
     input_position,
@@ -25,56 +25,64 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, reorder, start_early_wait_late
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
-from lancet_kernels.schedules.rewrite.in_place import write_in_place
 from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
-
-NumberOf = Callable[[tuple[object, ...]], int]
+from lancet_kernels.schedules.rewrite.walk import (
+    UNPLANNED,
+    Step,
+    order,
+    split,
+    start_early_wait_late,
+    walk,
+    write_in_place,
+)
 
 
 class PairedMicrobatches:
     """Runs forward and backward of several microbatches, and adds their gradients to `.grad`.
 
     Args:
-        captured: a step that changes nothing but gradients, with the order of a plan that cuts nothing.
-        order: of the pair's instructions (`pair_of_first_rank`). number_of: as of `start_early_wait_late`.
+        captured: a step that changes nothing but gradients. step: its graph, with numbers of its sums.
+        plan: with the order of the pair.
     """
 
     def __init__(
         self,
         model: nn.Module,
         captured: Captured,
-        order: Sequence[str],
+        step: Step,
+        plan: Plan,
         accumulation: Accumulation,
-        number_of: NumberOf,
     ) -> None:
         self._captured, self._accumulation, self._name = captured, accumulation, type(model).__name__
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         first = captured.forward_outputs
-        halves = split_joint(copy_of(captured.joint), first)
+        results = output_node(step.module).args[0]
+        halves = split(replace(step, module=copy_of(step.module), forward_outputs=first), plan).halves
+        self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
         self._pair = pair_of(*halves)
-        reorder(self._pair.module.graph, order)
-        self._alone = [_Runnable(half, number_of) for half in halves]
-        self._together = _Runnable(self._pair.module, number_of)
-        results = output_node(captured.joint).args[0]
+        mixed = replace(step, module=self._pair.module, forward_outputs=None)
+        walk(mixed, replace(UNPLANNED, order=plan.pair), (order, start_early_wait_late, write_in_place))
+        walk(replace(step, halves=halves), UNPLANNED, (start_early_wait_late, write_in_place))
+        self._alone = [_Runnable(half) for half in halves]
+        self._together = _Runnable(self._pair.module)
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
         # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.accumulated`).
         self._held_by_sums = {
             self._parameters[name]
-            for node in captured.joint.graph.nodes
+            for node in step.module.graph.nodes
             if node.target is not ALL_REDUCE
             for name in node.meta.get(GRADIENTS_OF, ())
             if name in self._parameters
         }
-        self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
 
     @torch.no_grad()
     def __call__(self, batches: Sequence[Arguments], scale: float) -> list[object]:
@@ -189,15 +197,12 @@ def no_loss(name: str) -> UserError:
 
 
 class _Runnable:
-    """A graph with collectives started early; placeholders: by name, in order."""
+    """A graph to run. Attributes: placeholders: by name, in order."""
 
-    def __init__(self, module: fx.GraphModule, number_of: NumberOf) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         self.placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
         self.inputs = list(self.placeholders)
-        copied = copy_of(module)
-        start_early_wait_late(copied, (), number_of)
-        write_in_place(copied)
-        self._run = GraphRunner(copied, Phase.BACKWARD, Recorder(), frees=True)
+        self._run = GraphRunner(module, Phase.BACKWARD, Recorder(), frees=True)
 
     def __call__(self, values: list[object]) -> list:
         """The outputs. Args: values: of the placeholders; the list is emptied."""
@@ -218,9 +223,7 @@ def cannot_be_paired(step: CapturedStep, arguments: Arguments) -> str:
     return f"a hook on {name}, which they do not call" if name else ""
 
 
-def with_pair(
-    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan, *, must: bool
-) -> Plan:
+def with_pair(step: CapturedStep, graph: Step, arguments: Arguments, plan: Plan, *, must: bool) -> Plan:
     """The plan with the order of a pair that rank 0 plans within the plan's memory limit; without one where
     microbatches cannot run in pairs. Collective.
 
@@ -236,12 +239,12 @@ def with_pair(
             )
         if reason:
             return [[], 0.0]
-        halves = split_joint(copy_of(graph.module), step.captured.forward_outputs)
+        halves = split(replace(graph, module=copy_of(graph.module)), plan).halves
         pair = pair_of(*halves)
         program = program_of_pair(pair, graph.program)
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
         best = best_order(program, graph.cost, memory_limit_bytes=limit)
         return [[program.instructions[i].name for i in best.order], best.iteration_ms]
 
-    order, milliseconds = result_of_first_rank(step.groups.world, planned)
-    return replace(plan, pair=tuple(order), pair_ms=milliseconds)
+    names, milliseconds = result_of_first_rank(step.groups.world, planned)
+    return replace(plan, pair=tuple(names), pair_ms=milliseconds)

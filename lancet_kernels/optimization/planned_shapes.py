@@ -18,19 +18,19 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, to_trace
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.realize import realize
+from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 
 _log = logging.getLogger(__name__)
 
@@ -46,20 +46,20 @@ class PlannedStep:
 
 
 class PlannedShapes:
-    """The steps of one plan. Args: step: the captured step, of the shape that was planned, with the `program`
-    of its graph before the plan was applied. first: that step with the plan. compiled: gives a function that
-    runs a captured step with the plan."""
+    """The steps of one plan. Args: captured: the step of the shape that was planned, with the `program` that
+    was planned. first: that step with the plan. compiled: gives a function that runs a step to which the plan
+    was applied."""
 
     def __init__(
         self,
-        step: CapturedStep,
+        captured: CapturedStep,
         program: Program,
         plan: Plan,
         first: PlannedStep,
-        compiled: Callable[[Captured, Plan], Callable[..., object]],
+        compiled: Callable[[Captured, Step, Plan], Callable[..., object]],
     ) -> None:
         self.first = first
-        self._step, self._plan, self._compiled = step, plan, compiled
+        self._captured, self._plan, self._compiled = captured, plan, compiled
         self._instructions = _instructions(program)
         self._others: OrderedDict[object, PlannedStep | str] = OrderedDict()
 
@@ -69,10 +69,10 @@ class PlannedShapes:
         Raises: UserError as `Guards.reason`; where gradients would not be summed without the plan.
         """
         step = self._step_for(arguments)
-        plain = self._step.captured.plain
-        if isinstance(step, str) and plain.trained and self._step.reduces_gradients:
+        plain = self._captured.captured.plain
+        if isinstance(step, str) and plain.trained and self._captured.reduces_gradients:
             raise UserError(
-                f"call of the optimized {type(self._step.model).__name__}",
+                f"call of the optimized {type(self._captured.model).__name__}",
                 got=f"{step}, and {plain.paths[plain.trained[0]]}, which is trained but no parameter",
                 expected="a call that runs the plan, which alone sums that gradient over the ranks",
                 do="register it (nn.Parameter as an attribute, nn.ParameterList)",
@@ -109,20 +109,16 @@ class PlannedShapes:
     def _capture(self, arguments: Arguments) -> PlannedStep:
         """Raises: UserError (CaptureError, CutError) if the plan does not apply to these arguments."""
         arguments = to_trace(arguments)
-        step = self._step.with_inputs(arguments)
-        module = step.graph()
-        program = program_from_fx(module)
-        if (other := _first_difference(_instructions(program), self._instructions)) is not None:
+        captured = self._captured.with_inputs(arguments)
+        step = replace(captured.step(), other_sizes=True)
+        if (other := _first_difference(_instructions(step.program), self._instructions)) is not None:
             raise UserError(
                 "graph of the step", got=other, expected="the planned instructions", do="see fallbacks"
             )
-        plan = self._plan.for_program(fingerprint(program))
-        captured = step.captured
-        captured.joint.graph = module.graph
-        realize(captured.joint, program, plan, other_sizes=True)
-        return PlannedStep(
-            self._compiled(captured, plan), self.first.guards.for_inputs(arguments, captured.assumptions())
-        )
+        plan = self._plan.for_program(fingerprint(step.program))
+        run = self._compiled(captured.captured, walk(step, plan, PLANNED), plan)
+        assumptions = captured.captured.assumptions()
+        return PlannedStep(run, self.first.guards.for_inputs(arguments, assumptions))
 
 
 def _shapes(arguments: Arguments) -> tuple[tuple[int, ...], ...]:

@@ -7,36 +7,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
-from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.groups import from_first_rank, group_of, group_rank, group_size
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.rewrite.walk import Step
 
 
-def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
-    """The joint graph and example values of its inputs. Compares the graphs of all ranks before anything
-    runs.
+def capture_alike(captured: CapturedStep) -> Step:
+    """The step, with example values of its inputs. Compares the graphs of all ranks before anything runs.
 
     Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
     """
     digest, refusal = "", None
     try:
-        module, inputs = step.graph(), step.graph_inputs()
-        tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
+        step = replace(captured.step(), inputs=captured.graph_inputs())
+        tensors = [*captured.model.named_parameters(), *captured.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
         # A digest, because all ranks gather it from all ranks.
-        digest = fingerprint(program_from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
+        digest = fingerprint(step.program) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
-    fingerprints = values_of_ranks(step.groups.world, digest)
+    fingerprints = values_of_ranks(captured.groups.world, digest)
     if refusal is not None:
         raise refusal
     for others, what in (
@@ -50,7 +48,7 @@ def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
                 expected=f"the graph of rank 0 on all {len(fingerprints)} ranks",
                 do="give every rank the same model and the same input shapes",
             )
-    return module, inputs
+    return step
 
 
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:

@@ -17,7 +17,7 @@ from lancet_kernels.passes.traced_graph import read_graph
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.late_views import read_late
-from lancet_kernels.schedules.rewrite.apply import place, wait_late
+from lancet_kernels.schedules.rewrite.walk import UNPLANNED, Step, order, wait_late, walk
 from lancet_kernels.schedules.strategies import MORE_MEMORY
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 
@@ -77,10 +77,8 @@ def overlap_pass(
         return gm
     program = read_graph(gm.graph)
     ms = milliseconds(gm.graph, program, costs, where)
-    place(gm.graph, [program.instructions[i].name for i in _order(program, ms, memory_limit)])
-    wait_late(gm.graph)
-    gm.recompile()
-    return gm
+    names = tuple(program.instructions[i].name for i in _order(program, ms, memory_limit))
+    return walk(Step(gm, program), replace(UNPLANNED, order=names), (order, wait_late)).module
 
 
 def _order(program: Program, ms: Sequence[float], memory_limit: float | None) -> list[int]:
@@ -88,8 +86,8 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
     given = zip(program.instructions, ms, strict=True)
     timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
-    order = best_order(timed, _own_time, memory_limit_bytes=limit).order
-    late = read_late(program, order, float("inf") if limit is None else limit)
+    best = best_order(timed, _own_time, memory_limit_bytes=limit).order
+    late = read_late(program, best, float("inf") if limit is None else limit)
     program.reordered(late)  # raises where an instruction would run before one that it depends on
     return late
 

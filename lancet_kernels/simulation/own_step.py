@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
@@ -48,7 +49,7 @@ class OwnStep:
         return load_cluster(self.cluster)
 
     @cached_property
-    def priced(self) -> CostedGraph:
+    def priced(self) -> Step:
         """The program that `optimize` would plan on these ranks, with its costs there.
 
         Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
@@ -60,7 +61,7 @@ class OwnStep:
         with fake_ranks(self.gpus):
             model, inputs = call_make_step(self.module, make_step, without_contents())
             step = capture_step(model, inputs)
-            return step.costed(step.captured.joint, (), self.hardware)
+            return step.costed(step.step(), self.hardware)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -24,10 +24,10 @@ from lancet_kernels.graph.program.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.optimization.captured_step import CostedGraph
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
@@ -108,13 +108,13 @@ class Setting:
         return config if self.layers is None else replace(config, layers=self.layers)
 
     @cached_property
-    def priced(self) -> CostedGraph:
+    def priced(self) -> Step:
         """The training step of a rank, with SGD with momentum, and its costs. Raises: UserError."""
         # The cost model first, because a number of GPUs that does not fill nodes gives the clearer error.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         dtype = getattr(torch, self._checked_dtype())
         captured = captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded)
-        return CostedGraph(*captured, cost)
+        return Step(*captured, cost)
 
     def _checked_dtype(self) -> str:
         dtypes = self.hardware.peak_tflops

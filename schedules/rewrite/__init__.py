@@ -1,5 +1,6 @@
-"""Passes over the fx graph that apply a plan.
+"""Passes over the fx graph of a training step.
 
-Read `realize` first, which calls the others: `cut` (parts of ranges), `apply` (orders, starts and waits),
-`in_place`.
+Read `walk` first: the step and the lists of passes, in their order. Each pass calls one of the others:
+`gathers` (FSDP), `buckets` (sums of gradients), `realize` and `cut` (parts of ranges), `apply` (orders,
+starts and waits), `in_place`; `pairs` makes one graph of two microbatches.
 """

@@ -37,6 +37,7 @@ from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.ops.optimizer_step import run_optimizer_step
+from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
@@ -58,6 +59,17 @@ def wait(pending: Any) -> object:
 def instruction_order(graph: fx.Graph) -> list[str]:
     """Names of the instruction nodes, in the order in which they run."""
     return [node.name for node in graph.nodes if is_instruction(node)]
+
+
+def issued_order(graph: fx.Graph) -> list[str]:
+    """The same of a graph that runs: a collective stands where it starts, what only holds the storage of
+    parts nowhere."""
+    starts = set(_STARTS.values())
+    return [
+        node.name.removesuffix("_start") if node.target in starts else node.name
+        for node in graph.nodes
+        if is_instruction(node) and node.target is not wait and HOLDS_PARTS not in node.meta
+    ]
 
 
 def reorder(graph: fx.Graph, order: Sequence[str]) -> None:

@@ -26,6 +26,8 @@ from lancet_kernels.graph.program.from_fx import WRITTEN_INTO, is_view, tensor_n
 
 aten = torch.ops.aten
 IN_PLACE = "parts_in_place"
+HOLDS_PARTS = "holds_parts"
+"""Key of `meta` of nodes that only make room for parts."""
 
 
 def mark_join(join: fx.Node) -> None:
@@ -51,6 +53,7 @@ def write_in_place(module: fx.GraphModule) -> None:
             options = {"dtype": value.dtype, "device": value.device}
             whole = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
             set_value(whole, value)
+            whole.meta[HOLDS_PARTS] = True
             begin, axis = 0, _axis(join)
             for writer, part in zip(writers, join.args[0], strict=True):
                 size = part.meta["val"].shape[axis]
@@ -59,6 +62,7 @@ def write_in_place(module: fx.GraphModule) -> None:
                 out = graph.call_function(aten.view.default, (place, shape))
                 for node, like in ((place, part), (out, writer)):
                     set_value(node, like.meta["val"])
+                    node.meta[HOLDS_PARTS] = True
                 writer.target = writer.target.overloadpacket.out
                 writer.kwargs = {**writer.kwargs, "out": out}
                 begin += size

@@ -1,22 +1,17 @@
-"""Applies a Plan to a graph: partitions its ranges, reorders the instructions, starts collectives early.
+"""Cuts the ranges of a plan: the graph that is simulated, measured and run, and its Program.
 
 A Planner simulates and orders the Program of the partitioned graph (`GraphCutter`), in which the slices,
-counts and rows of parts and the reassembly are instructions like all others. The order is checked twice: when
-the plan is applied, and after torch has split forward from backward. A graph that cannot follow the plan is
-an error.
+counts and rows of parts and the reassembly are instructions like all others.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from torch import fx
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.capture import split_joint
 from lancet_kernels.graph.capture.captured_graph import copy_of_graph
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import program_from_graph
@@ -26,11 +21,9 @@ from lancet_kernels.graph.rules.part_instruction import is_cut, part_instruction
 from lancet_kernels.schedules.fuse.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.fuse.fused import WORK
 from lancet_kernels.schedules.partition.ranges import PartitionRange, pipeline_order, positions, range_names
-from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder, start_early_wait_late
+from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.cut import RangeToCut, Values, cut_range
 from lancet_kernels.schedules.rewrite.cut_wholes import JOIN_STEP
-from lancet_kernels.schedules.rewrite.in_place import write_in_place
 
 
 def cut_ranges(
@@ -74,7 +67,7 @@ class GraphCutter:
         self._behind = tuple(i for i in program.instructions if i.name not in in_graph)
 
     def graph(self, ranges: Sequence[PartitionRange]) -> fx.Graph:
-        """The graph with these ranges cut, to be measured: it shares fake results, so it cannot be compiled.
+        """The graph with these ranges cut, not to be changed. Equal parts share their fake results.
 
         Raises: as `cut_ranges`.
         """
@@ -126,22 +119,7 @@ class GraphCutter:
         return times
 
 
-def realize(module: fx.GraphModule, program: Program, plan: Plan, *, other_sizes: bool = False) -> None:
-    """Apply a plan to a joint graph, in place.
-
-    Args: program: the Program of the graph. other_sizes: its tensors have other sizes than those that were
-        planned (`Plan.for_program`): the last parts may be empty, and steps that join parts in another layout
-        than that in which they lie may be more or fewer.
-    Raises: UserError (the plan is for another program, or its order is invalid for this graph), CutError.
-    """
-    plan.check(program)
-    cut_ranges(module.graph, program, plan.ranges, empty_parts=other_sizes)
-    order = _with_joins(plan.order, instruction_order(module.graph)) if other_sizes else plan.order
-    reorder(module.graph, order)
-    module.recompile()
-
-
-def _with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:
+def with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:
     """The order without what is not present; steps of a join that are new stand before their last one."""
     in_order, in_graph = set(order), set(present)
     new = defaultdict(list)
@@ -149,45 +127,3 @@ def _with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:
         if name not in in_order:
             new[JOIN_STEP.sub("", name)].append(name)
     return [step for name in order if name in in_graph for step in (*new[name], name)]
-
-
-def split_as_planned(
-    joint: fx.GraphModule,
-    forward_outputs: int,
-    plan: Plan,
-    number_of: Callable[[tuple[object, ...]], int] | None = None,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graph of a joint graph to which a plan was applied; collectives are started early.
-
-    Args: number_of: as of `start_early_wait_late`.
-
-    Raises: UserError if one of them does not run its instructions in the order of the plan.
-    """
-    halves = split_joint(joint, forward_outputs)
-    check_halves(instruction_order(joint.graph), [instruction_order(half.graph) for half in halves])
-    for half in halves:
-        start_early_wait_late(half, plan.blocking, number_of)
-        write_in_place(half)
-    return halves
-
-
-def check_halves(planned: Sequence[str], halves: Sequence[Sequence[str]]) -> None:
-    """Raise UserError unless forward, then backward run the planned instructions in the planned order.
-
-    Instructions whose results nothing reads may be missing: torch drops them.
-    """
-    ran = [name for half in halves for name in half]
-    place = {name: i for i, name in enumerate(planned)}
-    for name, times in Counter(ran).items():
-        if name not in place or times > 1:
-            got = f"{name}, which is in no plan" if name not in place else f"{name} {times} times"
-            raise _not_as_planned(got, "each planned instruction once")
-    for early, late in pairwise(ran):
-        if place[early] > place[late]:
-            raise _not_as_planned(f"{early} before {late}", f"{late} first")
-
-
-def _not_as_planned(got: str, expected: str) -> UserError:
-    return UserError(
-        "forward and backward graph", got=got, expected=expected, do="report this: torch changed the order"
-    )

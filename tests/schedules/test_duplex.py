@@ -17,8 +17,9 @@ from lancet_kernels.graph.program.forms import CARRIED, PARTIAL
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.schedules.duplex import duplex
+from lancet_kernels.schedules.rewrite import walk
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, realize, split_as_planned
+from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.capturing import Step, read_only_step
@@ -95,12 +96,13 @@ def test_the_graph_that_runs_takes_the_time_that_was_predicted():
     for strategy in DUPLEX:
         planner = planner_of(step, _by_bytes, 1.0)
         plan = planner.plan(strategy)
-        module = copy_of(step.joint)
-        realize(module, step.program, plan)
+        whole = walk.Step(step.joint, step.program, forward_outputs=step.forward_outputs)
+        planned = walk.walk(whole, plan, walk.PLANNED)
+        module = planned.module
         assert instruction_order(module.graph) == list(plan.order)
         ran = simulate(program_from_fx(module), _by_bytes)
         assert ran.iteration_ms == pytest.approx(plan.predicted.iteration_ms, rel=0.02)
-        forward, backward = split_as_planned(module, step.forward_outputs, plan)
+        forward, backward = walk.walk(planned, plan, walk.RUNNING).halves
         assert len([n for n in backward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
         assert len([n for n in forward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
 

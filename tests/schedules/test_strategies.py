@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given as hypothesis_given
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.program.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.optimization.captured_step import CostedGraph
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.realize import realize
+from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
 from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.simulation.simulate import Setting, captured_program
@@ -54,10 +52,9 @@ def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_s
     assert list(plans) == list(STRATEGY_NAMES)
     for name, plan in plans.items():
         timeline = planner_of_small.timeline(plan)
-        module = copy_of(small.module)
         order = [node for node in plan.order if not node.endswith(".sgd")]
-        realize(module, small.program, replace(plan, order=tuple(order)))
-        assert instruction_order(module.graph) == order
+        planned = walk(small, replace(plan, order=tuple(order)), PLANNED)
+        assert instruction_order(planned.module.graph) == order
         assert plan.strategy == name
         assert timeline.iteration_ms == pytest.approx(plan.predicted.iteration_ms)
         assert timeline.exposed_ms == pytest.approx(plan.predicted.exposed_ms)
@@ -146,7 +143,7 @@ def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
     config = ModelConfig("wide", 2, 64, 4, 32, vocab=64, num_experts=32, capacity_factor=16.0)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
-    step = CostedGraph(*captured_program(config, 16, 64, padded=True), cost)
+    step = Step(*captured_program(config, 16, 64, padded=True), cost)
     free = planner(step).plan("lancet-partition")
     limit = free.predicted.peak_memory_gb * 0.9
     bound = planner(step, PlanningOptions(memory_limit_gb=limit))

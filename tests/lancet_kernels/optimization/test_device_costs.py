@@ -20,10 +20,11 @@ from lancet_kernels.graph.program.program import Instruction, Phase, TensorSpec
 from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.optimization import captured_step
-from lancet_kernels.optimization.optimize import _plans
+from lancet_kernels.optimization.planning import plans_for
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.partition.ranges import reassembly_instruction
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.planned_steps import SmallStep, StepCase
@@ -70,7 +71,7 @@ def fake_gpu(monkeypatch):
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
     profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    graph = step._step.costed(step.joint, step.values, None)
+    graph = step._step.costed(Step(step.joint, inputs=step.values), None)
     step.program, cost = graph.program, graph.cost
     return cost
 
@@ -224,7 +225,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step)
     # The same name with another number in the file is another cluster.
     for cluster in (*clusters.values(), clusters["p4de"], replace(clusters["p4de"], memory_gb_per_s=1.0)):
         cost = CostModel.for_cluster(cluster, 8)
-        (plan,) = _plans(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
+        (plan,) = plans_for(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
         assert plan.costs == source_of(cost)
         plan.save(cache)
     p3dn, slower = caplog.messages
@@ -233,7 +234,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step)
     assert "expected calculated for cluster p4de" in p3dn
     assert "got costs calculated for cluster p4de" in slower
     # As many ranks as before, or it is another plan, too.
-    _plans(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", PlanningOptions(), cache, 1)
+    plans_for(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", PlanningOptions(), cache, 1)
     assert "planning anew" in caplog.text
 
 
@@ -244,7 +245,7 @@ def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, ca
     for folder in ("now", "later"):
         cost = costs_of(step, tmp_path / folder)
         programs.append(step.program)
-        (plan,) = _plans(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
+        (plan,) = plans_for(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
         plan.save(cache)
     assert [i.milliseconds for i in programs[0].instructions] != [
         i.milliseconds for i in programs[1].instructions

@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.rank_agreement import capture_alike
 from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.grids import few_of
 from tests.planned_steps import StepCase, build_step
@@ -37,18 +38,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(
     lowering: str, cluster: str | None, times: Path, stored: Path | None = None
-) -> tuple[CapturedStep, CostedGraph]:
+) -> tuple[CapturedStep, Step]:
     """-> the step, its layers fused or not; its graph so."""
     step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
     captured = CapturedStep.of(step, inputs, {}, "", times)
     choice = FusedChoice(
         "lancet-dw", PlanningOptions(), lowering, stored, torch.device("cpu"), cluster is None
     )
-    graph = captured.costed(*capture_alike(captured), cluster)
+    graph = captured.costed(capture_alike(captured), cluster)
     return captured, fuse_layers(captured, choice, cluster, graph)
 
 
-def launches(graph: CostedGraph) -> list[float]:
+def launches(graph: Step) -> list[float]:
     """Milliseconds of the fused launches."""
     of = [i for i in graph.program.instructions if i.op.startswith("lancet.fused_experts")]
     return [graph.cost(i, graph.program.tensors) for i in of]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lancet_kernels.optimization.optimize as library
+import lancet_kernels.optimization.planning as library
 from lancet_kernels import UserError
-from lancet_kernels.optimization import captured_step
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite import walk
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.grids import few_of
@@ -66,11 +66,11 @@ def counted_plans():
             program, dear_communication, options, GraphCutter(cut.module, program, dear_communication)
         )
 
-    captured_step.Planner = dear
+    walk.Planner = dear
     try:
         yield planned
     finally:
-        captured_step.Planner = Planner
+        walk.Planner = Planner
 
 
 def write_plan_file(path: Path, kind: str) -> None:
@@ -107,10 +107,10 @@ def test_plan_files(small_step, tmp_path, caplog, kind):
     path = tmp_path / "plan.json"
     arguments = small_step.costed(), "lancet", IN_TWO_PARTS, path, 1
     with counted_plans() as planned:
-        first = library._plans(*arguments)[0]
+        first = library.plans_for(*arguments)[0]
         first.save(path)
         write_plan_file(path, kind)
-        second = library._plans(*arguments)[0]
+        second = library.plans_for(*arguments)[0]
         second.save(path)
     assert first.ranges, "nothing was cut, so no part can be strange"
     assert second.fingerprint == first.fingerprint == Plan.load(path, small_step.program).fingerprint
@@ -126,9 +126,9 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 
     def plan(given: PlanningOptions | None) -> bool:
         """-> whether it was planned anew."""
-        options = library._on_device(given, torch.device("cpu"))
+        options = library.on_device(given, torch.device("cpu"))
         with counted_plans() as planned:
-            library._plans(small_step.costed(), "lancet", options, path, 1)[0].save(path)
+            library.plans_for(small_step.costed(), "lancet", options, path, 1)[0].save(path)
         return bool(planned)
 
     two, three = IN_TWO_PARTS, PlanningOptions(PartitionOptions(most_parts=3))
@@ -141,7 +141,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 
 def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    plan = library._plans(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
+    plan = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
     plan.save(path)
     before = path.read_bytes()
 
@@ -160,11 +160,11 @@ def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
 )
 def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
     path = tmp_path / "plan.json"
-    made = library._plans(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
+    made = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
     made.save(path)
     write_plan_file(path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
-        assert library._plan_of_file(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
+        assert library.plan_of_file(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """A plan in which everything happens (ranges cut, instructions moved, collectives early) trains as before."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder
-from lancet_kernels.schedules.rewrite.realize import check_halves, realize, split_as_planned
+from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, check_halves, walk
 from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size, make_model
@@ -44,9 +46,11 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
         program, slow_link, strategy, PlanningOptions(PartitionOptions(most_parts=3), 1.0), captured.joint
     )
     assert plan.ranges
-    realize(captured.joint, program, plan)
-    came = instruction_order(captured.joint.graph)
-    run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
+    step = Step(captured.joint, program, forward_outputs=captured.forward_outputs)
+    planned = walk(step, plan, PLANNED)
+    came = instruction_order(planned.module.graph)
+    whole = captured.with_graph(planned.module)
+    run = whole.compile(lambda joint, _outputs: walk(replace(planned, module=joint), plan, RUNNING).halves)
 
     assert came == list(plan.order)
     assert any(name.startswith("all_to_all") and name.endswith("_part1") for name in came)
