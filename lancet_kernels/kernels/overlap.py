@@ -1,7 +1,7 @@
 """The expert part of an MoE layer, dispatch to combine, forward and backward, in fused launches.
 
     T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
-    D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
+    D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows that a pass receives
 
 Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights
 -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
@@ -145,14 +145,14 @@ def moe_forward(
     check_pass(exchange, x, routing, experts, config, dense)
     use = exchange.begin()
     exchange.schedule(use, routing.count)
-    pre = x.new_empty(exchange.receive_rows, experts.w1.shape[2])
+    pre = exchange.kept(experts.w1.shape[2])
     hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
     gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
     cut = cut_of(exchange, experts, config, dense, [x, out, *gemms], backward=False)
     # Float32 that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
-    _launch(exchange, use, experts, config, cut, dense, sending, gemms, None, exchange.banks)
+    _launch(exchange, use, experts, config, cut, dense, sending, gemms, None)
     _combine(exchange, use, routing, config, out, None)
     return out, SavedPass(use, pre)
 
@@ -183,7 +183,7 @@ def moe_backward(
         )
     use = backward.begin(saved.use.table)
     # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
-    dh = torch.empty_like(saved.pre)
+    dh = saved.pre.new_empty(forward.receive_rows, saved.pre.shape[1])
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
     made = ExpertGradients(
         torch.empty_like(dy),
@@ -194,14 +194,12 @@ def moe_backward(
         None if experts.b2 is None else torch.empty_like(experts.b2),
     )
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
-    gradients = Gradients(
-        forward.rows.local, saved.use.words, made.dw2, made.db2, made.dw1, made.db1
-    )  # fmt: skip
+    gradients = Gradients(forward.rows.local, made.dw2, made.db2, made.dw1, made.db1)
     cut = cut_of(backward, experts, config, dense, [dy, made.dx, *gemms, *gradients], backward=True)
     columns = triton.cdiv(experts.hidden, cut.columns_in)
     gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
-    _launch(backward, use, experts, config, cut, dense, sending, gemms, gradients, forward.banks)
+    _launch(backward, use, experts, config, cut, dense, sending, gemms, gradients)
     _combine(backward, use, routing, config, made.dx, made.dweight)
     backward.release(use)
     return made
@@ -264,7 +262,6 @@ def _launch(
     sending: Sending,
     gemms: Gemms,
     gradients: Gradients | None,
-    earlier_banks: int,
 ) -> None:
     """The overlap kernel of one direction: a backward with `gradients`."""
     gemm, stage = cut.gemm, exchange.buffers.stage
@@ -279,8 +276,8 @@ def _launch(
         "limit": ALL_TASKS, "BACKWARD": gradients is not None, "ACT": experts.activation,
         "NVSHMEM": exchange.nvshmem, "TMA": cut.tma,
         "BM": gemm.block_m, "BN": gemm.block_n, "BN_IN": cut.columns_in, "BK": gemm.block_k,
-        "BW": triton.next_power_of_2(exchange.world), "BANKS": exchange.banks,
-        "EARLIER_BANKS": earlier_banks, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+        "BW": triton.next_power_of_2(exchange.world), "PUT_ROWS": config.put_rows,
+        "PUT_BLOCK": config.put_block,
     }  # fmt: skip
     if cut.tma:
         runtime.provide_scratch()
@@ -302,8 +299,8 @@ def _combine(
         row_ptr=routing.row, weight_ptr=routing.weight if dweight is None else None, out_ptr=out,
         dweight_ptr=dweight,
         rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,
-        chunks=exchange.chunks, max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
-        BANKS=exchange.banks, NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,
+        max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
+        NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,
         BK=triton.next_power_of_2(choices), BT=config.reduce_tokens, BD=config.reduce_block,
         num_warps=combine.WARPS, maxnreg=combine.REGISTERS,
     )  # fmt: skip

@@ -88,7 +88,11 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
 
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
-    """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
+    """Raise UserError unless rows of a forward pass have the same places in both, which are two."""
+    if forward is backward:
+        raise UserError(
+            "the exchange of the backward", got="that of the forward", expected="another", do="make two"
+        )
     for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows".split():
         if getattr(forward, name) != getattr(backward, name):
             raise UserError(

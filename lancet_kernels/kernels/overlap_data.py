@@ -75,8 +75,8 @@ class DenseGemm:
 
 @dataclass
 class SavedPass:
-    """What the backward needs of a forward pass: its use of the exchange, and the value before the activation
-    [R, H], from which it makes the one after it again. The rows are still in the exchange, or sent again."""
+    """What the backward needs of a forward pass: its use of the exchange, which says where the rows are, and
+    there, in [A, H], the values before the activation, from which it makes those after it again."""
 
     use: Use
     pre: Tensor

@@ -71,7 +71,8 @@ class MoELayer(ExpertsByGlobalId):
         timeout, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer (None: as
             the group's collectives); the most tokens of any pass on a rank, for which memory is allocated
             once (None: those of the first pass; a larger one allocates anew, on all ranks at the same pass);
-            room for how many times the even share of received rows (None: for the most there can be).
+            room for how many times the even share of received rows (None: 1.25 times on average over the
+            passes that wait for their backward, and up to 8 times in one; see `memory`).
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         groups: the ranks that share the experts: a process group, all groups of the job as `Groups`, or a
             DeviceMesh of one dimension, or with a dimension "expert" (and "replica", along which ranks hold

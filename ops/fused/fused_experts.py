@@ -8,12 +8,13 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-A forward pass keeps the rows that it received in a bank of its exchange until its backward. Layers of one
-size share the exchanges: a pass takes one that has a bank to give, and only where none has, another one is
-made. So there are as many banks as passes wait for their backward at once: one for each layer, or two in all
-under activation checkpointing. All ranks run the same passes in the same order, and so take the same ones.
-Exchanges are made for the most tokens: how many there are, and how they are routed, may change from step to
-step and from rank to rank, and nothing is made or agreed upon for it.
+A forward pass keeps the rows that it received in its exchange until its backward: as many as came, of the
+room that the passes of an exchange have together. Layers of one size share the exchanges: a pass takes one
+that can take one more, and only where none can, another one is made. So there is room for as many passes as
+wait for their backward at once: one for each layer, or those of one exchange under activation checkpointing.
+All ranks run the same passes in the same order, and so take the same ones. Exchanges are made for the most
+tokens: how many there are, and how they are routed, may change from step to step and from rank to rank, and
+nothing is made or agreed upon for it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
 _log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEFAULT_FACTOR = 1.25
+"""How many times the even share of rows there is room for in each pass, on average over those that wait."""
+ONE_PASS_FACTOR = 8
+"""How many times the even share may come in one pass, by default: all that can, up to 8 ranks."""
+PASSES_MORE = 6
+"""Passes of each further exchange. With more there were fewer to make, and more room that nobody needs."""
 
 
 class _Alone:
@@ -100,16 +107,18 @@ class FusedMemory:
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
             shared.memory.close(together=False)
 
-    def pool(self, **sizes) -> SharedExchanges:
+    def pool(self, each_pass: int, **sizes) -> SharedExchanges:
         """What layers of these sizes share."""
-        key = tuple(sorted(sizes.items(), key=str))
+        key = (each_pass, *sorted(sizes.items(), key=str))
         if key not in self._pools:
-            self._pools[key] = SharedExchanges(self.memory, f"exchange{len(self._pools)}", sizes)
+            self._pools[key] = SharedExchanges(self.memory, f"exchange{len(self._pools)}", each_pass, sizes)
         return self._pools[key]
 
 
 class SharedExchanges:
-    """The exchanges of all layers of one size; sizes: arguments of `Exchange`. Collective to make and to use.
+    """The exchanges of all layers of one size. Collective to make and to use.
+
+    Args: sizes: arguments of `Exchange`. each_pass: rows that a pass has on average.
 
     Attributes:
         backward: that of all backwards, of which each is over when it ends.
@@ -117,28 +126,38 @@ class SharedExchanges:
         prepared: the kinds of passes whose kernels all ranks have compiled.
     """
 
-    def __init__(self, memory: SymmetricMemory, name: str, sizes: dict[str, Any]) -> None:
-        self.memory, self.name, self.sizes = memory, name, sizes
+    def __init__(self, memory: SymmetricMemory, name: str, each_pass: int, sizes: dict[str, Any]) -> None:
+        self.memory, self.name, self.each_pass, self.sizes = memory, name, each_pass, sizes
         of_rows = {what: sizes[what] for what in ("send_rows", "receive_rows", "width", "dtype")}
         self.buffers = ResultBuffers(memory, f"{name}.buffers", **of_rows)
-        self.backward = self._exchange("backward")
+        self.backward = self._exchange("backward", passes=1)
         self.forward: list[Exchange] = []
         self.prepared: set[tuple] = set()
 
-    def _exchange(self, what: str) -> Exchange:
-        return Exchange(self.memory, f"{self.name}.{what}", buffers=self.buffers, **self.sizes)
+    def _exchange(self, what: str, **more: Any) -> Exchange:
+        return Exchange(self.memory, f"{self.name}.{what}", buffers=self.buffers, **self.sizes, **more)
 
     def for_a_pass(self) -> Exchange:
-        """A forward exchange with a bank to give."""
+        """A forward exchange that can take one more. The first one has passes for the room of the longest."""
         for exchange in self.forward:
-            if exchange.has_free_bank:
+            if exchange.has_free_place:
                 return exchange
-        self.forward.append(self._exchange(f"forward{len(self.forward)}"))
+        passes, room = self.next_size()
+        self.forward.append(self._exchange(f"forward{len(self.forward)}", passes=passes, room=room))
         return self.forward[-1]
+
+    def next_size(self) -> tuple[int, int]:
+        """Passes and room of the exchange that is made next.
+
+        Example: rows of at most 800 in a pass, 125 on average: 6 passes with 800 rows, then the same again.
+        """
+        longest = self.sizes["receive_rows"]
+        passes = PASSES_MORE if self.forward else max(2, longest // max(1, self.each_pass))
+        return passes, max(longest, passes * self.each_pass)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory, on this rank."""
+        """Bytes of all of them, on this rank."""
         return self.buffers.nbytes + sum(exchange.nbytes for exchange in (self.backward, *self.forward))
 
 
@@ -146,22 +165,24 @@ class LayerMemory(NamedTuple):
     """What fused layers of one size take on this rank, in bytes.
 
     Attributes:
-        shared: symmetric memory of all of them together, by now.
-        of_pass: of each pass, from its forward to its backward.
-        banks: of rows received, of forward passes; one for each that has waited for its backward at once.
-        receive_rows: room in a bank.
+        shared: of all of them together, by now.
+        while_running: more while a pass runs, at most.
+        passes: how many there is room for at once, from forward to backward.
+        room: rows that they may have together. receive_rows: the most of one.
     """
 
     shared: int
-    of_pass: int
-    banks: int
+    while_running: int
+    passes: int
+    room: int
     receive_rows: int
 
     def __str__(self) -> str:
-        shared, of_pass = (f"{size / 2**30:.2f} GiB" for size in self[:2])
+        shared, more = (f"{size / 2**30:.2f} GiB" for size in self[:2])
         return (
-            f"{shared} shared by all layers of this size ({self.banks} banks with room for "
-            f"{self.receive_rows} rows each), {of_pass} of each pass until its backward"
+            f"{shared} shared by all layers of this size, for {self.passes} passes that wait for their "
+            f"backward with {self.room} rows together, {self.receive_rows} at most in one; {more} more while "
+            "one runs"
         )
 
 
@@ -173,28 +194,34 @@ class LayerExchange:
         max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
             more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
-            many; None: for the most that there can be. A pass that needs more raises UserError.
+            many; None: DEFAULT_FACTOR times on average over the passes of an exchange, and up to
+            ONE_PASS_FACTOR times in one. A pass that needs more raises UserError on every rank.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
         config: tiles and grid of the launches; None: a default for the device.
 
-    Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
-    received at most (W * max_tokens * min(K, L), or receive_factor * S)
+    Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R
+    rows received at most in a pass (receive_factor * S, by default 8 * S; never more than the worst case,
+    W * max_tokens * min(K, L)), A room for rows in an exchange (R, or receive_factor, by default 1.25, times
+    S for each of its passes, if that is more)
 
-        of each pass, to its backward   R * D, R * H       rows received, values before the activation
-        of all layers together          (2 * R + S) * D    rows of dy received, results that came back
-        while a launch runs             R * F, in a backward R * (H + F)
+        of each exchange         A * (D + H)      rows received, values before the activation, to the backward
+        of all layers together   (R + S) * D      rows of dy received, results that came back
+        while a launch runs      R * F, in a backward R * (H + F)
 
     besides 4 bytes for each row received, 28 for each choice (of the routing) and some words for each tile.
-    Rows received lie in banks, of which there are as many as passes have ever waited for their backward at
-    once, rounded up to two: two in all under activation checkpointing. A pass keeps no rows to send.
+    The first exchange has room for 2 passes or more, each further one for 6: made when so many have waited
+    for their backward at once. Under activation checkpointing the first is all. A pass takes what came of its
+    exchange's room, where no other one lies (`schedule.py`). It keeps no rows to send.
     Values after the activation are computed again in the backward, where those before it are at hand for the
     gradient; the gradient of the combine weights needs no results (`kernels.reference.tiles`).
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 
-    Example: bfloat16, swiglu, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for each
-    layer.
+    Example: Qwen3-30B-A3B on 8 GPUs (D 2048, F 768, K 8), bfloat16, 8,192 tokens: S = 65,536, R = A = 8 S.
+    An exchange is 3.8 GB, for 6 passes on average; dy and results 2.4 GB, and 2.4 GB more while a backward
+    runs: 8.6 GB under activation checkpointing, 35 GB for 48 layers without; balanced rows of these alone are
+    22.5 GB. With receive_factor=1.25 it is 2.2 GB, and 30 GB, and one pass may bring 1.25 S.
     """
 
     def __init__(
@@ -250,10 +277,11 @@ class LayerExchange:
         config = self.config or default_overlap_config(
             self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
         )
-        send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
+        send_rows, worst = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
+        receive_rows, each_pass = self._room(send_rows, worst)
         with self._enough_memory(send_rows, receive_rows, like.dtype):
             shared = memory.pool(
-                send_rows=send_rows, receive_rows=receive_rows, width=self.width, dtype=like.dtype,
+                each_pass, send_rows=send_rows, receive_rows=receive_rows, width=self.width, dtype=like.dtype,
                 local_experts=self.local_experts, chunk_rows=config.gemm.block_m, timeout_s=self.timeout_s,
             )  # fmt: skip
         self._shared[key] = memory, shared, config
@@ -262,54 +290,61 @@ class LayerExchange:
     def forward_exchange(self, shared: SharedExchanges) -> Exchange:
         """The exchange of the next forward pass. Raises: UserError where memory for it does not fit."""
         sizes = shared.sizes
-        with self._enough_memory(sizes["send_rows"], sizes["receive_rows"], sizes["dtype"]):
-            return shared.for_a_pass()
+        with self._enough_memory(sizes["send_rows"], shared.next_size()[1], sizes["dtype"]):
+            exchange = shared.for_a_pass()
+            exchange.kept(input_width(self.activation, self.hidden))
+            return exchange
 
     @contextmanager
-    def _enough_memory(self, send_rows: int, receive_rows: int, dtype: torch.dtype) -> Iterator[None]:
+    def _enough_memory(self, send_rows: int, room: int, dtype: torch.dtype) -> Iterator[None]:
         """Say what to set where memory does not fit."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            bank = receive_rows * self.width * dtype.itemsize
+            size = room * (self.width + input_width(self.activation, self.hidden)) * dtype.itemsize
             raise UserError(
                 f"memory for the rows that {current_layer() or 'a fused layer'} receives",
-                got=f"room for {receive_rows} rows in each of two more banks, {bank / 2**30:.2f} GiB each",
+                got=f"room for {room} rows more, {size / 2**30:.2f} GiB",
                 expected="what fits on the GPU",
-                do=f"set receive_factor (2 allots {2 * send_rows} rows a bank) or max_tokens, or checkpoint "
-                "activations, so that fewer passes keep rows",
+                do=f"set receive_factor (1.25 allots {math.ceil(1.25 * send_rows)} rows a pass) or "
+                "max_tokens, or checkpoint activations, so that fewer passes keep rows",
             ) from error
 
     def _most_rows(
         self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
     ) -> tuple[int, int]:
-        """How many rows any rank may send, and receive. Collective: ranks may have different numbers.
+        """How many rows any rank may send, and receive at worst. Collective: ranks may differ.
 
-        Example: 4 ranks, 2 experts each, 100 tokens, top-3, dropless: 300 and 4 * 100 * 2 = 800; with
-        receive_factor = 1.5: 450.
+        Example: 4 ranks, 2 experts each, 100 tokens, top-3, dropless: 300 and 4 * 100 * 2 = 800.
         """
         tokens = memory.largest(max(num_tokens, self.max_tokens or 0, 1))
         # A capacity grows with the tokens, and is that of the rank with the most of them.
         capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0)
-        return tokens * num_choices, self._received(memory.world, tokens, num_choices, capacity)
+        return tokens * num_choices, self._worst(memory.world, tokens, num_choices, capacity)
 
-    def _received(self, world: int, tokens: int, num_choices: int, capacity: int) -> int:
-        receive = world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
-        if self.receive_factor is not None:
-            receive = min(receive, math.ceil(self.receive_factor * tokens * num_choices))
-        return receive
+    def _worst(self, world: int, tokens: int, num_choices: int, capacity: int) -> int:
+        return world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
+
+    def _room(self, send_rows: int, worst: int) -> tuple[int, int]:
+        """Rows received: room for so many in one pass, and on average. Of `_most_rows`.
+
+        Example: 300 and 800: 800 and 375; with receive_factor = 1.5: 450 and 450.
+        """
+        factor = DEFAULT_FACTOR if self.receive_factor is None else self.receive_factor
+        each = min(worst, math.ceil(factor * send_rows))
+        return (min(worst, ONE_PASS_FACTOR * send_rows) if self.receive_factor is None else each), each
 
     def kept_bytes(self, like: Tensor, num_choices: int, capacity: int) -> int:
-        """Bytes of a pass from its forward to its backward: R * H, and R * D of rows received.
+        """Bytes of a pass from forward to backward, on average: rows, and values before the activation.
 
-        The latter are one bank of the layer; the others are there, too. Args: as of `of`, with as many tokens
-        on every rank, or max_tokens.
+        Args: as of `of`, with as many tokens on every rank, or max_tokens.
         """
         tokens = max(like.shape[0], self.max_tokens or 0)
         capacity = -(-capacity * tokens // max(like.shape[0], 1))
-        received = self._received(group_size(self.group), tokens, num_choices, capacity)
+        worst = self._worst(group_size(self.group), tokens, num_choices, capacity)
+        _, each_pass = self._room(tokens * num_choices, worst)
         columns = input_width(self.activation, self.hidden) + self.width
-        return received * columns * like.element_size()
+        return each_pass * columns * like.element_size()
 
     def memory(self) -> LayerMemory:
         """What it takes. Raises UserError before the first pass, from whose tokens the sizes follow."""
@@ -321,11 +356,13 @@ class LayerExchange:
                 do="run a forward first: sizes follow from its tokens",
             )
         _, shared, _ = list(self._shared.values())[-1]
-        received, columns = shared.sizes["receive_rows"], input_width(self.activation, self.hidden)
+        received = shared.sizes["receive_rows"]
+        columns = input_width(self.activation, self.hidden) + self.hidden
         return LayerMemory(
             shared.nbytes,
             received * columns * shared.sizes["dtype"].itemsize,
-            sum(exchange.banks for exchange in shared.forward),
+            sum(exchange.passes for exchange in shared.forward),
+            sum(exchange.room for exchange in shared.forward),
             received,
         )
 

@@ -21,6 +21,7 @@ from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
+    base_of,
     bias_result,
     expert_of_tile,
     finish_ready,
@@ -89,7 +90,7 @@ def _store_tile(
 
 @gluon.jit
 def _finish_forward(
-    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, BM: gl.constexpr,
+    acc, pre_ptr, hidden_ptr, row, base, m_row, bias_ptr, n0, F, ACT: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
@@ -98,7 +99,7 @@ def _finish_forward(
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(2 if PAIR else 4):
         n = n0 + q * WIDTH
-        p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, row, 2 * F if PAIR else F)
+        p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, base + row, 2 * F if PAIR else F)
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if bias_ptr is not None:
             value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
@@ -116,7 +117,7 @@ def _finish_forward(
 
 @gluon.jit
 def _finish_backward(
-    acc, pre_ptr, dh_ptr, activated_ptr, row, b_weight, m_row, n0, F, ACT: gl.constexpr,
+    acc, pre_ptr, dh_ptr, activated_ptr, row, base, b_weight, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN backward: what `gemm.backward_tile` makes of acc. -> float32 [BM], as there.
@@ -132,7 +133,7 @@ def _finish_backward(
         halves = eighths[i // 2 % 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
         H = 2 * F if ACT == "swiglu" else F
-        p_pre, p_dh = _rows(pre_ptr, row, H), _rows(dh_ptr, row, H)
+        p_pre, p_dh = _rows(pre_ptr, base + row, H), _rows(dh_ptr, row, H)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
         # What is needed longest comes last: most registers hold accumulators.
         if ACT == "swiglu":
@@ -198,22 +199,23 @@ def _finish_in(
     D, F, R = sizes.D, sizes.F, sizes.R
     local, _, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
     m0, n0 = m * BM, task.n * blocks.BN_IN
+    base = base_of(of_pass, False)
     if BACKWARD:
         SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = first_row + i
         i_weight = m0 + _row_indices(BM, SLICE, 8)
-        p_weight = arrivals.weights + (gl.load(of_pass.words) % blocks.BANKS) * R + first_row + i_weight
+        p_weight = arrivals.weights + first_row + i_weight
         b_weight = gl.load(p_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
-            acc, gemms.pre, gemms.hidden, gemms.activated, row, b_weight, i < rows, n0, F, ACT, BM, BN,
+            acc, gemms.pre, gemms.hidden, gemms.activated, row, base, b_weight, i < rows, n0, F, ACT, BM, BN,
             NARROW, SLICE,
         )  # fmt: skip
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if gemms.bias_in is not None:
             if task.n == 0:
-                p_row = arrivals.rows + ((gl.load(of_pass.words) % blocks.BANKS) * R + row) * D
+                p_row = arrivals.rows + row.to(gl.int64) * D
                 dots = _add_row_dots(dots, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
         gl.store(gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
     else:
@@ -223,8 +225,9 @@ def _finish_in(
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
         _finish_forward(
-            acc, gemms.pre, gemms.hidden, first_row + i, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS, QUARTER
-        )
+            acc, gemms.pre, gemms.hidden, first_row + i, base, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS,
+            QUARTER,
+        )  # fmt: skip
     device.fence_tma(True)
     finish_ready(task.index, of_pass)
 
@@ -252,13 +255,13 @@ def _finish_out(
             )  # fmt: skip
     return_tile(
         task.index, m, task.n, expert, first_row, epoch, of_pass, sizes, returns, None,
-        BACKWARD, False, blocks.BANKS, BM, BN,
+        BACKWARD, False, BM, BN,
     )  # fmt: skip
 
 
 @gluon.jit
 def _finish_wgrad(
-    acc, task, sound, epoch, of_pass, sizes, arrivals, gemms, gradients, blocks,
+    acc, task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks,
     ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: the tile, and the bias gradient with m = 0; NaN if its rows did not come."""
@@ -266,7 +269,7 @@ def _finish_wgrad(
     BN: gl.constexpr = blocks.BN
     sizes = opaque_sizes(sizes)
     rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, sizes.rank * sizes.L + task.index)
-    _, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
+    _, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
     dw_ptr = wgrad_result(task, A, B, gradients)
     m0, n0 = task.m * BM, task.n * BN
     if sound != 0:
@@ -274,7 +277,7 @@ def _finish_wgrad(
         _store_tile(acc, dw_ptr + i.to(gl.int64) * B, i < A, None, n0, B, BM, BN, ROWS, QUARTER)
         if gradients.bias_in is not None:
             if task.m == 0:
-                p_weight = arrivals.weights + (epoch % blocks.BANKS) * sizes.R + first_row
+                p_weight = arrivals.weights + first_row
                 weighted = gl.where(task.which == 0, rows, 0)
                 _store_bias_gradient(
                     bias_result(task, B, gradients), dy_ptr, p_weight, weighted, rows, n0, B, BN, WARPS
@@ -341,7 +344,7 @@ def consume(
         if BACKWARD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, task, sound, epoch, of_pass, sizes, arrivals, gemms, gradients, blocks,
+                    acc, task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks,
                     ROWS, QUARTER, WARPS,
                 )  # fmt: skip
         if problems_ptr is not None:

@@ -54,18 +54,18 @@ def _put_rows(
 
 @gluon.jit
 def _put_chunk(
-    expert, m, epoch, of_pass, sizes, sending, arrivals, ring, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
-    BM: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
+    expert, m, epoch, of_pass, sizes, sending, arrivals, ring, BACKWARD: gl.constexpr, BM: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """PUT, as `put_chunk` does it, through the ring."""
     peer = expert // sizes.L
-    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BANKS):
+    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BACKWARD):
         # Read again, not kept while waiting.
         sizes = opaque_sizes(sizes)
         epoch, expert = opaque(epoch), opaque(expert)
         peer = expert // sizes.L
-        begin, end, row, first_send, signal = chunk_rows(expert, m, epoch, sizes, of_pass.table, BANKS, BM)
+        begin, end, row, first_send, signal = chunk_rows(expert, m, sizes, of_pass.table, BACKWARD, BM)
         send = first_send + begin
         _put_rows(
             device.remote_pointer(arrivals.rows, arrivals.rows_peers, peer) + (row + begin) * sizes.D,
@@ -82,9 +82,9 @@ def _put_chunk(
 
 @gluon.jit
 def copy(
-    of_pass, sizes, sending, arrivals, num_puts, ring, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
-    BM: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    COUNTER: gl.constexpr, WARPS: gl.constexpr,
+    of_pass, sizes, sending, arrivals, num_puts, ring, BACKWARD: gl.constexpr, BM: gl.constexpr,
+    PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, COUNTER: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """The partition of the copy warps: all puts."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
@@ -96,6 +96,6 @@ def copy(
         expert, m = put_task(i, of_pass, here)
         _put_chunk(
             expert, m, gl.load(of_pass.words), of_pass, here, sending, arrivals, ring,
-            BACKWARD, BANKS, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
+            BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
         )  # fmt: skip
         i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)

@@ -111,7 +111,7 @@ def _start(
         )),
         (copy, (
             of_pass, sizes, sending, arrivals, num_puts, ring,
-            BACKWARD, blocks.BANKS, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, COPY_COUNTER, COPY_WARPS,
+            BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, COPY_COUNTER, COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
 
@@ -128,7 +128,7 @@ def gluon_overlap_kernel(
     rank, W, L, D, F, R, tiles, chunks, max_polls, num_problems, dense_tiles, limit,
     BACKWARD: gl.constexpr, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
+    PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
     COPY_WARPS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def gluon_overlap_kernel(
         of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
         rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
         Sizes(rank, W, L, D, F, H, R, tiles, chunks, max_polls),
-        Blocks(BM, BN, BN_IN, BK, BW, BANKS, EARLIER_BANKS),
+        Blocks(BM, BN, BN_IN, BK, BW),
         num_problems, dense_tiles, limit, BACKWARD, ACT, PUT_ROWS, PUT_BLOCK, STAGES, PUT_SLOTS, TASKS, WARPS,
         COPY_WARPS, COPY_REGISTERS,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
     READY_WORDS,
+    base_of,
     expert_of_tile,
     wait_expert,
     wait_ready,
@@ -45,12 +46,12 @@ def _load_in(
     local, expert, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
     D, F = sizes.D, sizes.F
     here = wait_rows(
-        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, False, True, blocks.BANKS, blocks.BM,
-        blocks.BW, gl.arange(0, blocks.BW, lanes),
+        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, False, True, blocks.BM, blocks.BW,
+        gl.arange(0, blocks.BW, lanes),
     )  # fmt: skip
     if here:
         steps = gl.cdiv(D, blocks.BK)
-        row = (epoch % blocks.BANKS).to(gl.int32) * sizes.R + first_row + m * blocks.BM
+        row = base_of(of_pass, BACKWARD) + first_row + m * blocks.BM
         n0 = task.n * blocks.BN_IN
         j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, 1, TASKS, 1)
         if BACKWARD:
@@ -122,7 +123,7 @@ def _load_across(
 
 @gluon.jit
 def _load_wgrad(
-    it, j, task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
+    it, j, task, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
     STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
@@ -133,7 +134,7 @@ def _load_wgrad(
     here = wait_expert(
         rows, first_tile, sound, of_pass, sizes, blocks, True, gl.arange(0, READY_WORDS, lanes)
     )  # fmt: skip
-    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
+    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
     steps = gl.where(here, gl.cdiv(rows, blocks.BK), 0)
     return _load_across(
         it, j, task, x_ptr, dy_ptr, rows, A, B, steps, here.to(gl.int32), rings, views, blocks, STAGES, TASKS
@@ -180,8 +181,8 @@ def produce(
         if BACKWARD:
             if task.kind == WGRAD:
                 it, j = _load_wgrad(
-                    it, j, task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views,
-                    blocks, STAGES, TASKS,
+                    it, j, task, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
+                    STAGES, TASKS,
                 )  # fmt: skip
         if problems_ptr is not None:
             if task.kind == DENSE:

@@ -1,7 +1,8 @@
 """What the overlap kernels are given, and hand on: named tuples of pointers and sizes.
 
     W  PEs, L experts on each, E = W * L    D  model width    F  hidden width    H  F, or 2F for swiglu
-    T  tokens here    K  choices per token    S  most rows sent    R  most rows received    B  banks
+    T  tokens here    K  choices per token    S  most rows sent    R  most rows that a pass receives
+    A  rows that all open passes have together
 
 A pointer that a launch has no use for is None, which is known when the kernel is compiled. Integers are
 arguments of their own, and become `Sizes` inside the kernel: in a tuple Triton would compile another variant
@@ -30,15 +31,13 @@ class Sizes(NamedTuple):
 
 class Blocks(NamedTuple):
     """Constants of the variant: tiles are [BM, BN], those of the first GEMM [BM, BN_IN], steps BK; BW: a
-    power of two, W or more; BANKS: of the exchange; EARLIER_BANKS: of the forward's, in a backward."""
+    power of two, W or more."""
 
     BM: Any
     BN: Any
     BN_IN: Any
     BK: Any
     BW: Any
-    BANKS: Any
-    EARLIER_BANKS: Any
 
 
 class PassState(NamedTuple):
@@ -57,8 +56,8 @@ class PassState(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Where rows arrive, in symmetric memory: rows [B, R, D]; weights [B, R], float32, in a backward;
-    arrived [B, tiles, W] and released [B, W], int64. peers: tables of their addresses."""
+    """Where rows arrive, in symmetric memory: rows [A, D], in a backward [R, D] with weights [R], float32;
+    arrived [tiles, W] and released [W], int64. peers: tables of their addresses."""
 
     rows: Any
     rows_peers: Any
@@ -71,7 +70,7 @@ class Arrivals(NamedTuple):
 
 class Returns(NamedTuple):
     """Where results come back, in symmetric memory: rows [S, D]; dots [S], float32, gradients of the rows'
-    weights; returned [B, chunks], int64. spoiled: int64 [1], of this PE."""
+    weights; returned [chunks], int64. spoiled: int64 [1], of this PE."""
 
     rows: Any
     rows_peers: Any
@@ -102,9 +101,10 @@ class Sending(NamedTuple):
 class Gemms(NamedTuple):
     """The two GEMMs of an expert, in the order of the direction.
 
-    Forward: weight_in [L, D, H], bias_in [L, H], pre [R, H], hidden [R, F], weight_out [L, F, D], bias_out
-    [L, D]. Backward: weight_in [L, F, D], bias_in [L, D], pre [R, H], hidden [R, H] (dh), weight_out
+    Forward: weight_in [L, D, H], bias_in [L, H], pre [A, H], hidden [R, F], weight_out [L, F, D], bias_out
+    [L, D]. Backward: weight_in [L, F, D], bias_in [L, D], pre [A, H], hidden [R, H] (dh), weight_out
     [L, D, H], activated [R, F] (the forward's hidden again, weighted), row_dots [columns, R], float32.
+    Values of `pre` lie where the forward's rows do.
     """
 
     weight_in: Any
@@ -118,11 +118,10 @@ class Gemms(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Pointers of a backward: saved_rows, the rows of the forward, in the bank of its epoch (earlier_words),
-    and where the gradients of weights and biases go, like these."""
+    """Pointers of a backward: saved_rows [A, D], where rows of forwards lie, and where the gradients of
+    weights and biases go, like these."""
 
     saved_rows: Any
-    earlier_words: Any
     weight_in: Any
     bias_in: Any
     weight_out: Any

@@ -9,7 +9,7 @@ warps on a multiprocessor have 64 KB on their way (each thread 16 bytes of up to
 some 4 us.
 
 Why it ends. Its programs wait for tiles of peers only, whose launches wait for nothing that it makes: the
-next use of a bank stands behind it in the stream. The grid is small, so that PEs that share a GPU leave room
+next pass stands behind it in the stream. The grid is small, so that PEs that share a GPU leave room
 for each other's launches.
 """
 
@@ -27,11 +27,11 @@ PROGRAMS, WARPS = 4, 4
 REGISTERS = 128
 
 
-@triton.jit(do_not_specialize=["rank", "W", "L", "T", "chunks", "max_polls", "limit"])
+@triton.jit(do_not_specialize=["rank", "W", "L", "T", "max_polls", "limit"])
 def combine_results_kernel(
     of_pass, returns, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
-    rank, W, L, D, T, chunks, max_polls, limit,
-    K: tl.constexpr, BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    rank, W, L, D, T, max_polls, limit,
+    K: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
@@ -48,7 +48,6 @@ def combine_results_kernel(
     BACKWARD: tl.constexpr = dweight_ptr is not None
     # So many choices of a token are unrolled: all their rows are on their way before the first is added.
     UNROLLED: tl.constexpr = BK if BK < 8 else 8
-    bank = tl.load(of_pass.words) % BANKS
     word = device.word(tl.load(of_pass.words), 0)
     sound = (device.failed(of_pass.report) == 0) & (tl.load(of_pass.table + VOID) == 0)
     first_kept = tl.where(sound, 0, 0x7FFFFFFF)
@@ -63,7 +62,7 @@ def combine_results_kernel(
         expert = tl.load(expert_ptr + t * K + k, mask=kept, other=0).to(tl.int32)
         _, before, first_send = segment(of_pass.table, W, W * L, rank, expert, kept)
         m = (before + row - first_send) // BM
-        index = bank.to(tl.int32) * chunks + chunk_number(first_send, before, expert, m, BM)
+        index = chunk_number(first_send, before, expert, m, BM)
         device.wait_all(
             returns.returned + index, kept, word, max_polls, of_pass.report, rank, expert // L,
             WAIT_RESULTS, index, BT * BK, NVSHMEM,

@@ -1,30 +1,33 @@
-"""Where do rows land on a peer, and when may they be overwritten? Regions, signals and credits of one layer.
+"""Where do rows land on a peer, and when may they be overwritten? Regions and signals of some passes.
 
-    W  PEs, L experts on each, E = W * L    D  width    B  banks
-    S  most rows that a PE sends            R  most rows that a PE receives
+    W  PEs, L experts on each, E = W * L    D  width
+    S  most rows that a PE sends    R  most rows that a pass receives    A  those of all open passes together
 
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
-    rows     [B, R, D]            rows received, by local expert, then source, then slot
-    arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
-    results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
-    dots     [S]                  in a backward: gradients of the weights of these rows, float32
-    returned [B, chunks]          word(epoch, 0): the results of that chunk are here
-    counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
-    released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
+    rows     [A, D]           rows received, by pass, local expert, source, slot
+    arrived  [tiles, W]       word(epoch, 0): what source w sends into that tile of rows is here
+    row_weights [R]           in a backward: what each of these rows counts in its token's sum, float32
+    results  [S, D]           what the experts made of the rows that this PE sent, in the order of sending
+    dots     [S]              in a backward: gradients of the weights of these rows, float32
+    returned [chunks]         word(epoch, 0): the results of that chunk are here
+    counts   [2, W, E + 2]    rows of PE w for every expert, and where on w there is room for its own;
+                              counted [2, W]: word(epoch, 0): they are here
+    released [W]              word(epoch, 0): PE w is through with its backward of that epoch
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
-                                  results with their dots, on their way out
+                              results with their dots, on their way out
 
-A use of the exchange (a forward pass with its backward, or one of the two alone) has an epoch, 1, 2, 3, ...,
-and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts or rows
-of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks nor a
-credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the
-source sends those in a launch behind the one that read its last results. That holds for passes through any
-exchange, so all layers have one region of results (`ResultBuffers`).
+A use of the exchange (a forward pass with its backward, or one backward) has an epoch, 1, 2, 3, ... Signals
+only grow and nothing is zeroed in flight. Whatever a PE puts to a peer, the peer has said before that it is
+there: in a forward by its counts of that epoch, which come behind all that it did before and say where it
+has room; in a backward by releasing the one before, since all backwards put their rows to the same place.
+A PE returns results of an epoch only after it saw the source's rows of that epoch, and the source sends those
+in a launch behind the one that read its last results. That holds for passes through any exchange, so all
+layers have one region of results (`ResultBuffers`). All of it needs passes one behind the other, in one
+stream, or in streams that wait for each other.
 
-The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
-that no more than B uses are open, since another one would wait for a release that comes after it.
+The epoch lives in device memory, and so does what rows are taken: a captured CUDA graph counts on in every
+replay. The host only checks that no more uses are open than there are places to note their rows in.
 
 Nothing here depends on how many tokens there are, as long as they send at most S rows and the experts of
 each PE receive at most R.
@@ -53,6 +56,8 @@ from lancet_kernels.kernels.protocol.failure import (
     timed_out,
 )
 from lancet_kernels.kernels.protocol.schedule import (
+    COUNT_BANKS,
+    COUNT_WORDS,
     TILES_AT_ONCE,
     exchange_counts_kernel,
     most_chunks,
@@ -71,19 +76,21 @@ class Use:
     """One pass through the exchange: its epoch, counters and table, in fresh device memory.
 
     Attributes:
-        bank: epoch % B, as the host counts.
+        place: which of the open uses it is.
         words: int64 [8], the epoch, then counters of claims.
         ready: int64 [tiles], finished column tiles of the first GEMM by tile.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
+        backward: of a forward that has another use.
     """
 
-    bank: int
+    place: int
     words: Tensor
     ready: Tensor
     done: Tensor
     table: Tensor
+    backward: bool
     open: bool = True
 
 
@@ -144,7 +151,8 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
-        banks: B, how many uses may be open at once, plus none: forward passes before their backward.
+        passes: how many uses may be open at once: forward passes before their backward.
+        room: A; None: R for each of them.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
 
@@ -163,30 +171,36 @@ class Exchange:
         width: int,
         dtype: torch.dtype,
         chunk_rows: int,
-        banks: int = 2,
+        passes: int = 2,
+        room: int | None = None,
         buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if banks < 1:
-            raise UserError("banks", got=banks, expected="at least 1", do="one for each pass open at once")
-        self.memory, self.name, self.banks, self.timeout_s = memory, name, banks, timeout_s
+        if passes < 1:
+            raise UserError("passes", got=passes, expected="at least 1", do="one for each open at once")
+        self.memory, self.name, self.passes, self.timeout_s = memory, name, passes, timeout_s
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
-        self.rows = self._region("rows", (banks, receive_rows, width), dtype)
-        self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
+        self.room = passes * receive_rows if room is None else room
+        self.rows = self._region("rows", (self.room, width), dtype)
+        self.row_weights = self._region("weights of rows", (receive_rows,), torch.float32)
         self.buffers = buffers or ResultBuffers(
             memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
         )
         self.results = self.buffers.results
-        self.arrived = self._region("arrived", (banks, self.tiles, self.world))
-        self.returned = self._region("returned", (banks, self.chunks))
-        self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
+        self.arrived = self._region("arrived", (self.tiles, self.world))
+        self.returned = self._region("returned", (self.chunks,))
+        banks, words = COUNT_BANKS.value, experts + COUNT_WORDS
+        self.counts = self._region("counts", (banks, self.world, words), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
-        self.released = self._region("released", (banks, self.world))
+        self.released = self._region("released", (self.world,))
+        # Of each open use the rows [begin, end) that it has here.
+        self.taken = torch.zeros(passes, 2, dtype=torch.int32, device=memory.device)
+        self._kept: dict[int, Tensor] = {}
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.arrivals = Arrivals(
             self.rows.local, self.rows.peers, self.row_weights.local, self.row_weights.peers,
@@ -201,12 +215,12 @@ class Exchange:
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.begun = 0
-        # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
+        # By place: whose it is, and the words to release should that use have been dropped.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        rows = [self.banks, self.receive_rows, self.width]
+        rows = [self.room, self.width]
         return (
             f"Exchange({self.name}, PE {self.rank} of {self.world}, symmetric memory: {self.memory.kind}, "
             f"{dtype} rows {rows}, sends {self.send_rows})"
@@ -217,7 +231,7 @@ class Exchange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own regions, on this PE."""
+        """Bytes of its own regions, and of what forwards keep beside rows, on this PE."""
         own = (
             self.rows,
             self.row_weights,
@@ -227,32 +241,45 @@ class Exchange:
             self.counted,
             self.released,
         )
-        return sum(region.local.nbytes for region in own)
+        kept = sum(tensor.nbytes for tensor in self._kept.values())
+        return kept + sum(region.local.nbytes for region in own)
+
+    def kept(self, columns: int) -> Tensor:
+        """[A, columns], of this PE alone: what forwards keep of each row beside it. One for all layers."""
+        if columns not in self._kept:
+            self._kept[columns] = torch.empty(
+                self.room, columns, dtype=self.dtype, device=self.memory.device
+            )  # fmt: skip
+        return self._kept[columns]
+
+    def _free_place(self) -> int | None:
+        """A place of no use, or of one that was dropped."""
+        for place in range(self.passes):
+            if place not in self._open or self._open[place][0]() is None:
+                return place
+        return None
 
     @property
-    def has_free_bank(self) -> bool:
-        """Is the bank of the next use free, or was its user dropped?"""
-        holder = self._open.get((self.begun + 1) % self.banks)
-        return holder is None or holder[0]() is None
+    def has_free_place(self) -> bool:
+        """Can one more use be opened?"""
+        return self._free_place() is not None
 
     def begin(self, table: Tensor | None = None) -> Use:
-        """Open the next use. Raises UserError if its bank is still taken by a use that was not released.
+        """Open the next use. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
+        place = self._free_place()
+        if place is None or (table is not None and place > 0):
+            raise UserError(
+                f"forward passes through {self.name} before a backward",
+                got=f"one more while {len(self._open)} wait for their backward",
+                expected=f"at most {self.passes} open at once (its passes)",
+                do="run a backward first, use torch.no_grad(), or make it for more passes",
+            )
+        if place in self._open:
+            self._give_back(place, self._open[place][1], backward=table is not None)
         self.begun += 1
-        bank = self.begun % self.banks
-        if bank in self._open:
-            holder, words = self._open[bank]
-            if holder() is not None:
-                self.begun -= 1
-                raise UserError(
-                    f"forward passes through {self.name} before a backward",
-                    got=f"one more while pass {self.begun + 1 - self.banks} still waits for its backward",
-                    expected=f"at most {self.banks} open at once (its banks)",
-                    do="run that backward first, use torch.no_grad(), or make more banks",
-                )
-            self._send_release(words)
         self._epoch += 1
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
@@ -260,12 +287,13 @@ class Exchange:
         first_done = -(-self.tiles // 2) * 2
         counters = words.new_zeros(first_done + self.tiles)
         ready, done = counters[: self.tiles], counters[first_done:]
+        backward = table is not None
         if table is None:
             experts = self.world * self.local_experts
             size = table_words(self.world, experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(bank, words, ready, done, table)
-        self._open[bank] = weakref.ref(use), words
+        use = Use(place, words, ready, done, table, backward)
+        self._open[place] = weakref.ref(use), words
         return use
 
     def schedule(self, use: Use, count: Tensor) -> None:
@@ -274,20 +302,22 @@ class Exchange:
         Launched before the passes' own kernel. It waits for the counts of every PE.
         """
         experts = self.world * self.local_experts
-        blocks = {"BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(self.world)}
         launch(
             exchange_counts_kernel, (1,),
             use_ptr=use.words, kept_ptr=count, counts_ptr=self.counts.local,
             counts_peers_ptr=self.counts.peers, counted_ptr=self.counted.local,
-            counted_peers_ptr=self.counted.peers, released_ptr=self.released.local, table_ptr=use.table,
-            report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
-            max_polls=self.max_polls(),
-            BANKS=self.banks, NVSHMEM=self.nvshmem, BM=self.chunk_rows, **blocks, num_warps=4,
+            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken,
+            own_taken_ptr=self.taken[use.place], table_ptr=use.table, report_ptr=self.report,
+            rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows, A=self.room,
+            passes=self.passes, max_polls=self.max_polls(), NVSHMEM=self.nvshmem, BM=self.chunk_rows,
+            BE=triton.next_power_of_2(experts + COUNT_WORDS), BW=triton.next_power_of_2(self.world),
+            BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 4},
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            chunks=self.chunks, BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
+            chunks=self.chunks, BM=self.chunk_rows, BT=TILES_AT_ONCE, BE=triton.next_power_of_2(experts),
+            BW=triton.next_power_of_2(self.world), num_warps=4,
         )  # fmt: skip
 
     def state(self, use: Use) -> PassState:
@@ -295,9 +325,9 @@ class Exchange:
         return PassState(use.words, use.table, use.ready, use.done, self.report)
 
     def release(self, use: Use) -> None:
-        """Tell every PE that this one is through with the rows and results of the use; again is harmless."""
+        """This PE is through with the rows and results of the use; again is harmless."""
         if use.open:
-            holder = self._open.get(use.bank)
+            holder = self._open.get(use.place)
             if holder is None or holder[0]() is not use:
                 raise UserError(
                     f"release of a pass of {self.name}",
@@ -306,15 +336,18 @@ class Exchange:
                     do="release it where it began",
                 )
             use.open = False
-            del self._open[use.bank]
-            self._send_release(use.words)
+            del self._open[use.place]
+            self._give_back(use.place, use.words, backward=use.backward)
 
-    def _send_release(self, words: Tensor) -> None:
+    def _give_back(self, place: int, words: Tensor, *, backward: bool) -> None:
+        """Of a forward: its rows, behind all that reads them. Of a backward: tell every PE."""
+        if not backward:
+            self.taken[place].zero_()
+            return
         launch(
             release_kernel, (self.world,),
             use_ptr=words, released_ptr=self.released.local, released_peers_ptr=self.released.peers,
-            rank=self.rank, world=self.world, banks=self.banks,
-            NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
+            rank=self.rank, NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
     def max_polls(self) -> int:
@@ -342,7 +375,7 @@ class Exchange:
                 f"rows that PE {failure.peer} receives in {name}, on PE {failure.rank}",
                 got=f"{failure.expected} (nothing was sent)",
                 expected=f"at most {failure.seen}",
-                do="set a larger receive_factor, or None for the most rows that there can be",
+                do="set a larger receive_factor, or checkpoint activations so that fewer passes keep rows",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
         if failure.op != WAIT_READY.value:
@@ -350,17 +383,12 @@ class Exchange:
         raise timed_out(name, failure, self.timeout_s, expected, seen, self.memory.kind)
 
 
-@triton.jit(do_not_specialize=["rank", "world", "banks"])
-def release_kernel(
-    use_ptr, released_ptr, released_peers_ptr, rank, world, banks, NVSHMEM: tl.constexpr
-):  # fmt: skip
-    """Send word(epoch, 0) to `released[bank, rank]` of every PE.
+@triton.jit(do_not_specialize=["rank"])
+def release_kernel(use_ptr, released_ptr, released_peers_ptr, rank, NVSHMEM: tl.constexpr):
+    """Send word(epoch, 0) to `released[rank]` of every PE.
 
-    Grid: (world,). Each program tells one PE. Work: one signal each.
-    Example: epoch 3, banks 2, rank 1: released[1, 1] becomes 3 << 32 on every PE.
+    Grid: (W,). Each program tells one PE. Work: one signal each.
+    Example: epoch 3, rank 1: released[1] becomes 3 << 32 on every PE.
     """
-    epoch = tl.load(use_ptr)
-    peer = tl.program_id(0)
-    bank = epoch % banks
-    word = device.word(epoch, tl.full((), 0, tl.int64))
-    device.put_signal(released_ptr, released_peers_ptr, peer, bank * world + rank, word, NVSHMEM)
+    word = device.word(tl.load(use_ptr), tl.full((), 0, tl.int64))
+    device.put_signal(released_ptr, released_peers_ptr, tl.program_id(0), rank, word, NVSHMEM)

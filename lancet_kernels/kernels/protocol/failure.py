@@ -22,7 +22,7 @@ TOO_MANY_ROWS = tl.constexpr(5)
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".
 REPORTED = (
-    "to release the bank (its backward of an earlier pass)",
+    "to release its rows (the backward before this one)",
     "to send its rows (dispatch)",
     "to finish the first GEMM of those rows",
     "to return results (combine)",

@@ -1,13 +1,14 @@
 """Where do compact rows lie on every PE, and which task has which number? Found on the device, from counts.
 
-    W  PEs, L experts on each, E = W * L       BM  rows of a tile      R  most rows that a PE receives
+    W  PEs, L experts on each, E = W * L       BM  rows of a tile      R  most rows that a pass receives
+    A  rows that all open passes of a PE have together
 
 A row is one kept choice of one token. count[w, e] is how many rows PE w sends to expert e; every PE puts its
 own to all others, and every offset on every PE is a prefix sum of them:
 
     side      order                                      a row of PE w for expert e, at slot i
     send      by expert, then slot                       first_send[w, e] + i
-    receive   by local expert, then source, then slot    first_row[e] + before[w, e] + i
+    receive   by local expert, then source, then slot    base + first_row[e] + before[w, e] + i
 
 The rows of an expert are one group of the grouped GEMM, rows[e] long, cut into tiles of BM rows. A tile may
 hold rows of several sources. Tiles are counted through on their PE, from first_tile[e]. What PE w sends into
@@ -30,9 +31,14 @@ adds to, would be one word to look at, but could not say which PE is missing, wo
 epochs or be compared with a sum over all earlier routings, and would be off for ever after a single put that
 came twice or not at all. Words by source only grow, and are right again with the next epoch.
 
-What does not fit. If the rows of any PE are more than R, every PE sees that in the counts before anything is
-put: the pass is *void*, nothing is put or waited for, its results are NaN, and the report says which PE
-needed how many rows.
+Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
+of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where
+that begins (base) and how long it is (room). Passes that end in the reverse order leave a stack, others a
+hole until it is the largest gap. All rows of a backward lie from row 0 of their region on.
+
+What does not fit. If the rows of any PE are more than its room, or more than R, every PE sees that in the
+counts before anything is put: the pass is *void*, nothing is put or waited for, its results are NaN, and the
+report says which PE needed how many rows.
 
 Order of tasks. Programs claim numbers from one counter (of the Hopper kernel from two: `hopper/kernel.py`):
 
@@ -48,8 +54,9 @@ made by tasks with smaller numbers of its own PE. So all tiles end, and with the
 
 The table, int32, one for each pass; a backward uses that of its forward:
 
-    header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED
+    header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED, BASE
     count [W, E]   before [W, E]   first_send [W, E]   rows [E]   first_row [E]   first_tile [E]
+    base [W]   of every PE; BASE is that of this one
     tile_expert [tiles]   local expert of each tile here
     put_expert [chunks]   expert and tile (of its expert) of each put of this PE, in order
     put_tile [chunks]
@@ -61,7 +68,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_COUNTS, WAIT_RELEASE
+from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_COUNTS
 
 HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.
@@ -71,6 +78,12 @@ VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
 NUM_TILES = tl.constexpr(2)
 RECEIVED = tl.constexpr(3)
+BASE = tl.constexpr(4)
+# With its counts a PE sends base and room.
+COUNT_WORDS = 2
+MORE_COUNTS = tl.constexpr(COUNT_WORDS)
+# Counts of two passes: whoever puts those of the next one has seen that the reader is through with the last.
+COUNT_BANKS = tl.constexpr(2)
 
 
 def most_tiles(rows: int, local_experts: int, block_m: int) -> int:
@@ -84,8 +97,8 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
 
 
 def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
-    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 8 + 28 = 98."""
-    return HEADER_WORDS + 3 * world * experts + 3 * experts + tiles + 2 * chunks
+    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 2 + 8 + 28 = 100."""
+    return HEADER_WORDS + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
 
 
 @triton.jit
@@ -100,9 +113,14 @@ def rows_ptr_of(table_ptr, W, E):
 
 
 @triton.jit
+def base_ptr(table_ptr, W, E):
+    return table_ptr + (HEADER + 3 * W * E + 3 * E)
+
+
+@triton.jit
 def tile_ptr(table_ptr, W, E):
     """tile_expert, followed by put_expert and put_tile."""
-    return table_ptr + (HEADER + 3 * W * E + 3 * E)
+    return base_ptr(table_ptr, W, E) + W
 
 
 @triton.jit
@@ -142,70 +160,95 @@ def chunk_number(first_send, before, e, m, BM: tl.constexpr):
     return first_send // BM + 2 * e + m - before // BM
 
 
-@triton.jit(do_not_specialize=["rank", "W", "L", "R", "max_polls"])
+@triton.jit
+def _largest_gap(taken_ptr, A, passes, BP: tl.constexpr):
+    """-> begin and length of the largest gap between the rows of open passes; the first of equal ones.
+
+    taken [passes, 2]: begin and end of each, of which one at least is free, 0 and 0.
+    Example: A = 10, rows 0 to 3 and 7 to 8 are taken: 4 and 3.
+    """
+    i = tl.arange(0, BP)
+    m = i < passes
+    begin = tl.load(taken_ptr + 2 * i, mask=m, other=0)
+    end = tl.load(taken_ptr + 2 * i + 1, mask=m, other=0)
+    # Gaps begin at row 0, where the free ones are, or where another one ends; up to whatever begins next.
+    behind = (begin[None, :] >= end[:, None]) & (end > begin)[None, :]
+    gap = tl.min(tl.where(behind, begin[None, :], A), 1) - end
+    gap = tl.where(m, gap, -1)
+    room = tl.max(gap, 0)
+    return tl.min(tl.where(gap == room, end, A), 0), room
+
+
+@triton.jit(do_not_specialize=["rank", "W", "L", "R", "A", "passes", "max_polls"])
 def exchange_counts_kernel(
-    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, released_ptr,
-    table_ptr, report_ptr, rank, W, L, R, max_polls,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr,
+    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, taken_ptr, own_taken_ptr,
+    table_ptr, report_ptr, rank, W, L, R, A, passes, max_polls,
+    NVSHMEM: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Put this PE's counts to all others, wait for theirs, and make the offsets of everybody's rows.
 
-    Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32 [B, W, E]
-    and counted [B, W], symmetric. Writes the table from its header to first_tile.
+    Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32
+    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes; own_taken [2],
+    the place in it of this one. Writes the table from its header to base.
     Work: 4 E bytes to each peer, and W scans of E numbers.
-    Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0] into counts[bank, 1] of PE 0.
+    Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
+
+    Nothing is waited for before it puts. A peer has read the counts of epoch e - 2 when it sends those of
+    e - 1, which were waited for here; that these came in time is the report. And what a peer says of epoch e
+    it says behind all that it did before, so that rows may go where it has room.
     """
     epoch = tl.load(use_ptr)
-    bank = epoch % BANKS
+    bank = epoch % COUNT_BANKS
     E = W * L
+    words = E + MORE_COUNTS
     i_e = tl.arange(0, BE)
-    m_e = i_e < E
-    own = (bank * W + rank) * E
-    tl.store(counts_ptr + own + i_e, tl.load(kept_ptr + i_e, mask=m_e, other=0).to(tl.int32), mask=m_e)
-    tl.debug_barrier()
-    b_own = tl.load(counts_ptr + own + i_e, mask=m_e, other=0)
-    word = device.word(epoch, tl.full((), 0, tl.int64))
-    free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
-    for step in range(1, W):
-        peer = (rank + step) % W
-        i_released = bank * W + peer
-        seen = device.wait(
-            released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
-        )
-        if seen >= free:
+    own = (bank * W + rank) * words
+    base, room = _largest_gap(taken_ptr, A, passes, BP)
+    b_own = tl.load(kept_ptr + i_e, mask=i_e < E, other=0).to(tl.int32)
+    b_own = tl.where(i_e == E, base, tl.where(i_e == E + 1, tl.minimum(room, R), b_own))
+    tl.store(counts_ptr + own + i_e, b_own, mask=i_e < words)
+    if device.failed(report_ptr) == 0:
+        word = device.word(epoch, tl.full((), 0, tl.int64))
+        for step in range(1, W):
+            peer = (rank + step) % W
             device.put_values(
-                counts_ptr, counts_peers_ptr, peer, own, b_own, i_e, E, counts_ptr + own, NVSHMEM
+                counts_ptr, counts_peers_ptr, peer, own, b_own, i_e, words, counts_ptr + own, NVSHMEM
             )
             device.put_signal(counted_ptr, counted_peers_ptr, peer, bank * W + rank, word, NVSHMEM)
-    i_w = tl.arange(0, BW)
-    m_w = (i_w < W) & (i_w != rank)
-    i_counted = bank * W + i_w
-    device.wait_all(
-        counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted, BW,
-        NVSHMEM,
-    )  # fmt: skip
+        i_w = tl.arange(0, BW)
+        m_w = (i_w < W) & (i_w != rank)
+        i_counted = bank * W + i_w
+        device.wait_all(
+            counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted, BW,
+            NVSHMEM,
+        )  # fmt: skip
     if device.failed(report_ptr):
         tl.store(table_ptr + VOID, 1)
     else:
-        _offsets(counts_ptr + bank * W * E, table_ptr, report_ptr, rank, W, L, R, BM, BE)
+        rows = _offsets(counts_ptr + bank * W * words, table_ptr, report_ptr, rank, W, L, BM, BE)
+        # No rows are nowhere: a begin among rows of a later pass would look like a gap behind it.
+        tl.store(own_taken_ptr, tl.where(rows > 0, base, 0))
+        tl.store(own_taken_ptr + 1, tl.where(rows > 0, base + rows, 0))
     # The network may still read the counts, which a later use of the bank overwrites.
     device.quiet(NVSHMEM)
 
 
 @triton.jit
-def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr, BE: tl.constexpr):
-    """The table up to first_tile, from counts [W, E]. Void, and reported, if a PE has no room."""
+def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr):
+    """The table up to base, from counts [W, E + 2]. Void, and reported, if a PE has no room. -> rows here."""
     E = W * L
+    words = E + MORE_COUNTS
     i_e = tl.arange(0, BE)
     m_e = i_e < E
     b_rows = tl.zeros([BE], tl.int32)
     num_puts = 0
     for w in range(W):
-        b_count = tl.load(counts_ptr + w * E + i_e, mask=m_e, other=0)
+        b_count = tl.load(counts_ptr + w * words + i_e, mask=m_e, other=0)
         p = table_ptr + (HEADER + w * E + i_e)
         tl.store(p, b_count, mask=m_e)
         tl.store(p + W * E, b_rows, mask=m_e)
         tl.store(p + 2 * W * E, tl.cumsum(b_count, 0) - b_count, mask=m_e)
+        tl.store(base_ptr(table_ptr, W, E) + w, tl.load(counts_ptr + w * words + E))
         if w == rank:
             num_puts += tl.sum(_num_chunks(b_count, b_rows, BM), 0)
         b_rows += b_count
@@ -224,17 +267,23 @@ def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr,
     tl.debug_barrier()
     tl.store(p + E, row, mask=m_e)
     tl.store(p + 2 * E, tile, mask=m_e)
-    b_needed = tl.where(m_e, row + b_rows, 0)
-    needed = tl.max(b_needed, 0)
+    b_room = tl.load(counts_ptr + i_e // L * words + E + 1, mask=m_e, other=0)
+    b_lacking = tl.where(m_e, row + b_rows - b_room, 0)
+    lacking = tl.max(b_lacking, 0)
     b_here = (i_e // L == rank) & m_e
-    tl.store(table_ptr + NUM_PUTS, tl.where(needed > R, 0, num_puts))
-    tl.store(table_ptr + NUM_TILES, tl.where(needed > R, 0, tl.sum(tl.where(b_here, b_tiles, 0), 0)))
-    tl.store(table_ptr + RECEIVED, tl.sum(tl.where(b_here, b_rows, 0), 0))
-    if needed > R:
+    rows = tl.where(lacking > 0, 0, tl.sum(tl.where(b_here, b_rows, 0), 0))
+    tl.store(table_ptr + NUM_PUTS, tl.where(lacking > 0, 0, num_puts))
+    tl.store(table_ptr + NUM_TILES, tl.where(lacking > 0, 0, tl.sum(tl.where(b_here, b_tiles, 0), 0)))
+    tl.store(table_ptr + RECEIVED, rows)
+    tl.store(table_ptr + BASE, tl.load(counts_ptr + rank * words + E))
+    if lacking > 0:
         tl.store(table_ptr + VOID, 1)
+        peer = tl.argmax(b_lacking, 0) // L
+        room = tl.load(counts_ptr + peer * words + E + 1)
         device.report_failure(
-            report_ptr, rank, tl.argmax(b_needed, 0) // L, TOO_MANY_ROWS, 0, needed.to(tl.int64), R
+            report_ptr, rank, peer, TOO_MANY_ROWS, 0, (room + lacking).to(tl.int64), room.to(tl.int64)
         )
+    return rows
 
 
 @triton.jit

@@ -13,7 +13,15 @@ import triton.language as tl
 
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
-from lancet_kernels.kernels.protocol.schedule import chunk_number, group, in_tile, segment, tile_ptr
+from lancet_kernels.kernels.protocol.schedule import (
+    BASE,
+    base_ptr,
+    chunk_number,
+    group,
+    in_tile,
+    segment,
+    tile_ptr,
+)
 
 # Ready words that a look takes in, one for each thread of a warp.
 READY_WORDS = tl.constexpr(32)
@@ -29,32 +37,47 @@ def expert_of_tile(tile, of_pass, sizes):
 
 
 @triton.jit
-def wait_free(peer, epoch, sizes, of_pass, released_ptr, BANKS: tl.constexpr):
-    """Wait until the peer has released the bank of this epoch. -> has it?"""
-    free = device.word(epoch - BANKS, 0)
-    i_released = epoch % BANKS * sizes.W + peer
-    seen = device.wait(
-        released_ptr + i_released, free, sizes.max_polls, of_pass.report, sizes.rank, peer, WAIT_RELEASE,
-        i_released,
-    )  # fmt: skip
-    return seen >= free
+def wait_free(peer, epoch, sizes, of_pass, released_ptr, BACKWARD: tl.constexpr):
+    """Wait until rows may be put to the peer. -> may they?
+
+    In a backward: until it has released those of the one before. In a forward they may: its counts of this
+    pass are here, behind all that it did before, and say where it has room.
+    """
+    if BACKWARD:
+        free = device.word(epoch - 1, 0)
+        seen = device.wait(
+            released_ptr + peer, free, sizes.max_polls, of_pass.report, sizes.rank, peer, WAIT_RELEASE, peer
+        )
+        return seen >= free
+    else:
+        return epoch > 0
 
 
 @triton.jit
-def chunk_rows(expert, m, epoch, sizes, table_ptr, BANKS: tl.constexpr, BM: tl.constexpr):
+def base_of(of_pass, BACKWARD: tl.constexpr):
+    """-> which of the rows received here the first one of this pass is."""
+    if BACKWARD:
+        return 0
+    else:
+        return tl.load(of_pass.table + BASE)
+
+
+@triton.jit
+def chunk_rows(expert, m, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl.constexpr):
     """-> begin, end, row, first_send and signal of the rows of this PE for `expert` that lie in its tile m.
 
     They are begin to end of those for the expert; i of these is first_send + i in the order of sending, and
-    comes to row + i of the peer's rows [B * R]. signal: their word of `arrived`.
+    comes to row + i of the peer's rows. signal: their word of `arrived`.
     """
-    bank = epoch % BANKS
     experts = sizes.W * sizes.L
     count, before, first_send = segment(table_ptr, sizes.W, experts, sizes.rank, expert)
-    _, first_row, first_tile = group(table_ptr, sizes.W, experts, expert)
+    _, row, first_tile = group(table_ptr, sizes.W, experts, expert)
     begin = tl.maximum(m * BM - before, 0)
     end = tl.minimum((m + 1) * BM - before, count)
-    row = bank * sizes.R + first_row + before
-    return begin, end, row, first_send, (bank * sizes.tiles + first_tile + m) * sizes.W + sizes.rank
+    row += before
+    if not BACKWARD:
+        row += tl.load(base_ptr(table_ptr, sizes.W, experts) + expert // sizes.L)
+    return begin, end, row.to(tl.int64), first_send, (first_tile + m) * sizes.W + sizes.rank
 
 
 @triton.jit
@@ -67,20 +90,20 @@ def put_task(i, of_pass, sizes):
 @triton.jit
 def put_chunk(
     expert, m, epoch, of_pass, sizes, sending, arrivals, stages,
-    BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+    BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
     In a backward the weight of each row goes with it. Where no pointer reaches the peer rows go through
-    `stages`. Into a bank that the peer has not released in time nothing is put.
+    `stages`. Where the peer has not released rows in time nothing is put.
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
     peer = expert // sizes.L
     D = sizes.D
-    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BANKS):
-        begin, end, row, first_send, signal = chunk_rows(expert, m, epoch, sizes, of_pass.table, BANKS, BM)
+    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BACKWARD):
+        begin, end, row, first_send, signal = chunk_rows(expert, m, sizes, of_pass.table, BACKWARD, BM)
         for r in range(begin, end, ROWS):
             stage_ptr = None
             if NVSHMEM:
@@ -101,7 +124,7 @@ def put_chunk(
 @triton.jit
 def wait_rows(
     tile, m, expert, epoch, of_pass, sizes, arrived_ptr, NVSHMEM: tl.constexpr, TMA: tl.constexpr,
-    BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, i_w=None,
+    BM: tl.constexpr, BW: tl.constexpr, i_w=None,
 ):  # fmt: skip
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
@@ -111,7 +134,7 @@ def wait_rows(
     if i_w is None:
         i_w = tl.arange(0, BW)
     count, before, _ = segment(of_pass.table, sizes.W, sizes.W * sizes.L, i_w, expert, i_w < sizes.W)
-    index = ((epoch % BANKS) * sizes.tiles + tile) * sizes.W + i_w
+    index = tile * sizes.W + i_w
     word = device.word(epoch, 0)
     here = device.wait_all(
         arrived_ptr + index, in_tile(count, before, m, BM), word, sizes.max_polls, of_pass.report, sizes.rank,
@@ -227,7 +250,7 @@ def return_dots(
 @triton.jit
 def return_tile(
     tile, m, n, expert, first_row, epoch, of_pass, sizes, returns, stages, BACKWARD: tl.constexpr,
-    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT is stored at the sources, or in the stage where no pointer reaches them: the last signals.
 
@@ -262,20 +285,20 @@ def return_tile(
         for w in range(W):
             count, before, first_send = segment(of_pass.table, W, E, w, expert)
             if in_tile(count, before, m, BM):
-                index = (epoch % BANKS) * sizes.chunks + chunk_number(first_send, before, expert, m, BM)
+                index = chunk_number(first_send, before, expert, m, BM)
                 device.put_signal(returns.returned, returns.returned_peers, w, index, word, NVSHMEM)
 
 
 @triton.jit
-def wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks):
+def wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients):
     """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's or dw1's."""
     row = first_row.to(tl.int64)
     D, F, H = sizes.D, sizes.F, sizes.H
-    x_ptr, dy_ptr = gemms.activated + row * F, arrivals.rows + ((epoch % blocks.BANKS) * sizes.R + row) * D
+    x_ptr, dy_ptr = gemms.activated + row * F, arrivals.rows + row * D
     A, B = F, D
     if task.which == 1:
-        earlier_bank = tl.load(gradients.earlier_words) % blocks.EARLIER_BANKS
-        x_ptr, dy_ptr = gradients.saved_rows + (earlier_bank * sizes.R + row) * D, gemms.hidden + row * H
+        base = base_of(of_pass, False)
+        x_ptr, dy_ptr = gradients.saved_rows + (base + row) * D, gemms.hidden + row * H
         A, B = D, H
     return x_ptr, dy_ptr, A, B
 

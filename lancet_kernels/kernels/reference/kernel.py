@@ -42,7 +42,7 @@ def _perform(
             expert, m = put_task(i, of_pass, sizes)
             put_chunk(
                 expert, m, epoch, of_pass, sizes, sending, arrivals, stages,
-                BACKWARD, NVSHMEM, blocks.BANKS, blocks.BM, PUT_ROWS, PUT_BLOCK,
+                BACKWARD, NVSHMEM, blocks.BM, PUT_ROWS, PUT_BLOCK,
             )  # fmt: skip
         else:
             task = gemm_task(
@@ -56,7 +56,7 @@ def _perform(
                 )  # fmt: skip
             if BACKWARD:
                 if task.kind == WGRAD:
-                    tile_wgrad(task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA)
+                    tile_wgrad(task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA)
             if problems_ptr is not None:
                 if task.kind == DENSE:
                     dense_tile(task, problems_ptr, arrivals.rows, blocks, TMA)
@@ -76,7 +76,7 @@ def overlap_kernel(
     rank, W, L, D, F, R, tiles, chunks, max_polls, num_problems, dense_tiles, limit,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, NVSHMEM: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr,
+    PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One launch: a forward, or with `gradients` a backward. `arguments.py` says what the tuples hold.
 
@@ -91,6 +91,6 @@ def overlap_kernel(
     _perform(
         of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr,
         Sizes(rank, W, L, D, F, H, R, tiles, chunks, max_polls),
-        Blocks(BM, BN, BN_IN, BK, BW, BANKS, EARLIER_BANKS),
+        Blocks(BM, BN, BN_IN, BK, BW),
         num_problems, dense_tiles, limit, BACKWARD, ACT, NVSHMEM, TMA, PUT_ROWS, PUT_BLOCK,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The GEMM tasks of the overlap kernel: what each waits for, which matrices it multiplies, whom it tells.
 
-    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu    B  banks
+    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
     R  most rows received        S  most rows sent                    BM, BN  the tile of the output
 
 The rows of an expert lie together, in every buffer of received rows (`schedule.py`). Of its two GEMMs TILE_IN
@@ -21,6 +21,7 @@ import triton.language as tl
 
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
+    base_of,
     bias_result,
     expert_of_tile,
     finish_ready,
@@ -63,19 +64,17 @@ def tile_in(
     D, F, H, R = sizes.D, sizes.F, sizes.H, sizes.R
     local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
     here = wait_rows(
-        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, NVSHMEM, TMA, blocks.BANKS, blocks.BM,
-        blocks.BW,
+        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, NVSHMEM, TMA, blocks.BM, blocks.BW,
     )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
-        bank = epoch % blocks.BANKS
         m0, n0 = m * blocks.BM, task.n * blocks.BN_IN
-        x_ptr = arrivals.rows + (bank * R + row) * D
-        pre_ptr = gemms.pre + row * H
+        x_ptr = arrivals.rows + (base_of(of_pass, BACKWARD) + row) * D
+        pre_ptr = gemms.pre + (base_of(of_pass, False) + row) * H
         weight_ptr = gemms.weight_in
         if BACKWARD:
             dots = backward_tile(
-                x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, arrivals.weights + bank * R + row,
+                x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, arrivals.weights + row,
                 gemms.hidden + row * H, gemms.activated + row * F, rows, m0, n0, D, F,
                 ACT, TMA, blocks.BM, blocks.BN_IN, blocks.BK,
             )  # fmt: skip
@@ -136,13 +135,13 @@ def tile_out(
                 )  # fmt: skip
         return_tile(
             task.index, m, task.n, expert, first_row, epoch, of_pass, sizes, returns, stages,
-            BACKWARD, NVSHMEM, blocks.BANKS, blocks.BM, blocks.BN,
+            BACKWARD, NVSHMEM, blocks.BM, blocks.BN,
         )  # fmt: skip
 
 
 @triton.jit
 def tile_wgrad(
-    task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA: tl.constexpr
+    task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA: tl.constexpr
 ):  # fmt: skip
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
@@ -156,7 +155,7 @@ def tile_wgrad(
     expert = sizes.rank * sizes.L + task.index
     rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
     here = wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA)
-    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
+    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
     dw_ptr = wgrad_result(task, A, B, gradients)
     m0, n0 = task.m * BM, task.n * BN
     if here:
@@ -166,7 +165,7 @@ def tile_wgrad(
         if gradients.bias_in is not None:
             if task.m == 0:
                 # Of dy, each row by its weight; dh has it already.
-                p_weight = arrivals.weights + (epoch % blocks.BANKS) * sizes.R + first_row
+                p_weight = arrivals.weights + first_row
                 weighted = tl.where(task.which == 0, rows, 0)
                 sums = add_column_sums(
                     tl.zeros((BN,), tl.float32), dy_ptr, rows, n0, B, BN, blocks.BK, p_weight, weighted

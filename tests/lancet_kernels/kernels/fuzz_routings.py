@@ -4,15 +4,15 @@
 
 Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
 has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
-rows of several sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks
-in step.
+rows of several sources. Up to three passes are open at once, and end in any order. Naps fall before passes,
+between tasks and before releases; nothing else keeps ranks in step.
 
 Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
 sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
 
-A pass is wrong if a row is missing or differs in a bit from its source's, if anything was written behind the
-last row or beside a buffer, or if out or a gradient differs from the right value. Rows and results are
-looked at, and poisoned, before their bank is released. A pass hangs if a wait runs out of time.
+A pass is wrong if a row is missing or differs in a bit from its source's, if anything was written where no
+open pass has rows or beside a buffer, or if out or a gradient differs from the right value. Rows and results
+are looked at, and poisoned, before they are given back. A pass hangs if a wait runs out of time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triton.runtime import interpreter
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.reference import kernel as overlap_kernel
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
@@ -151,7 +151,7 @@ class Fuzz:
         self,
         memory: GuardedMemory,
         local: int,
-        banks: int,
+        passes: int,
         nap_s: float,
         seed: int,
     ) -> None:
@@ -161,18 +161,22 @@ class Fuzz:
         mine = slice(self.rank * local, (self.rank + 1) * local)
         self.own_experts = Experts(self.all_experts.w1[mine], None, self.all_experts.w2[mine], None, "gelu")
         self.chance, self.nap_s = random.Random(f"{seed} {self.rank}"), nap_s
+        # Room for one more whatever the others take and wherever they lie.
+        most = self.world * TOKENS * min(CHOICES, local)
         sizes = {
             "local_experts": local, "send_rows": TOKENS * CHOICES, "width": WIDTH, "dtype": torch.float32,
-            "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
-            "timeout_s": WAIT_S, "banks": banks,
+            "receive_rows": most, "chunk_rows": TILE.gemm.block_m, "timeout_s": WAIT_S, "passes": passes,
+            "room": (2 * passes - 1) * most,
         }  # fmt: skip
         self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
         for exchange in (self.forward, self.backward):
             for region in (exchange.rows, exchange.results):
                 region.local.fill_(float("nan"))
         memory.barrier()
-        self.expected_rows: dict[int, Tensor] = {}
-        self.expected_weights: dict[int, Tensor] = {}
+        # By exchange and epoch.
+        self.expected_rows: dict[tuple[int, int], Tensor] = {}
+        self.expected_weights: Tensor | None = None
+        self.open: list[tuple[int, SavedPass]] = []
         self.tasks = 0
 
     def nap(self, chance: float) -> None:
@@ -180,58 +184,85 @@ class Fuzz:
             time.sleep(self.nap_s * self.chance.random())
 
     def run(self, seed: int) -> None:
-        """Pass `seed`. Raises AssertionError if it is wrong, CommunicationError if a wait ran out of time."""
-        inputs = [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
-        own, programs = inputs[self.rank], 1 + seed % 5
-        config = replace(TILE, programs=programs)
-        right = right_values(self.rank, inputs, self.all_experts, self.local)
+        """Forward `seed`, and the end of some that are open. The ranks end the same ones.
+
+        Raises AssertionError if it is wrong, CommunicationError if a wait ran out of time.
+        """
         self.seed = seed
-        x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
-        self.expected_rows, self.expected_weights = {id(self.forward): x_rows}, {}
+        inputs, config = self.inputs(seed), replace(TILE, programs=1 + seed % 5)
+        own = inputs[self.rank]
+        self.expect(self.forward, rows_for(self.rank, inputs, self.local)[0])
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
             self.forward.check()
-            answers = {"out": out}
-            if seed % BACKWARD_EVERY == 0:
-                self.expected_rows[id(self.backward)] = dy_rows
-                self.expected_weights = {id(self.backward): weights}
-                self.nap(0.5)
+        self.memory.check_guards()
+        self.compare(seed, {"out": out})
+        self.open.append((seed, saved))
+        shared = random.Random(f"{seed} ends")
+        for _ in range(max(len(self.open) + 1 - self.forward.passes, shared.randint(0, len(self.open)))):
+            self.end(*self.open.pop(shared.randrange(len(self.open))))
+
+    def end(self, seed: int, saved: SavedPass) -> None:
+        """Every fifth pass has a backward."""
+        self.seed = seed
+        if seed % BACKWARD_EVERY == 0:
+            inputs, config = self.inputs(seed), replace(TILE, programs=1 + seed % 5)
+            own = inputs[self.rank]
+            _, dy_rows, self.expected_weights, _ = rows_for(self.rank, inputs, self.local)
+            self.expect(self.backward, dy_rows)
+            self.nap(0.5)
+            with poisoned_buffers():
                 gradients = moe_backward(
                     self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config
                 )
                 self.backward.check()
-                answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
-            self.forward.release(saved.use)
+            self.compare(seed, {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")})
+        self.forward.release(saved.use)
         self.memory.check_guards()
+
+    def inputs(self, seed: int) -> list[Inputs]:
+        return [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
+
+    def expect(self, exchange: Exchange, rows: Tensor) -> None:
+        """Of the pass that comes next."""
+        self.expected_rows[id(exchange), exchange.begun + 1] = rows
+
+    def compare(self, seed: int, answers: dict[str, Tensor]) -> None:
+        right = right_values(self.rank, self.inputs(seed), self.all_experts, self.local)
         for name, answer in answers.items():
             assert torch.equal(answer.double(), right[name]), self.say(f"{name} is wrong")
 
     def say(self, what: str) -> str:
         return f"pass {self.seed}, {self.world} ranks, {self.local} experts each, rank {self.rank}: {what}"
 
-    def look_and_poison(self, exchange: Exchange, words: Tensor) -> None:
-        """Before a bank is released: the rows in it are the sources' rows, and nothing is behind them."""
-        bank = int(words[0]) % exchange.banks
-        if (weights := self.expected_weights.get(id(exchange))) is not None:
-            got = exchange.row_weights.local[bank, : len(weights)]
-            assert same_bits(got, weights), self.say(f"weights of {exchange.name}")
-        rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
-        assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
-        behind = rows[len(expected) :].isnan().all()
-        assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
-        rows.fill_(float("nan"))
+    def look_and_poison(self, exchange: Exchange, place: int, words: Tensor, backward: bool) -> None:
+        """Before rows are given back: they are the sources' rows, and nothing is where no pass has any."""
+        expected = self.expected_rows.pop((id(exchange), int(words[0])))
+        begin, end = (0, len(expected)) if backward else exchange.taken[place].tolist()
+        rows = exchange.rows.local
+        if backward:
+            got = exchange.row_weights.local[: len(expected)]
+            assert same_bits(got, self.expected_weights), self.say(f"weights of {exchange.name}")
+        assert same_bits(rows[begin:end], expected), self.say(f"rows of {exchange.name}")
+        rows[begin:end] = float("nan")
+        for kept in exchange._kept.values():
+            kept[begin:end] = float("nan")
+        free = torch.ones(len(rows), dtype=torch.bool)
+        for first, last in exchange.taken.tolist():
+            free[first:last] = False
+        assert rows[free].isnan().all(), self.say(f"written where no pass of {exchange.name} has rows")
         exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, releases and tasks go through this object."""
-        send, find_task = Exchange._send_release, overlap_kernel.gemm_task
+        give_back, find_task = Exchange._give_back, overlap_kernel.gemm_task
 
-        def look_and_send(exchange: Exchange, words: Tensor) -> None:
-            self.look_and_poison(exchange, words)
-            send(exchange, words)
+        def look_and_give(exchange: Exchange, place: int, words: Tensor, *, backward: bool) -> None:
+            self.look_and_poison(exchange, place, words, backward)
+            give_back(exchange, place, words, backward=backward)
 
         def nap_and_find(*given):
             self.tasks += 1
@@ -242,7 +273,7 @@ class Fuzz:
         # Indices of these sizes cannot overflow; looking for it takes half of the interpreter's time.
         options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         with (
-            mock.patch.object(Exchange, "_send_release", look_and_send),
+            mock.patch.object(Exchange, "_give_back", look_and_give),
             mock.patch.object(overlap_kernel, "gemm_task", nap_and_find),
             mock.patch.object(interpreter.interpreter_builder, "options", options),
         ):
@@ -253,10 +284,12 @@ def fuzz_on_rank(first: int, passes: int, nap_s: float) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
-        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first)
+        fuzz = Fuzz(memory, local, passes=1 + first // passes % 3, nap_s=nap_s, seed=first)
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
+            for held in fuzz.open:
+                fuzz.end(*held)
         memory.barrier()
     return fuzz.tasks
 

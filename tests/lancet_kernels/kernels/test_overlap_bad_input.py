@@ -11,11 +11,14 @@ from lancet_kernels.kernels.hopper.config import check_gluon, hopper_config
 from lancet_kernels.kernels.overlap import cut_of, dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.protocol.schedule import BASE
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
     Layer,
+    answer_of,
+    check_same,
     make_exchange,
     make_layer,
     poisoned_buffers,
@@ -150,10 +153,10 @@ def test_bad_configurations_are_refused(changes):
         replace(CONFIG, **changes)
 
 
-@pytest.mark.parametrize("banks", [0, -1])
-def test_no_bank_is_too_few(banks):
-    with pytest.raises(UserError, match="banks"):
-        make_exchange(virtual_memories(1)[0], "layer", CASE, banks=banks)
+@pytest.mark.parametrize("passes", [0, -1])
+def test_no_pass_is_too_few(passes):
+    with pytest.raises(UserError, match="passes"):
+        make_exchange(virtual_memories(1)[0], "layer", CASE, passes=passes)
 
 
 def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
@@ -241,6 +244,31 @@ def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):
         assert not exchange.buffers.spoiled.any()
 
 
+def test_open_passes_share_the_room_and_the_one_that_lacks_it_is_an_error():
+    """Three passes with room for two of them: the third fits when one has gone, wherever that lay."""
+    (memory,) = virtual_memories(1)
+    expected = make_layer(memory, "alone", CASE).run()
+    rows = int(make_layer(memory, "counts", CASE).routing.count.sum())
+    for number, gone in enumerate((0, 1)):
+        layer = make_layer(memory, f"layer {number}", CASE)
+        layer.forward = make_exchange(memory, f"three {number}", CASE, passes=3, room=2 * rows + rows // 2)
+        with poisoned_buffers():
+            passes = [layer.run_forward() for _ in range(2)]
+            check_same(answer_of(passes[gone][0], layer.run_backward(passes[gone][1])), expected, "first")
+            passes.append(layer.run_forward())
+            # Room for one, where the other one went: here a hole before the others, there behind them.
+            assert passes[2][1].use.table[BASE.value] == (0, rows)[gone]
+            layer.forward.check()
+            for out, saved in (passes[1 - gone], passes[2]):
+                check_same(answer_of(out, layer.run_backward(saved)), expected, "others")
+            kept = [layer.run_forward() for _ in range(3)]
+            assert kept[2][0].isnan().all()
+            with pytest.raises(
+                UserError, match=rf"got {rows} \(nothing was sent\), expected at most {rows // 2};"
+            ):
+                layer.forward.check()
+
+
 def test_exchanges_share_what_only_a_launch_needs():
     """Passes of two layers, one open while the other runs; and once a wait has failed in one, all are NaN."""
     (memory,) = virtual_memories(1)
@@ -249,7 +277,7 @@ def test_exchanges_share_what_only_a_launch_needs():
     layers = [make_layer(memory, name, CASE) for name in ("a", "b")]
     for layer in layers:
         layer.forward, layer.backward = (
-            make_exchange(memory, f"{layer.forward.name} {way}", CASE, banks=1, buffers=buffers)
+            make_exchange(memory, f"{layer.forward.name} {way}", CASE, passes=1, buffers=buffers)
             for way in ("there", "back")
         )
     with poisoned_buffers():

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     Layer,
     answer_of,
     check_same,
-    make_exchange,
     make_layer,
     poisoned_buffers,
+    same_bits,
 )
 
 SHORT_S = 0.1  # for waits that nobody ends
@@ -64,18 +65,18 @@ class OneByOne:
 
 @contextlib.contextmanager
 def delays(seed: int, nap_s: float = 0.02):
-    """Inside, this rank may be late before any task, and before it releases a bank."""
-    kernel, send = OneByOne(seed, nap_s), Exchange._send_release
+    """Inside, this rank may be late before any task, and before it gives rows back."""
+    kernel, give_back = OneByOne(seed, nap_s), Exchange._give_back
 
-    def send_late(self, words):
+    def late(self, *args, **options):
         kernel.nap()
-        send(self, words)
+        give_back(self, *args, **options)
 
-    overlap.overlap_kernel, Exchange._send_release = kernel, send_late
+    overlap.overlap_kernel, Exchange._give_back = kernel, late
     try:
         yield kernel
     finally:
-        overlap.overlap_kernel, Exchange._send_release = kernel.kernel, send
+        overlap.overlap_kernel, Exchange._give_back = kernel.kernel, give_back
 
 
 def delayed_on_rank(case: Case, seeds: int) -> None:
@@ -172,12 +173,10 @@ def test_three_layers_of_more_experts(pool, ranks, shared):
 
 
 def two_passes_on_rank(case: Case) -> dict[tuple[int, int], Answer]:
-    """Two passes open at once in the two banks of one exchange; their backward passes in either order."""
+    """Two passes open at once in one exchange; their backward passes in either order."""
     answers = {}
     with GuardedMemory(timeout_s=30) as memory, poisoned_buffers():
         layer = make_layer(memory, "layer", case)
-        # As many banks as it likes: where the forward's rows lie has nothing to do with the backward's bank.
-        layer.backward = make_exchange(memory, "more banks", case, banks=3)
         memory.barrier()
         for step, order in enumerate(((1, 0), (0, 1), (1, 0))):
             passes = []
@@ -206,24 +205,25 @@ def layer() -> Layer:
     return make_layer(memory, "layer", replace(TINY, world=1))
 
 
-REFUSED = r"forward passes through layer\.forward before a backward: got one more while pass 1 still"
+REFUSED = r"forward passes through layer\.forward before a backward: got one more while 2 wait"
 
 
 def test_a_third_open_pass_is_refused(layer):
     passes = [layer.run_forward() for _ in range(2)]
     with pytest.raises(UserError, match=REFUSED):
         layer.run_forward()
-    # F1 F2 B2 F3: the bank of F3 is that of F1.
     layer.run_backward(passes[1][1])
+    third = layer.run_forward()
     with pytest.raises(UserError, match=REFUSED):
         layer.run_forward()
-    layer.run_backward(passes[0][1])
+    for _, saved in (passes[0], third):
+        layer.run_backward(saved)
     assert layer.run().out.isfinite().all()
     layer.check()
 
 
 @pytest.mark.long
-def test_a_dropped_pass_frees_its_bank(layer):
+def test_a_dropped_pass_frees_its_place(layer):
     expected = layer.run()
     for _ in range(5):
         out, saved = layer.run_forward()
@@ -254,7 +254,7 @@ def late_on_rank(case: Case, changes: dict, at: str) -> str:
     """Two good passes, then rank 1 comes only when rank 0 has given up. -> what rank 0 says.
 
     at: "launch": before its forward; "second launch": rank 0 gave up in the first launch of two;
-    "backward": before its backward; "release": before it releases a bank that rank 0 needs.
+    "backward": before its backward; "release": before it releases rows that rank 0 needs.
     """
     with SharedMemory(timeout_s=30) as memory, poisoned_buffers():
         layer = make_layer(memory, "layer", case, **changes)
@@ -322,25 +322,26 @@ def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
 
 
 def late_release(layer: Layer, memory: SharedMemory) -> str:
-    """Rank 1 keeps the bank of a pass that rank 0 has released. Rank 0 must not put into it."""
+    """Rank 1 has not released the rows of its third backward. Rank 0 must not put those of a fourth there."""
     _, saved = layer.run_forward()
-    if memory.rank == 0:
-        layer.forward.release(saved.use)
-    _, other = layer.run_forward()
-    before = layer.forward.rows.local.clone()
+    if memory.rank == 1:
+        with mock.patch.object(Exchange, "_give_back"):
+            layer.run_backward(saved)
+    else:
+        layer.run_backward(saved)
+    _, saved = layer.run_forward()
+    before = layer.backward.rows.local.clone()
     memory.barrier()
-    layer.load(replace(layer.case, seed=9))
     if memory.rank == 1:
         memory.barrier()
-        assert torch.equal(before.nan_to_num(), layer.forward.rows.local.nan_to_num()), "rows overwritten"
+        assert same_bits(before, layer.backward.rows.local), "rows overwritten"
         return ""
-    layer.forward.timeout_s = SHORT_S
-    out, _ = layer.run_forward()
+    layer.backward.timeout_s = SHORT_S
+    layer.load(replace(layer.case, seed=9))
+    assert layer.run_backward(saved).dx.isnan().all()
     memory.barrier()
-    assert out.isnan().all()
-    assert other.use.open
     with pytest.raises(CommunicationError) as error:
-        layer.forward.check()
+        layer.backward.check()
     return str(error.value)
 
 
@@ -367,7 +368,7 @@ ALL_TO_ALL = Case(tokens=6, choices=2, local=1, capacity=6, width=16, hidden=16)
 
 SENDS_ROWS, SENDS_COUNTS = "to send its rows (dispatch)", "to send its counts (dispatch)"
 RETURNS = "to return results (combine)"
-RELEASES = "to release the bank (its backward of an earlier pass)"
+RELEASES = "to release its rows (the backward before this one)"
 
 
 @pytest.mark.parametrize(
@@ -378,15 +379,18 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
             ("second launch", {}, SENDS_ROWS, RETURNS),
             ("backward", {}, SENDS_ROWS, RETURNS),
             ("release", {}, RELEASES, ""),
-        ]
+        ],
+        0, 3,
     ),
-)
+)  # fmt: skip
 def test_a_late_rank_is_an_error_on_both_sides(pool, at, changes, what, other):
     messages = pool.run(late_on_rank, ALL_TO_ALL, changes, at)
-    name = "layer.backward" if at == "backward" else "layer.forward"
+    name = "layer.backward" if at in ("backward", "release") else "layer.forward"
     expected = f"{name}: PE 0 waited for PE 1 {what} more than {SHORT_S} s: expected epoch 3 at signal"
     assert messages[0].startswith(expected)
-    assert "seen 1; PE 1 is late, dead, or in another layer" in messages[0]
+    # Counts of every other epoch have a word of their own.
+    seen = 1 if at == "launch" else 2
+    assert f"seen {seen}; PE 1 is late, dead, or in another layer" in messages[0]
     if at != "release":
         assert messages[1].startswith(f"{name}: PE 1 waited for PE 0 {other}")
 
@@ -434,7 +438,7 @@ def test_a_killed_rank_is_named(pool):
     told, _ = pool.run(killed_on_rank)
     assert told[0].startswith("layer 0.forward: PE 0 waited for PE 1 to send its rows (dispatch) more than")
     assert told[1].startswith("layer 1.forward: PE 0 waited for PE 1 to return results (combine) more than")
-    assert all("seen 0; PE 1 is late, dead, or in another layer" in each for each in told)
+    assert all("seen 1; PE 1 is late, dead, or in another layer" in each for each in told)
 
 
 def disagree_on_rank() -> list[str]:
@@ -444,7 +448,7 @@ def disagree_on_rank() -> list[str]:
     sizes["chunk_rows"] = 16
     with SharedMemory(timeout_s=20) as memory:
         for number, (name, other) in enumerate(
-            (("receive_rows", 9), ("width", 32), ("dtype", torch.float16), ("banks", 3), ("local_experts", 2))
+            (("receive_rows", 9), ("width", 32), ("dtype", torch.float16), ("room", 40), ("local_experts", 2))
         ):
             mine = sizes | ({name: other} if memory.rank == 1 else {})
             with pytest.raises(UserError) as error:
@@ -459,6 +463,6 @@ def test_ranks_that_disagree_are_told(pool):
     told = pool.run(disagree_on_rank)
     assert told[0] == told[1]
     assert told[0][0].startswith(
-        "symmetric memory: got allocate 'exchange 0.rows' [2, 8, 16] float32 (rank 0), "
-        "allocate 'exchange 0.rows' [2, 9, 16] float32 (rank 1)"
+        "symmetric memory: got allocate 'exchange 0.rows' [16, 16] float32 (rank 0), "
+        "allocate 'exchange 0.rows' [18, 16] float32 (rank 1)"
     )

@@ -71,7 +71,7 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
 def test_many_passes_without_a_pause(compiled, world):
-    """Nothing waits for the device between passes: PEs run ahead of one another, a pass for each bank."""
+    """Nothing waits for the device between passes: PEs run ahead of one another."""
     case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)
@@ -94,7 +94,7 @@ def test_many_passes_without_a_pause(compiled, world):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
-    """A graph for each PE, replayed 50 times: epochs and banks go on inside it."""
+    """A graph for each PE, replayed 50 times: epochs and rows taken go on inside it."""
     case = replace(ODD, world=world, width=32, hidden=32)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)
@@ -152,8 +152,10 @@ def test_launches_without_tasks_send_nothing_and_wait_for_nobody(device: torch.d
 
 
 def assert_skipped(run: VirtualPass, passes: int) -> None:
-    """Nothing came, and the banks are free again, as after so many passes."""
+    """Nothing came, and no rows are taken, as after so many passes."""
     for exchange in (*run.forwards, *run.backwards):
         assert not exchange.rows.local.any()
         assert not exchange.arrived.local.any()
+        assert not exchange.taken.any()
+    for exchange in run.backwards:
         assert exchange.released.local.max() >> 32 == passes, "the skipped passes are released"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.fused import fused_experts, fused_passes
+from lancet_kernels.ops.fused.fused_experts import LayerExchange, SharedExchanges
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 
@@ -268,24 +269,24 @@ def test_without_gradients_any_number_of_passes(pool) -> None:
 
 
 def forwards_before_a_backward() -> list[int]:
-    """-> how many banks there are after some forwards whose results are dropped, and then kept."""
-    layer, x, banks = MoELayer(16, 24, 2, backend="fused"), torch.ones(3, 16), []
+    """-> for how many passes there is room after some forwards whose results are dropped, and then kept."""
+    layer, x, passes = MoELayer(16, 24, 2, backend="fused"), torch.ones(3, 16), []
     for _ in range(5):
-        layer(x)  # nobody keeps the result, so its bank is free again
-    banks.append(layer.memory().banks)
+        layer(x)  # nobody keeps the result, so its place is free again
+    passes.append(layer.memory().passes)
     kept = [layer(x) for _ in range(5)]
-    banks.append(layer.memory().banks)
+    passes.append(layer.memory().passes)
     for y in reversed(kept):
         y.sum().backward()
     once = layer.w1.grad / 5
     layer.zero_grad()
     layer(x).sum().backward()
     torch.testing.assert_close(layer.w1.grad, once)
-    return [*banks, layer.memory().banks]
+    return [*passes, layer.memory().passes]
 
 
-def test_there_are_as_many_banks_as_passes_wait_for_their_backward(pool) -> None:
-    assert pool.run(forwards_before_a_backward) == [[2, 6, 6]] * 2
+def test_there_is_room_for_as_many_passes_as_wait_for_their_backward(pool) -> None:
+    assert pool.run(forwards_before_a_backward) == [[2, 8, 8]] * 2
 
 
 def copied() -> None:
@@ -320,10 +321,10 @@ def memory_kept(options: dict) -> dict[str, int]:
     (waiting,) = fused_passes._passes.values()
     sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
     found = {
-        "banks": sizes(forward.rows),
+        "rows": sizes(forward.rows),
         "shared": sizes(backward.rows, backward.buffers.results),
         "alike": forward.buffers is backward.buffers,
-        "pass": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
+        "kept": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
         "words": sum(r.local.nbytes for r in (forward.arrived, forward.returned, forward.row_weights)),
         "routing": sum(
             getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
@@ -341,16 +342,17 @@ def test_memory_is_as_documented(pool, options) -> None:
     tokens, choices, width, hidden = 50, 2, 16, 24
     sent = tokens * choices
     received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
+    room = math.ceil(2 * 1.25 * sent)
     wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
     for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
-        assert found["banks"] == 4 * 2 * received * width
-        assert found["shared"] == 4 * (2 * received + sent) * width
+        assert found["rows"] == 4 * room * width
+        assert found["shared"] == 4 * (received + sent) * width
         assert found["alike"]
-        assert found["pass"] == 4 * received * wide
+        assert found["kept"] == 4 * room * wide
         assert found["routing"] <= 28 * 9 * choices + 100
         # Of the gate and of the router; no rows.
         assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
-        assert found["words"] <= found["banks"]
+        assert found["words"] <= found["rows"]
 
 
 class Blocks(nn.Module):
@@ -374,7 +376,7 @@ class Blocks(nn.Module):
         return y
 
     def open_passes(self) -> int:
-        """Banks that wait for a backward, in all layers."""
+        """Passes that wait for a backward, in all layers."""
         return sum(use() is not None for each in self.exchanges() for use, _ in each._open.values())
 
     def exchanges(self) -> list[Exchange]:
@@ -409,18 +411,18 @@ def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
         y.square().sum().backward()
     found["grads"] = [x.grad for x in xs] + [parameter.grad for parameter in model.parameters()]
     found["open at the end"] = model.open_passes()
-    found["banks"] = sum(exchange.banks for exchange in model.exchanges())
+    found["passes"] = sum(exchange.passes for exchange in model.exchanges())
     return found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> None:
-    """One bank for each layer that waits for its backward, two in all where activations are checkpointed."""
+    """Room for each layer that waits for its backward; with checkpointing the first exchange is all."""
     plain, results = (pool.run(checkpointed, each, timeout_s=200) for each in (None, use_reentrant))
     for expected, got in zip(plain, results, strict=True):
-        assert expected["open"] == expected["banks"] == 4
-        assert got["banks"] == 2
+        assert expected["open"] == 4
+        assert (expected["passes"], got["passes"]) == (8, 2)
         assert got["open"] == got["open at the end"] == expected["open at the end"] == 0
         # The inputs of the layers, nothing inside them.
         assert got["kept"] <= 5 * 12 * 16 * 4 < expected["kept"]
@@ -443,12 +445,12 @@ def memory_on_rank() -> None:
         layer.memory()
     layer(torch.randn(10, 16)).sum().backward()
     memory = layer.memory()
-    # One choice of each token; float32; two banks of each direction, and 10 rows that come back.
-    assert (memory.banks, memory.receive_rows) == (2, 15)
-    assert memory.of_pass == 15 * 48 * 4
-    rows = (2 * 15 + 2 * 15 + 10) * 16 * 4
+    # One choice of each token; float32; two passes, a backward, and 10 rows that come back.
+    assert (memory.passes, memory.room, memory.receive_rows) == (2, 30, 15)
+    assert memory.while_running == 15 * (48 + 24) * 4
+    rows = (30 * (16 + 48) + (15 + 10) * 16) * 4
     assert rows <= memory.shared < rows + 4000
-    assert "2 banks with room for 15 rows each" in str(memory)
+    assert "for 2 passes that wait for their backward with 30 rows together, 15 at most in one" in str(memory)
     MoELayer(16, 24, 4, backend="fused", activation="swiglu", capacity_factor=None, receive_factor=1.5)(
         torch.randn(10, 16)
     ).sum().backward()
@@ -476,5 +478,31 @@ def no_room_on_rank() -> str:
 
 def test_memory_that_does_not_fit_names_what_to_set(pool):
     (message, *_) = pool.run(no_room_on_rank)
-    assert "room for 20 rows in each of two more banks" in message
-    assert "set receive_factor (2 allots 20 rows a bank) or max_tokens, or checkpoint activations" in message
+    assert "got room for 20 rows more, 0.00 GiB" in message
+    assert "set receive_factor (1.25 allots 13 rows a pass) or max_tokens, or checkpoint" in message
+
+
+def rooms(factor: float | None, world: int, passes: int) -> tuple[list[tuple[int, int]], int]:
+    """Exchanges for so many passes of Qwen3-30B-A3B with 8,192 tokens, and the most rows in one pass."""
+    layer = LayerExchange("", 128 // world, 2048, 768, "swiglu", receive_factor=factor)
+    rows, each = layer._room(8 * 8192, layer._worst(world, 8192, 8, 8192))
+    shared = mock.Mock(spec=SharedExchanges, sizes={"receive_rows": rows}, each_pass=each, forward=[])
+    while sum(size[0] for size in shared.forward) < passes:
+        shared.forward.append(SharedExchanges.next_size(shared))
+    return shared.forward, rows
+
+
+def test_what_users_with_80_gb_get_by_default() -> None:
+    """Bytes of `LayerExchange`'s docstring; any routing of 8 ranks fits in a pass."""
+    bytes_kept, even = 2 * (2048 + 1536), 65536
+    (first,), longest = rooms(None, 8, 1)
+    assert (first, longest) == ((6, 8 * even), 8 * even)
+    assert round(first[1] * bytes_kept / 1e9, 1) == 3.8
+    exchanges, _ = rooms(None, 8, 48)
+    assert round(sum(room for _, room in exchanges) * bytes_kept / 1e9, 1) == 30.1
+    exchanges, longest = rooms(1.25, 8, 48)
+    assert longest == 1.25 * even
+    assert round(sum(room for _, room in exchanges) * bytes_kept / 1e9, 1) == 29.4
+    # More ranks take no more; one rank needs no more than its own rows.
+    assert rooms(None, 64, 48) == rooms(None, 8, 48)
+    assert rooms(None, 1, 2) == ([(2, 2 * even)], even)

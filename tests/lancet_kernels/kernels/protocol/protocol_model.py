@@ -4,11 +4,11 @@ What every PE does in a stream such as "F1 F2 B2 B1" (forward and backward passe
 written in the steps of `weak_memory.py`. What a step stands for in the kernels:
 
     model                kernels
-    wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
+    wait released        device.wait in steps.wait_free: the peer is through with the backward before this one
     put counts           device.put_values in schedule.exchange_counts_kernel; "signal counted" follows
     wait counted         device.wait_all there; "read counts" is what _offsets loads
     put rows             device.put_rows and put_words in steps.put_chunk, to places that follow from
-                         the counts
+                         the counts, and from where the peer has room (`Script.base`)
     put results          the stores of gemm.store_to_rows (TILE_OUT) to the results of the sources, and
                          of steps.return_dots beside them
     fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
@@ -18,8 +18,9 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in steps.return_tile
     wait returned        device.wait_all in combine_results_kernel; "read results" is what follows
     backward             whatever reads rows of the use later, wherever it runs (dW)
-    release              exchange.release_kernel, in stream order behind the last of these
-    the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
+    release              exchange.release_kernel, in stream order behind the last of these; of a forward
+                         the place of its rows, which later passes take
+    the stream           what the host launches
 
 A release covers the stores of its own warp and, after a fence, of all warps of its program, of this task;
 through the counter also those of the tile's other columns. That it covers earlier tasks too is used for one
@@ -28,8 +29,8 @@ thing only: a release comes behind the release before it in the same word.
 Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
 behind the other, source after source, so that a tile may hold units of several sources, and where a unit
 lies differs from epoch to epoch. The content of a place is a tag: exchange, epoch, sender, unit. Every
-reading must find exactly its own. Both exchanges have their results in one place, without banks
-(`ResultBuffers`).
+reading must find exactly its own. Passes of the second exchange all have their rows in one place, and both
+exchanges their results (`ResultBuffers`).
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ BROKEN = {
     "no fence": "the signal is sent by one warp before the others have stored",
     "relaxed signal": "the signal may overtake the stores before it",
     "relaxed counter": "the columns of a tile count themselves without publishing what they stored",
-    "one bank": "every epoch uses the same bank, with the credit of two",
-    "one released word": "released is one word for a peer, not one for each bank",
-    "flag reset": "a PE zeroes the flags of a bank before it uses the bank again",
+    "rows in one place": "a pass takes rows that another one, whose backward is to come, has",
+    "flag reset": "a PE zeroes the flags before it uses them again",
     "flag without epoch": "a flag says that rows came, not of which epoch",
-    "no wait for release": "rows are put without asking whether the bank is free",
-    "credit too late": "rows wait for the release of epoch e - 2B, not e - B",
-    "release before the backward": "the bank is released before its last reader has run",
+    "no wait for release": "rows of a backward are put without asking whether those before are needed",
+    "credit too late": "they wait for the release of epoch e - 2, not e - 1",
+    "release before the backward": "rows are released before their last reader has run",
     "release within the backward": "by a task of the same launch, while another program still reads",
     "waits for one source only": "a tile with rows of two sources is read when the first one's have come",
     "results before arrival": "results are returned before the rows of that epoch were seen",
     "counts not waited for": "offsets are made from counts that may be those of an earlier epoch",
     "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
     "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
-    "counts without release": "counts are put while the peer may still read those of the bank's last use",
+    "counts in one place": "counts are put where the peer may still read those of the epoch before",
+    "counts ahead": "a PE says where it has room before the backward that makes it has run",
     "two streams": "a pass is launched beside another one, which still reads the results that both have",
 }
 
@@ -87,7 +88,6 @@ class Config:
         tiles: columns of a tile of results, each made by another task. programs: resident on each PE.
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
-        gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
@@ -99,10 +99,8 @@ class Config:
     per_tile: int = 2
     warps: int = 1
     tiles: int = 1
-    banks: int = 2
     programs: int = 1
     gradients: bool = False
-    gradient_banks: int = 0
     sparse: bool = False
     landing: str = SIGNAL
     exact: bool = False
@@ -136,17 +134,6 @@ class Config:
         before = sum(self.filled(epoch, other, owner) for other in range(source))
         first_send = sum(self.filled(epoch, source, other) for other in range(owner))
         return first_send // self.per_tile + 2 * owner + tile - before // self.per_tile
-
-
-def admits(stream: str, banks: int) -> bool:
-    """Does the host let this order of passes through? A bank must be released before its next forward."""
-    taken = set()
-    for launch in stream.split():
-        bank = int(launch[1:]) % banks
-        if launch[0] == "F" and bank in taken:
-            return False
-        (taken.add if launch[0] == "F" else taken.discard)(bank)
-    return True
 
 
 def build(config: Config) -> System:
@@ -240,19 +227,31 @@ class Script:
         self.messages.append(message)
         return 1 << len(self.messages) - 1
 
-    @property
-    def banks(self) -> int:
-        """Banks of the exchange whose steps are being written."""
-        return (self.exchange and self.config.gradient_banks) or self.config.banks
+    def base(self, at: int, epoch: int) -> int:
+        """Where the rows of that pass begin: in the first gap that is long enough, when it comes."""
+        if self.exchange or self.config.broken == "rows in one place":
+            return 0
+        taken: dict[int, tuple[int, int]] = {}
+        for kind, number in self.config.passes(at):
+            if kind == "B":
+                taken.pop(number, None)
+                continue
+            begin, length = 0, len(self.config.received(number, at))
+            for first, last in sorted(taken.values()):
+                if first - begin >= length:
+                    break
+                begin = max(begin, last)
+            if number == epoch:
+                return begin
+            taken[number] = begin, begin + length
+        raise AssertionError(f"no pass {epoch}")
 
     def bank(self, epoch: int) -> int:
-        return 0 if self.config.broken == "one bank" else epoch % self.banks
+        """Of counts."""
+        return 0 if self.config.broken == "counts in one place" else epoch % 2
 
     def word(self, epoch: int, count: int = 0) -> int:
         return (1 if self.config.broken == "flag without epoch" else epoch) << LOW | count
-
-    def released(self, at: int, of: int, bank: int) -> Key:
-        return "released", at, 0 if self.config.broken == "one released word" else bank, of
 
     def launches(self, rank: int) -> list[list[list[Step]]]:
         launches: list[list[list[Step]]] = []
@@ -262,6 +261,10 @@ class Script:
                 counts, forward = self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)
                 if self.config.broken == "two streams" and launches:
                     launches[-1] += counts + forward
+                elif self.config.broken == "counts ahead" and launches:
+                    launches.insert(-1, counts)
+                    self._later(rank, len(launches) - 2)
+                    launches.append(forward)
                 else:
                     launches += [counts, forward]
                 self._keep_results(rank, epoch, launch=len(launches) - 1)
@@ -269,7 +272,7 @@ class Script:
                 self._keep(rank, epoch, launch=1 << LOW)
             else:
                 late = self.config.broken == "release before the backward"
-                backward, release = self._backward(rank, epoch), self._release(rank, epoch)
+                backward, release = self._backward(rank, epoch), []
                 backwards += 1
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
@@ -278,7 +281,7 @@ class Script:
                     backward += self._forward(rank, backwards)
                     self._keep(rank, backwards, launch=len(launches) + late)
                     self._keep_results(rank, backwards, launch=len(launches) + late)
-                    release = own + release
+                    release = own
                     self.exchange = ""
                 self._keep(rank, epoch, launch=len(launches) + late)
                 if late:
@@ -286,8 +289,15 @@ class Script:
                 elif self.config.broken == "release within the backward":
                     launches += [backward + release]
                 else:
-                    launches += [backward, release]
+                    launches += [backward, release] if release else [backward]
         return launches
+
+    def _later(self, rank: int, from_launch: int) -> None:
+        """A launch has been put in before this one: what is needed until then or later, is needed later."""
+        for readers in self.needed_until.values():
+            for value, (who, launch) in readers.items():
+                if who == rank and from_launch <= launch < 1 << LOW:
+                    readers[value] = who, launch + 1
 
     def _keep(self, rank: int, epoch: int, launch: int) -> None:
         for place, value in self._kept(rank, epoch):
@@ -303,7 +313,7 @@ class Script:
         return [
             (place, self.tag(epoch, source, unit))
             for row, (source, unit) in enumerate(self.config.received(epoch, rank))
-            for place in self.whole(("rows", rank, self.bank(epoch), row))
+            for place in self.whole(("rows", rank, self.base(rank, epoch) + row))
             if source in peers
         ]
 
@@ -317,20 +327,18 @@ class Script:
         ]
 
     def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
-        """Wait until the peer has released the bank."""
-        config, bank = self.config, self.bank(epoch)
-        credit = max(0, epoch - self.banks * (2 if config.broken == "credit too late" else 1))
-        if config.broken != "no wait for release":
-            place = self.place(*self.released(rank, peer, bank))
-            task.wait([(place, credit << LOW)], f"released[{bank}, {peer}] >= {credit}")
+        """Wait until the peer has released the rows of the backward before this one."""
+        broken = self.config.broken
+        credit = max(0, epoch - (2 if broken == "credit too late" else 1))
+        if self.exchange and broken != "no wait for release":
+            place = self.place("released", rank, peer)
+            task.wait([(place, credit << LOW)], f"released[{peer}] >= {credit}")
 
     def _counts(self, rank: int, epoch: int, launch: int) -> list[list[Step]]:
         """The launch before the forward's own: one task puts counts to all peers, then waits for theirs."""
         config, bank, task = self.config, self.bank(epoch), Task(self)
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks)]
         for peer in peers:
-            if config.broken != "counts without release":
-                self._credit(task, rank, epoch, peer)
             text = f"PE {peer}'s counts[{bank}, {rank}]"
             task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0), text)
             task.fence()
@@ -338,6 +346,8 @@ class Script:
         if config.broken != "counts not waited for":
             words = [(self.place("counted", rank, bank, peer), self.word(epoch)) for peer in peers]
             task.wait(words, f"counted[{bank}] >= {epoch}")
+        else:
+            task.steps.append((PAUSE, None, "goes on"))
         reads = []
         for peer in peers:
             reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
@@ -360,18 +370,17 @@ class Script:
         for tile, units in enumerate(arrivals[rank]):
             tasks += self._tiles(rank, epoch, tile, units)
         tasks.append(self._combine(rank, epoch))
-        if config.broken == "flag reset" and epoch > self.banks:
-            bank = self.bank(epoch)
+        if config.broken == "flag reset" and epoch > 1:
             tiles = range(-(-config.units * config.ranks // config.per_tile))
             each = [(tile, source) for tile in tiles for source in range(config.ranks)]
-            flags = tuple(self.place("arrived", rank, bank, *one) for one in each)
-            text = f"zeroes its arrived[{bank}]"
+            flags = tuple(self.place("arrived", rank, *one) for one in each)
+            text = "zeroes its arrived"
             tasks.insert(0, [(PAUSE, None, f"begins epoch {epoch}"), (RESET, flags, text)])
         return tasks
 
     def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[Step]:
         """PUT of the units that lie in one tile of the peer."""
-        config, bank, task = self.config, self.bank(epoch), Task(self)
+        config, task, base = self.config, Task(self), self.base(peer, epoch)
         self._credit(task, rank, epoch, peer)
         shift = 0
         if config.broken == "offsets of the last epoch":
@@ -381,14 +390,13 @@ class Script:
             )
         for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
             if source == rank:
-                row = tile * config.per_tile + i + shift
-                where = f"PE {peer}'s rows[{bank}, {row}]"
-                task.put(("rows", peer, bank, row), self.tag(epoch, rank, unit), where)
+                row = base + tile * config.per_tile + i + shift
+                task.put(("rows", peer, row), self.tag(epoch, rank, unit), f"PE {peer}'s rows[{row}]")
         task.fence()
         if config.broken == "counter without epoch":
-            task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
+            task.signal(("arrived", peer, tile, 0), 1 << LOW, add=True)
         else:
-            task.signal(("arrived", peer, bank, tile, rank), self.word(epoch))
+            task.signal(("arrived", peer, tile, rank), self.word(epoch))
         return task.steps
 
     def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
@@ -408,7 +416,7 @@ class Script:
                 counter = self.place("done", rank, epoch, tile)
                 task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
             for source in dict.fromkeys(source for source, _ in units):
-                key = "returned", source, self.bank(epoch), config.chunk(epoch, source, rank, tile)
+                key = "returned", source, config.chunk(epoch, source, rank, tile)
                 signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
             if config.broken == "results before arrival":
                 self._wait_and_read(task, rank, epoch, tile, units)
@@ -422,30 +430,30 @@ class Script:
         return [task.steps for task in tasks]
 
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
-        config, bank, word = self.config, self.bank(epoch), self.word(epoch)
+        config, base, word = self.config, self.base(rank, epoch), self.word(epoch)
         sources = list(dict.fromkeys(source for source, _ in units))
-        words = [(self.place("arrived", rank, bank, tile, source), word) for source in sources]
+        words = [(self.place("arrived", rank, tile, source), word) for source in sources]
         if config.broken == "waits for one source only":
             words = words[:1]
         elif config.broken == "counter without epoch":
-            words = [(self.place("arrived", rank, bank, tile, 0), len(sources) << LOW)]
-        task.wait(words, f"arrived[{bank}, {tile}] >= {word >> LOW} of all its sources")
+            words = [(self.place("arrived", rank, tile, 0), len(sources) << LOW)]
+        task.wait(words, f"arrived[{tile}] >= {word >> LOW} of all its sources")
         reads = []
         for i, (source, unit) in enumerate(units):
-            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
+            places = self.whole(("rows", rank, base + tile * config.per_tile + i))
             reads += [(place, self.tag(epoch, source, unit)) for place in places]
-        task.read(reads, f"tile {tile} of rows[{bank}]")
+        task.read(reads, f"tile {tile} of rows from {base} on")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
         """The sums of all tokens."""
-        config, task, bank, word = self.config, Task(self), self.bank(epoch), self.word(epoch)
+        config, task, word = self.config, Task(self), self.word(epoch)
         conditions = [
-            (self.place("returned", rank, bank, config.chunk(epoch, rank, owner, tile)), word)
+            (self.place("returned", rank, config.chunk(epoch, rank, owner, tile)), word)
             for owner in range(config.ranks)
             for tile, units in enumerate(config.arrivals(epoch, owner))
             if any(source == rank for source, _ in units)
         ]
-        task.wait(conditions, f"all that it expects in returned[{bank}] >= {word >> LOW}")
+        task.wait(conditions, f"all that it expects in returned >= {word >> LOW}")
         task.read(self._results(rank, epoch), "results")
         return task.steps
 
@@ -455,8 +463,7 @@ class Script:
         for peer in range(self.config.ranks):
             task = Task(self)
             task.steps.append((PAUSE, None, f"backward of epoch {epoch}"))
-            text = f"rows[{self.bank(epoch)}, {peer}] again"
-            task.read(self._kept(rank, epoch, range(peer, peer + 1)), text)
+            task.read(self._kept(rank, epoch, range(peer, peer + 1)), f"rows of PE {peer} again")
             tasks.append(task.steps)
         return tasks
 
@@ -464,7 +471,7 @@ class Script:
         tasks = []
         for peer in range(self.config.ranks):
             task = Task(self)
-            key = self.released(peer, rank, self.bank(epoch))
+            key = "released", peer, rank
             # Of the releases that a PE sends into one word the later comes behind the earlier (stream order).
             task.covered |= self.earlier.get((self.exchange, key), 0)
             task.signal(key, epoch << LOW)

@@ -95,8 +95,8 @@ BN, BN_IN = 16, 8
 
 
 @triton.jit
-def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr, BE: tl.constexpr):
-    schedule._offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM, BE)
+def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr):
+    schedule._offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM, BE)
 
 
 @triton.jit
@@ -132,17 +132,19 @@ def list_tasks_kernel(
 ):  # fmt: skip
     _list_tasks(
         of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag,
-        Sizes(rank, W, L, D, F, H, 0, tiles, chunks, 0), Blocks(BM, BN, BN_IN, 16, 1, 1, 1), HAS_WGRAD,
+        Sizes(rank, W, L, D, F, H, 0, tiles, chunks, 0), Blocks(BM, BN, BN_IN, 16, 1), HAS_WGRAD,
     )  # fmt: skip
 
 
 def device_table(
-    routed: Routed, rank: int, room: int | None = None
+    routed: Routed, rank: int, room: tuple[int, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """-> the table, the report, and room for tiles and puts."""
+    """-> the table, the report, and room for tiles and puts. room: of each PE; base is ten times the PE."""
     world, local, block_m = routed.world, routed.local, routed.block_m
     experts, counts = world * local, torch.tensor(routed.counts, dtype=torch.int32)
-    receive = int(counts.sum()) if room is None else room
+    receive = int(counts.sum())
+    rooms = [(10 * w, receive if room is None else room[w]) for w in range(world)]
+    said = torch.cat([counts, torch.tensor(rooms, dtype=torch.int32)], 1)
     tiles = schedule.most_tiles(receive, local, block_m)
     chunks = schedule.most_chunks(int(counts.sum(1).max()), experts, block_m)
     size = schedule.table_words(world, experts, tiles, chunks)
@@ -151,7 +153,7 @@ def device_table(
     table.zero_()
     report = torch.zeros(8, dtype=torch.int64)
     blocks = {"BM": block_m, "BE": triton.next_power_of_2(experts)}
-    offsets_kernel[(1,)](counts, table, report, rank, world, local, receive, **blocks)
+    offsets_kernel[(1,)](said, table, report, rank, world, local, **blocks)
     schedule_kernel[(local,)](
         table, rank, world, local, tiles, chunks, **blocks, BW=triton.next_power_of_2(world), BT=4
     )
@@ -214,10 +216,10 @@ def test_example_in_the_docstring() -> None:
     for rank in range(2):
         table, report, tiles, chunks = device_table(EXAMPLE, rank)
         words = table.tolist()
-        assert words[:4] == [0, 5 + rank, 4, 11 - rank]
+        assert words[:5] == [0, 5 + rank, 4, 11 - rank, 10 * rank]
         where, found = 8, {}
         sizes = {"count": 12, "before": 12, "first_send": 12, "rows": 6, "first_row": 6, "first_tile": 6}
-        sizes |= {"expert": tiles, "put_expert": chunks, "put_tile": chunks}
+        sizes |= {"base": 2, "expert": tiles, "put_expert": chunks, "put_tile": chunks}
         for name, size in sizes.items():
             found[name] = words[where : where + size]
             where += size
@@ -227,6 +229,7 @@ def test_example_in_the_docstring() -> None:
         assert found["rows"] == [5, 6, 0, 5, 2, 3]
         assert found["first_row"] == [0, 5, 11, 0, 5, 7]
         assert found["first_tile"] == [0, 2, 4, 0, 2, 3]
+        assert found["base"] == [0, 10]
         assert not report.any()
     assert found["put_expert"][:6] == [0, 3, 0, 3, 4, 1]
     assert found["put_tile"][:6] == [0, 0, 1, 1, 0, 1]
@@ -235,10 +238,40 @@ def test_example_in_the_docstring() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rows_that_do_not_fit_make_the_table_void_on_every_pe(rank: int) -> None:
-    table, report, *_ = device_table(EXAMPLE, rank, room=10)
-    assert table[:3].tolist() == [1, 0, 0]
+    table, report, *_ = device_table(EXAMPLE, rank, room=(10, 20))
+    assert table[:4].tolist() == [1, 0, 0, 0]
     assert report[:7].tolist() == [1, rank, 0, TOO_MANY_ROWS.value, 0, 11, 10]
-    assert not device_table(EXAMPLE, rank, room=11)[1].any()
+    assert device_table(EXAMPLE, rank, room=(11, 8))[1][:7].tolist()[2:] == [1, TOO_MANY_ROWS.value, 0, 10, 8]
+    assert not device_table(EXAMPLE, rank, room=(11, 10))[1].any()
+
+
+@triton.jit
+def largest_gap_kernel(taken_ptr, out_ptr, A, passes, BP: tl.constexpr):
+    base, room = schedule._largest_gap(taken_ptr, A, passes, BP)
+    tl.store(out_ptr, base)
+    tl.store(out_ptr + 1, room)
+
+
+@given(data=st.data())
+@examples(20)
+def test_passes_take_the_largest_gap(data: st.DataObject) -> None:
+    """Rows of passes that begin and end in any order: never twice taken, and all room there is in a row."""
+    size, passes = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 5))
+    taken, out = torch.zeros(passes, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for _ in range(12):
+        free = [place for place in range(passes) if not taken[place].any()]
+        held = [place for place in range(passes) if taken[place].any()]
+        if held and (not free or data.draw(st.booleans())):
+            taken[data.draw(st.sampled_from(held))] = 0
+            continue
+        largest_gap_kernel[(1,)](taken, out, size, passes, BP=triton.next_power_of_2(passes))
+        rows = "".join("x" if any(b <= i < e for b, e in taken.tolist()) else "." for i in range(size))
+        longest = max(map(len, rows.split("x")))
+        base, room = out.tolist()
+        assert room == longest
+        assert rows[base : base + room] == "." * room
+        if room:
+            taken[free[0]] = torch.tensor([base, base + data.draw(st.integers(1, room))])
 
 
 # ---- they finish
