@@ -225,7 +225,7 @@ class Fuzz:
         return [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
 
     def expect(self, exchange: Exchange, rows: Tensor) -> None:
-        """Of the pass that comes next."""
+        """Note which rows the next pass brings."""
         self.expected_rows[id(exchange), exchange.begun + 1] = rows
 
     def compare(self, seed: int, answers: dict[str, Tensor]) -> None:

@@ -247,7 +247,7 @@ class Script:
         raise AssertionError(f"no pass {epoch}")
 
     def bank(self, epoch: int) -> int:
-        """Of counts."""
+        """Which of two places the counts have."""
         return 0 if self.config.broken == "counts in one place" else epoch % 2
 
     def word(self, epoch: int, count: int = 0) -> int:
