@@ -340,7 +340,7 @@ class Exchange:
             self._give_back(use.place, use.words, backward=use.backward)
 
     def _give_back(self, place: int, words: Tensor, *, backward: bool) -> None:
-        """Make room where the rows of a forward were, behind all that reads them; tell every PE of a backward."""
+        """Make room where the rows of a forward were, in stream order; tell every PE of a backward."""
         if not backward:
             self.taken[place].zero_()
             return
