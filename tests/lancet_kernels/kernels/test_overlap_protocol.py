@@ -1,4 +1,4 @@
-"""The protocol of the overlap kernel: delays, epochs and banks, and ranks that do not come.
+"""The protocol of the overlap kernel: delays, epochs and rows kept, and ranks that do not come.
 
 However a rank is delayed the bits are the same; what comes too late is an error or NaN, never a wrong number.
 """

@@ -85,7 +85,7 @@ class VirtualPes:
 
         First without launching the overlap kernel and `others`, which are compiled side by side; then, if
         there are no others, with launches that have no tasks. To the exchanges these are two passes that all
-        PEs skip: epochs go on, nothing is sent, banks are released. Memory is a first time, too: rehearse
+        PEs skip: epochs go on, nothing is sent, no rows are taken. Memory is a first time, too: rehearse
         while what will be held meanwhile is held.
         """
         if not self._streams:
