@@ -20,6 +20,7 @@ from lancet_kernels.graph.program.saved_json import SavedJson
 from lancet_kernels.schedules.explanation import (
     account_text,
     bounds_text,
+    buckets_text,
     hidden_text,
     measured_choice,
     memory_text,
@@ -86,6 +87,8 @@ class Plan(SavedJson):
     measured_microbatches: milliseconds of each of several real microbatches, `IN_PAIRS` and `ONE_BY_ONE`,
     where these were run to choose.
     hidings: what computes while messages travel, in the predicted iteration.
+    bucket_bytes: of the buckets in which gradients are summed, if they are. bucket_ms: the predicted step by
+    size (of one schedule each), where sizes were compared.
     exposed_bounds: by collective, milliseconds that every order of the partitioned program exposes.
     setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
@@ -118,6 +121,8 @@ class Plan(SavedJson):
     pair_ms: float = 0.0
     measured_microbatches: Mapping[str, float] = field(default_factory=dict)
     exposed_bounds: Mapping[str, float] = field(default_factory=dict)
+    bucket_bytes: int = 0
+    bucket_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -134,6 +139,7 @@ class Plan(SavedJson):
             "pair_ms",
             "measured_microbatches",
             "exposed_bounds",
+            "bucket_ms",
         ):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
@@ -183,6 +189,8 @@ class Plan(SavedJson):
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
         lines += microbatches_text(self.pair_ms if self.pair else None, self.measured_microbatches)
+        if self.bucket_ms:
+            lines += ["", buckets_text(self.bucket_bytes, self.bucket_ms)]
         if self.recomputation is not None:
             lines += ["", self.recomputation.text()]
         lines += hidden_text(self.hidings, details)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
-from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
+from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
@@ -30,8 +30,10 @@ from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.optimization.setting import setting_of
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
+from lancet_kernels.schedules.order.bucket_sizes import bucket_sizes_ms
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
+from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 from lancet_kernels.schedules.rewrite.walk import (
     CAPTURED,
     UNPLANNED,
@@ -53,7 +55,7 @@ class CapturedStep:
 
     gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
     launches. steps: of the optimizer, if they are part of the step. twin: of a model after `fully_shard`.
-    accumulate: how many microbatches share the sums of gradients.
+    accumulate: how many microbatches share the sums of gradients, in buckets of `bucket_bytes`.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class CapturedStep:
     steps: BucketSteps | None = None
     twin: Twin | None = None
     accumulate: int = 1
+    bucket_bytes: int = BUCKET_BYTES
     _layer_numbers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -116,12 +119,17 @@ class CapturedStep:
         return self.profiler.device
 
     @cached_property
-    def captured(self) -> Captured:
-        """The captured step after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
+    def _as_traced(self) -> Captured:
         twin = self.twin
         captured = capture(twin.module if twin else self.model, self.inputs, self.by_name)
         if twin is not None:
             captured = replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
+        return captured
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The captured step after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
+        captured = self._as_traced.with_graph(copy_of(self._as_traced.joint))
         walk(Step(captured.joint, sums=self._sums(captured)), UNPLANNED, CAPTURED)
         return captured
 
@@ -134,10 +142,37 @@ class CapturedStep:
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
-            sums = replace(sums, group_of_parameter=over, replica_group=replica)
+            sums = replace(
+                sums, group_of_parameter=over, replica_group=replica, bucket_bytes=self.bucket_bytes
+            )
         if self.steps is not None:
             sums = replace(sums, optimizer=OptimizerSteps(self.steps, self.model.get_parameter))
         return sums
+
+    def bucket_sizes(self, step: Step) -> list[tuple[int, float]]:
+        """Sizes of the buckets in which a costed step's gradients may be summed, with the predicted step in
+        milliseconds; [] where nothing is summed."""
+        if not self.reduces_gradients:
+            return []
+        sizes_ms = bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate)
+        return [*sizes_ms.items()]
+
+    def with_buckets(
+        self, step: Step, sizes: Sequence[tuple[int, float]], cluster: str | Path | Cluster | None
+    ) -> Step:
+        """The costed step with buckets of the fastest of these sizes. Collective.
+
+        Args: sizes: as of `bucket_sizes`. cluster: as of `costed`.
+        """
+        if not sizes:
+            return step
+        sizes_ms = dict(sizes)
+        chosen = min(sizes_ms, key=sizes_ms.__getitem__)
+        if chosen != self.bucket_bytes:
+            self.bucket_bytes = chosen
+            del self.__dict__["captured"]
+            step = self.costed(replace(self.step(), inputs=step.inputs), cluster)
+        return replace(step, bucket_ms=sizes_ms)
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
         """What sums of its gradients are multiplied with; those of the graph are divided already."""
@@ -158,6 +193,7 @@ class CapturedStep:
             setting=self.setting,
             forward_outputs=self.captured.forward_outputs,
             register=self._register,
+            bucket_bytes=self.bucket_bytes if self.reduces_gradients else 0,
         )
         return fuse(step, replace(UNPLANNED, fused=self.fused))
 

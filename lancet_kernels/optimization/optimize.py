@@ -46,8 +46,18 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import PairedMicrobatches, with_pair
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
-from lancet_kernels.optimization.planning import on_device, plan_of_file, plans_for, predicted
-from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
+from lancet_kernels.optimization.planning import (
+    buckets_of_file,
+    on_device,
+    plan_of_file,
+    plans_for,
+    predicted,
+)
+from lancet_kernels.optimization.rank_agreement import (
+    capture_alike,
+    plans_of_first_rank,
+    result_of_first_rank,
+)
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
@@ -184,6 +194,10 @@ def optimize(
     options = on_device(options, step.device)
     progress.begin("measuring ops")
     graph = step.costed(captured, cluster)
+    sizes = result_of_first_rank(
+        world, lambda: step.bucket_sizes(graph) if plan is None else buckets_of_file(plan)
+    )
+    graph = step.with_buckets(graph, sizes, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)

@@ -83,6 +83,12 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
     return plan
 
 
+def buckets_of_file(path: str | Path) -> list[tuple[int, float]]:
+    """The size of the buckets of the plan in a file, as of `CapturedStep.bucket_sizes`."""
+    size = Plan.load(path).bucket_bytes
+    return [(size, 0.0)] if size else []
+
+
 def predicted(
     captured: CapturedStep, step: Step, plans: Sequence[Plan], measured: bool
 ) -> list[tuple[Plan, Timeline]]:

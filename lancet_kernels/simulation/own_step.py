@@ -61,7 +61,8 @@ class OwnStep:
         with fake_ranks(self.gpus):
             model, inputs = call_make_step(self.module, make_step, without_contents())
             step = capture_step(model, inputs)
-            return step.costed(step.step(), self.hardware)
+            costed = step.costed(step.step(), self.hardware)
+            return step.with_buckets(costed, step.bucket_sizes(costed), self.hardware)
 
     def describe(self) -> str:
         """One line for headings."""

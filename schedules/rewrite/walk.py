@@ -71,14 +71,15 @@ class GradientSums:
     """Over which ranks a step sums its gradients.
 
     parameter_of_output: position among the outputs -> parameter. divide_by: what the sum of all ranks' losses
-    is divided by. group_of_parameter, replica_group: as of `buckets.insert_all_reduces`; without groups,
-    nothing is summed. shards: of a model after `fully_shard`. optimizer: steps behind the sums.
+    is divided by. group_of_parameter, replica_group, bucket_bytes: as of `buckets.insert_all_reduces`;
+    without groups, nothing is summed. shards: of a model after `fully_shard`. optimizer: steps behind the sums.
     """
 
     parameter_of_output: Mapping[int, str]
     divide_by: int = 1
     group_of_parameter: Mapping[str, str] = field(default_factory=dict)
     replica_group: str = ""
+    bucket_bytes: int = buckets.BUCKET_BYTES
     shards: Shards | None = None
     optimizer: OptimizerSteps | None = None
 
@@ -103,6 +104,8 @@ class Step:
         sums: how gradients are summed; None: not at all.
         register: registers a fused layer, and returns its number.
         number_of: for sums that may be left to a later backward; None: they are not.
+        bucket_bytes: of the buckets in which gradients are summed. bucket_ms: the predicted step by size of
+            the buckets, where sizes were compared.
         other_sizes: its tensors have other sizes than those that were planned: the last parts may be empty,
             and steps that join parts in another layout may be more or fewer.
     """
@@ -117,6 +120,8 @@ class Step:
     sums: GradientSums | None = None
     register: Callable[[MatchedLayer], int] | None = None
     number_of: NumberOf | None = None
+    bucket_bytes: int = 0
+    bucket_ms: Mapping[int, float] = field(default_factory=dict)
     other_sizes: bool = False
 
     @cached_property
@@ -153,7 +158,14 @@ class Step:
         times = timeline.times
         ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
         bounds = exposed_bounds(timeline.program, ms)
-        return replace(plan, hidings=hidings, setting=self.setting, exposed_bounds=bounds)
+        return replace(
+            plan,
+            hidings=hidings,
+            setting=self.setting,
+            exposed_bounds=bounds,
+            bucket_bytes=self.bucket_bytes,
+            bucket_ms={str(size): step_ms for size, step_ms in self.bucket_ms.items()},
+        )
 
 
 Pass = Callable[[Step, Plan], Step]
@@ -193,6 +205,7 @@ def sum_gradients(step: Step, _plan: Plan) -> Step:
             step.sums.parameter_of_output,
             step.sums.group_of_parameter,
             step.sums.replica_group,
+            step.sums.bucket_bytes,
         )
     return replace(step)
 
