@@ -107,7 +107,7 @@ def fuse_layers(
     captured.fused = fused_groups_of_first_rank(world, lambda: choice.groups(step))
     if not any(group.fused for group in captured.fused):
         return step
-    fused = captured.costed(capture_alike(captured), cluster)
+    fused = replace(captured.costed(capture_alike(captured), cluster), bucket_ms=step.bucket_ms)
     captured.fused = fused_groups_of_first_rank(world, lambda: choice.confirmed(captured.fused, step, fused))
     if not any(group.fused for group in captured.fused):
         captured.forget_fused_layers()

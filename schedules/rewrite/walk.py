@@ -72,7 +72,8 @@ class GradientSums:
 
     parameter_of_output: position among the outputs -> parameter. divide_by: what the sum of all ranks' losses
     is divided by. group_of_parameter, replica_group, bucket_bytes: as of `buckets.insert_all_reduces`;
-    without groups, nothing is summed. shards: of a model after `fully_shard`. optimizer: steps behind the sums.
+    without groups, nothing is summed. shards: of a model after `fully_shard`. optimizer: steps behind the
+    sums.
     """
 
     parameter_of_output: Mapping[int, str]
