@@ -205,6 +205,8 @@ class ListScheduler:
         self._make_ready(self.dependencies.at_first)
         while len(self.order) < len(self.program):
             self._receive()
+            if len(self.order) == len(self.program):
+                break  # nothing but what is free was behind the last message
             i = self._next_compute()
             if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
                 # Sending took memory: choose again.
