@@ -2,9 +2,9 @@
 with the plan of each strategy.
 
 The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
-affects all equally; medians over rounds, without warm-up rounds. An iteration is forward, backward, the sums
-of gradients and, if one is named, the optimizer's step. The link may be slow enough that all-to-all takes a
-given share of the blocking iteration (the paper: up to 40 %).
+affects all equally; means over the middle half of the rounds, by time, without warm-up rounds. An iteration
+is forward, backward, the sums of gradients and, if one is named, the optimizer's step. The link may be slow
+enough that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ THEN_STEP = " then step"
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one contender, means over the ranks, in milliseconds per iteration.
+    """Means of one contender over the middle half of its rounds and over the ranks, in milliseconds per
+    iteration.
 
     exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
     of those that this library starts, and of the exchange of counts. late_ms: the part of `exposed_ms` that
@@ -216,9 +217,11 @@ def _measured(
         )
         for i in iterations
     ]
-    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    # Of medians, the parts would not add up to the whole. The first column is the time of the iteration.
+    middle = sorted(times)[len(times) // 4 : len(times) - len(times) // 4]
+    means = [statistics.fmean(column) for column in zip(*middle, strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
-    *means, memory = _mean_over_ranks([*medians, held])
+    *means, memory = _mean_over_ranks([*means, held])
     iteration_ms, exposed_ms, all_to_all_ms, cpu_ms, late_ms, no_core_ms = means[:6]
     return Measured(
         iteration_ms,
