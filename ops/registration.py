@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (Tensor, nn.Parameter)
+_FUNCTIONS: dict[object, Callable[..., Any]] = {}
+"""By op as it stands in graphs."""
 
 
 class Op:
@@ -26,7 +28,7 @@ class Op:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._in_graphs = torch.library.custom_op(name, function, mutates_args=())
-        self.function = function
+        self.function = _FUNCTIONS[self._in_graphs._opoverload] = function
         self._autograd: type[torch.autograd.Function] | None = None
         parameters = inspect.signature(function).parameters.values()
         self._defaults = tuple(p.default for p in parameters)
@@ -72,11 +74,23 @@ def op(name: str) -> Callable[[Callable[..., Any]], Op]:
     return lambda function: Op(name, function)
 
 
+def function_of(target: object) -> Callable[..., Any] | None:
+    """What an op of this library computes, given its target in a graph; None: it is none."""
+    return _FUNCTIONS.get(target)
+
+
 def is_traced(inputs: Iterable[Any]) -> bool:
     """Is someone watching a call: dynamo, a tensor that is more than its numbers, a mode, or a transform?"""
     return (
         torch.compiler.is_compiling()
-        or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in inputs)
+        or any(_is_more(value) for value in inputs)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _is_more(value: Any) -> bool:
+    """Is a value, or one in a list of them, a tensor that is more than its numbers?"""
+    if isinstance(value, list):
+        return any(map(_is_more, value))
+    return isinstance(value, Tensor) and type(value) not in _PLAIN

@@ -1,8 +1,13 @@
 """`optimize` for tests: without measuring, with plans that cut, and what a step gives."""
 
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
 from torch import nn
 
 import lancet_kernels.schedules.rewrite.walk as library
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
@@ -28,6 +33,20 @@ def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **opti
         return optimize(module, inputs, strategy=strategy, cluster="p3dn", **options)
     finally:
         library.Planner = Planner
+
+
+@contextlib.contextmanager
+def one_capture() -> Iterator[None]:
+    """Within it, `optimize` gets the step that it captured first: for several strategies of one step."""
+    capture, steps = CapturedStep.of, []
+
+    def captured_once(*arguments: object) -> CapturedStep:
+        if not steps:
+            steps.append(capture(*arguments))
+        return steps[0]
+
+    with mock.patch.object(CapturedStep, "of", captured_once):
+        yield
 
 
 def outcome_of(module: nn.Module, inputs: tuple, reduced: bool) -> Outcome:

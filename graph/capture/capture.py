@@ -15,7 +15,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class Captured:
     _tracing_context: TracingContext
     shards: Callable[[], Mapping[str, Tensor]] = dict
     """Gives what is handed to the graph in place of sharded parameters, by name; called in each call."""
+    _places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    """Where the traced module has a parameter or buffer, by name."""
 
     @property
     def forward_outputs(self) -> int:
@@ -181,7 +183,13 @@ class Captured:
     def state(self) -> Callable[[str], Tensor]:
         """Gives what is handed to the graph now for a parameter, buffer or plain tensor, by name."""
         values = {**self.plain.values(), **self.shards()}
-        return lambda name: values[name] if name in values else _attribute(self.module, name)
+        return lambda name: values[name] if name in values else self._attribute(name)
+
+    def _attribute(self, name: str) -> Tensor:
+        if name not in self._places:
+            owner, _, leaf = name.rpartition(".")
+            self._places[name] = self.module.get_submodule(owner), leaf
+        return getattr(*self._places[name])
 
 
 @without_garbage_collection()
@@ -268,11 +276,6 @@ def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: boo
         if node.op == "call_function" and (node.name in forward) != is_forward and not node.users:
             half.graph.erase_node(node)
     half.recompile()
-
-
-def _attribute(module: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)
 
 
 def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:

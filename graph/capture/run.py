@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.capture.captured_graph import with_any_strides
+from lancet_kernels.graph.capture.direct_calls import with_direct_calls
 from lancet_kernels.graph.capture.inner_compile import compile_between_communications
 from lancet_kernels.graph.capture.layer_names import announce_layers
 from lancet_kernels.graph.program.from_fx import is_instruction, op_name
@@ -57,8 +58,10 @@ class GraphRunner:
         module.recompile()
         self.module, self.phase, self.recorder = module, phase, recorder
         self.pieces = compile_between_communications(module, inner_compile) if inner_compile else None
+        self.direct = with_direct_calls(module)
         self.then, self.frees = then, frees
 
+    @torch.no_grad()
     def __call__(self, inputs: list) -> object:
         results = self._run(inputs)
         if self.then is not None:
@@ -76,11 +79,11 @@ class GraphRunner:
         if on_gpu or self.frees:
             # The interpreter frees each saved activation after its last use; a call keeps its arguments
             # alive.
-            return fx.Interpreter(self.module).boxed_run(inputs)
+            return fx.Interpreter(self.direct).boxed_run(inputs)
         # On the CPU the interpreter's overhead, some 10 us a node, would be part of every iteration.
         arguments = tuple(inputs)
         inputs.clear()
-        return self.module.forward(*arguments)
+        return self.direct.forward(*arguments)
 
 
 class _Clocked(fx.Interpreter):

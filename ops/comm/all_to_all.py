@@ -28,6 +28,7 @@ from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
+from lancet_kernels.ops.registration import op
 
 _HEADER = 5
 # Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
@@ -51,7 +52,7 @@ def running_a_plan() -> Iterator[None]:
         _runs_a_plan = before
 
 
-@torch.library.custom_op("lancet::exchange_counts", mutates_args=())
+@op("lancet::exchange_counts")
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
@@ -149,7 +150,7 @@ def start_all_to_all(
     return Pending(work, finish)
 
 
-@torch.library.custom_op("lancet::all_to_all", mutates_args=())
+@op("lancet::all_to_all")
 def all_to_all(
     rows_SD: Tensor,
     send_count_WL: Tensor,

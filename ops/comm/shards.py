@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.comm.groups import group_rank, group_size
 from lancet_kernels.ops.comm.link_group import link_group
+from lancet_kernels.ops.registration import op
 
 functional = torch.ops._c10d_functional
 _LIBRARY = torch.library.Library("lancet", "FRAGMENT")
@@ -132,7 +133,7 @@ def _resized(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
     return tensor.new_empty(shape)
 
 
-@torch.library.custom_op("lancet::take_shard", mutates_args=())
+@op("lancet::take_shard")
 def take_shard(whole: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice. An op with a group, not a slice with numbers: all ranks run one graph."""
     return shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
@@ -143,7 +144,7 @@ def _(whole, dim, group):
     return _resized(whole, {dim: whole.shape[dim] // group_size(group)})
 
 
-@torch.library.custom_op("lancet::place_shard", mutates_args=())
+@op("lancet::place_shard")
 def place_shard(shard: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice in its place, zeros around it."""
     whole = _resized(shard, {dim: shard.shape[dim] * group_size(group)}).zero_()
@@ -156,7 +157,7 @@ def _(shard, dim, group):
     return _resized(shard, {dim: shard.shape[dim] * group_size(group)})
 
 
-@torch.library.custom_op("lancet::share_gradient", mutates_args=())
+@op("lancet::share_gradient")
 def share_gradient(result: Tensor, group: str) -> Tensor:
     """The tensor itself, which every rank has whole, and whose whole gradient is a sum of equal shares."""
     return result.clone(memory_format=torch.contiguous_format)

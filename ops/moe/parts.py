@@ -22,9 +22,10 @@ from torch import Tensor
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from lancet_kernels.ops.moe.rows import DROPPED, segments, traced_rows
 from lancet_kernels.ops.moe.send_rows import send_rows
+from lancet_kernels.ops.registration import op
 
 
-@torch.library.custom_op("lancet::part_rows", mutates_args=())
+@op("lancet::part_rows")
 def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
     """The rows of a part, by expert, then in token order.
 
@@ -47,7 +48,7 @@ def _(expert_TK, slot_TK, num_experts, capacity):
     return torch.empty_like(slot_TK), slot_TK.new_empty(num_experts)
 
 
-@torch.library.custom_op("lancet::merge_parts", mutates_args=())
+@op("lancet::merge_parts")
 def merge_parts(rows: list[Tensor], counts: list[Tensor], by_expert: bool) -> Tensor:
     """The whole batch's rows: for each (rank, expert) those of part 0, then of part 1, ...
 
@@ -66,7 +67,7 @@ def _(rows, counts, by_expert):
     return rows[0].new_empty(sum(part.shape[0] for part in rows), rows[0].shape[1])
 
 
-@torch.library.custom_op("lancet::merge_rows", mutates_args=())
+@op("lancet::merge_rows")
 def merge_rows(experts: list[Tensor], rows: list[Tensor], counts: list[Tensor]) -> Tensor:
     """The index of each choice's row in the merged rows to send; [T, K] of the whole batch.
 
@@ -98,7 +99,7 @@ def _window(n: Number, part: int, parts: int) -> tuple[Number, Number]:
     return n * part // parts, n * (part + 1) // parts
 
 
-@torch.library.custom_op("lancet::window_counts", mutates_args=())
+@op("lancet::window_counts")
 def window_counts(count_WL: Tensor, part: int, parts: int) -> Tensor:
     """-> [W, L]: the number of rows in a part's window of slots. Example: 5 rows in 2 parts: 2 and 3."""
     first_WL, behind_WL = _window(count_WL, part, parts)
@@ -110,7 +111,7 @@ def _(count_WL, part, parts):
     return torch.empty_like(count_WL)
 
 
-@torch.library.custom_op("lancet::window_rows", mutates_args=())
+@op("lancet::window_rows")
 def window_rows(rows_RD: Tensor, count_WL: Tensor, part: int, parts: int, by_expert: bool) -> Tensor:
     """The rows in a part's window of slots, in their order in `rows_RD`.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.random.splitmix import GOLDEN, mix_high_bits_, signed, splitmix64, splitmix64_of
+from lancet_kernels.ops.registration import op
 
 _BITS = 31
 """Random bits per element: p counts in steps of 2^-31."""
@@ -32,7 +33,7 @@ def _least_kept(p: float) -> int:
     return round(p * (1 << _BITS)) - (1 << (_BITS - 1))
 
 
-@torch.library.custom_op("lancet::dropout", mutates_args=())
+@op("lancet::dropout")
 def dropout(
     x: Tensor, token: Tensor, feature: Tensor, step: Tensor, p: float, seed: int, site: int
 ) -> Tensor:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.ops.comm.groups import group_device, group_of, group_rank, group_size
+from lancet_kernels.ops.registration import op
 
 
-@torch.library.custom_op("lancet::token_index", mutates_args=())
+@op("lancet::token_index")
 def token_index(num_tokens: int, group: str, device: torch.device, equal_ranks: bool = False) -> Tensor:
     """-> [T] int64: how many tokens the ranks before this one have, and the T - 1 numbers behind that.
 

@@ -23,22 +23,23 @@ from lancet_kernels import MoELayer, OptimizedModule, clip_gradients, fsdp, moe_
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.optimize import optimize
 from tests.grids import few_of
-from tests.optimized import optimized
+from tests.optimized import one_capture, optimized
 from tests.ranks import RankPool
 from tests.trials import with_times
 
 D, BATCH = 8, 4
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """ranks that share experts; how the others hold the parameters."""
+    """ranks that share experts; how the others hold the parameters; of what type."""
 
     expert_ranks: int = 1
     replicated: bool = False
     reshard: bool | None = None
     checkpointed: bool = False
-    strategy: str = "none"
+    dtype: torch.dtype = torch.float64
 
 
 class Block(nn.Module):
@@ -58,9 +59,9 @@ class Block(nn.Module):
 class Step(nn.Module):
     """x[B, S, 5] -> loss. The last weight has 7 rows, which no number of ranks divides; two are tied."""
 
-    def __init__(self, groups: Groups | None, checkpointed: bool = False, balance: float = 0.01) -> None:
+    def __init__(self, groups: Groups | None, case: Case = Case(), balance: float = 0.01) -> None:
         super().__init__()
-        self.groups, self.checkpointed, self.balance = groups, checkpointed, balance
+        self.groups, self.checkpointed, self.balance = groups, case.checkpointed, balance
         torch.manual_seed(0)
         self.input = nn.Linear(5, D)
         self.blocks = nn.ModuleList(Block(groups) for _ in range(2))
@@ -68,7 +69,7 @@ class Step(nn.Module):
         self.again.weight = self.head.weight
         for parameter in self.parameters():
             parameter.data *= 5
-        self.double()
+        self.to(case.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x, of_layers = self.input(x), []
@@ -79,9 +80,9 @@ class Step(nn.Module):
         return loss + self.balance * moe_losses(of_layers, self.groups).balance.mean()
 
 
-def batch_of(rank: int, step: int) -> Tensor:
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(BATCH, 3, 5, dtype=torch.float64, generator=generator)
+    return torch.randn(BATCH, 3, 5, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def groups_with(expert_ranks: int) -> Groups:
@@ -96,17 +97,16 @@ def sharded(case: Case, **options: object) -> Step:
     shape = (2, ranks // 2) if case.replicated else (ranks,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
     groups = groups_with(case.expert_ranks)
-    return fsdp(Step(groups, case.checkpointed), mesh, groups, reshard_after_forward=case.reshard, **options)
+    return fsdp(Step(groups, case), mesh, groups, reshard_after_forward=case.reshard, **options)
 
 
-def planned(case: Case, **options: object) -> OptimizedModule:
-    step = sharded(case)
-    return optimized(step, (batch_of(dist.get_rank(), 0),), case.strategy, reduce_gradients="mean", **options)
+def planned(case: Case) -> OptimizedModule:
+    return optimized(sharded(case), (batch_of(dist.get_rank(), 0),), "none", reduce_gradients="mean")
 
 
-def whole() -> Step:
+def whole(case: Case = Case()) -> Step:
     """The same on this rank alone, with the same values."""
-    return Step(Groups())
+    return Step(Groups(), Case(dtype=case.dtype))
 
 
 def full(name: str, tensor: Tensor, like: Tensor, case: Case) -> tuple[Tensor, Tensor]:
@@ -118,60 +118,101 @@ def full(name: str, tensor: Tensor, like: Tensor, case: Case) -> tuple[Tensor, T
     return tensor.detach(), like.detach()
 
 
-def distance(step: nn.Module, reference: nn.Module, case: Case, of_gradients: bool) -> float:
+def off_by(tensors: Tensors, like: Tensors, case: Case) -> float:
+    """The largest difference, as a share of the largest element of its tensor."""
     worst = 0.0
-    theirs = dict(reference.named_parameters())
-    for name, parameter in step.named_parameters():
-        pair = (parameter.grad, theirs[name].grad) if of_gradients else (parameter, theirs[name])
-        mine, like = full(name, *pair, case)
-        worst = max(worst, float((mine - like).abs().max()))
+    for name, tensor in tensors.items():
+        mine, theirs = full(name, tensor, like[name], case)
+        worst = max(worst, float((mine - theirs).abs().max() / theirs.abs().max()))
     return worst
 
 
-def three_steps(case: Case) -> list[float]:
-    """Largest differences of gradients, norms and parameters in three steps of Adam, clipped."""
-    step, reference = planned(case), whole()
-    own = torch.optim.Adam(step.module.parameters(), lr=0.01)
-    theirs = torch.optim.Adam(reference.parameters(), lr=0.01)
-    worst = [0.0]
+def distance(step: nn.Module, reference: nn.Module, case: Case) -> float:
+    """How far the gradients are off."""
+    return off_by(gradients_of(step), gradients_of(reference), case)
+
+
+def gradients_of(step: nn.Module) -> Tensors:
+    return {name: parameter.grad for name, parameter in step.named_parameters()}
+
+
+def optimizer_of(step: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """Adam in float64. It divides by the size of a gradient: where that is rounding alone, float32 moves a
+    parameter by a whole step either way."""
+    kind = torch.optim.Adam if case.dtype is torch.float64 else torch.optim.SGD
+    return kind(step.parameters(), lr=0.01)
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def three_steps(case: Case, strategies: Iterable[str]) -> dict[str, float]:
+    """By strategy, how far gradients, norms and parameters are off in three clipped steps of an optimizer,
+    which are those of the whole model. One capture serves all strategies."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    reference, expected = whole(case), []
+    theirs = optimizer_of(reference, case)
     for number in range(3):
-        step(batch_of(dist.get_rank(), number)).backward()
-        reference(torch.cat([batch_of(r, number) for r in range(dist.get_world_size())])).backward()
-        worst.append(distance(step.module, reference, case, of_gradients=True))
-        norm = clip_gradients(step.module, 0.5, step.module.groups)
-        worst.append(float((norm - nn.utils.clip_grad_norm_(reference.parameters(), 0.5)).abs()))
-        for optimizer in (own, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        worst.append(distance(step.module, reference, case, of_gradients=False))
-    assert not step.fallbacks
+        reference(torch.cat([batch_of(r, number, case.dtype) for r in range(ranks)])).backward()
+        gradients = copied(gradients_of(reference))
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        expected.append((gradients, norm, copied(dict(reference.named_parameters()))))
+    step, worst = sharded(case), {}
+    start = copied(dict(step.named_parameters()))
+    with one_capture():
+        for strategy in strategies:
+            ready = optimized(step, (batch_of(rank, 0, case.dtype),), strategy, reduce_gradients="mean")
+            own, differences = optimizer_of(step, case), []
+            for number, (gradients, norm, parameters) in enumerate(expected):
+                ready(batch_of(rank, number, case.dtype)).backward()
+                differences.append(off_by(gradients_of(step), gradients, case))
+                differences.append(float((clip_gradients(step, 0.5, step.groups) - norm).abs() / norm))
+                own.step()
+                own.zero_grad()
+                differences.append(off_by(dict(step.named_parameters()), parameters, case))
+            assert not ready.fallbacks
+            worst[strategy] = max(differences)
+            with torch.no_grad():
+                for name, parameter in step.named_parameters():
+                    parameter.copy_(start[name])
     return worst
 
 
 STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex")
 CASES = [
-    (2, Case(strategy="lancet")),
-    (2, Case(expert_ranks=2, strategy="lancet+duplex")),
-    (2, Case(expert_ranks=2, reshard=False, checkpointed=True)),
+    (2, Case(), ("lancet",)),
+    (2, Case(expert_ranks=2), ("lancet+duplex",)),
+    (2, Case(expert_ranks=2, reshard=False, checkpointed=True), ("none",)),
+    (2, Case(expert_ranks=2, dtype=torch.float32), ("lancet",)),
 ]
 LONG = [
-    (ranks, Case(expert_ranks, replicated, reshard, checkpointed, strategy))
+    (ranks, Case(expert_ranks, replicated, reshard, checkpointed, dtype), STRATEGIES)
+    for dtype in (torch.float64, torch.float32)
     for ranks in (2, 4)
     for expert_ranks in (1, 2, 4)
     if expert_ranks <= ranks
     for replicated in ((False, True) if ranks == 4 else (False,))
-    for reshard in (None, False)
-    for checkpointed in (False, True)
-    for strategy in STRATEGIES
+    for reshard, checkpointed in ((None, False), (None, True), (False, False), (False, True))
+    # What is recomputed gathers nothing: with resharding off, 2 ranks show as much as 4. Rounding has
+    # nothing to do with either, nor with who holds copies.
+    if not (checkpointed and reshard is False and ranks == 4)
+    if dtype is torch.float64 or (reshard is None and not checkpointed)
 ]
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*CASES, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+    ("ranks", "case", "strategies"), [*CASES, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 )
-def test_equals_the_whole_model(pool: RankPool, ranks: int, case: Case) -> None:
-    for differences in pool.run(three_steps, case, ranks=ranks):
-        assert max(differences) < 1e-9
+def test_equals_the_whole_model(pool: RankPool, ranks: int, case: Case, strategies: tuple[str, ...]) -> None:
+    # Seven plans, on a machine that may be busy.
+    limits = {"timeout_s": 600.0, "collective_timeout_s": 120.0}
+    for worst in pool.run(three_steps, case, strategies, ranks=ranks, **limits):
+        assert worst.keys() == set(strategies)
+        assert max(worst.values()) < BOUNDS[case.dtype], worst
 
 
 # ---- What stays of FSDP.
@@ -224,7 +265,7 @@ def sharded_by_optimize() -> float:
     reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).backward()
     ready(x).backward()
     assert all(isinstance(parameter, DTensor) for parameter in step.parameters())
-    return distance(step, reference, case, of_gradients=True)
+    return distance(step, reference, case)
 
 
 def test_optimize_shards(pool: RankPool) -> None:
@@ -254,7 +295,7 @@ def sharded_along_columns() -> float:
     reference(torch.cat([batch_of(r, 0) for r in range(2)])).backward()
     ready(x).backward()
     assert not ready.fallbacks
-    return distance(step, reference, Case(), of_gradients=True)
+    return distance(step, reference, Case())
 
 
 def test_parameters_sharded_along_another_dimension(pool: RankPool) -> None:
@@ -272,7 +313,7 @@ def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
     reference = whole()
     reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).backward()
     ready(x).backward()
-    return ready.plan.plain, distance(step, reference, case, of_gradients=True)
+    return ready.plan.plain, distance(step, reference, case)
 
 
 @pytest.mark.long
@@ -328,14 +369,14 @@ def calls_without_the_plan() -> None:
         step(x)
     for mode in (lambda: step, lambda: step.module, step.eval, step.train):
         mode()(x).backward()
-        assert distance(step.module, reference, case, of_gradients=True) < 1e-9
+        assert distance(step.module, reference, case) < 1e-9
         step.module.zero_grad()
     assert step.fallbacks == {"the module is in evaluation mode": 1}
     # A batch of another size runs with the plan.
     longer, reference = [torch.cat([batch_of(r, k) for k in range(2)]) for r in range(2)], whole()
     reference(torch.cat(longer)).backward()
     step(longer[dist.get_rank()]).backward()
-    assert distance(step.module, reference, case, of_gradients=True) < 1e-9
+    assert distance(step.module, reference, case) < 1e-9
     assert step.fallbacks.total() == 1
 
 

@@ -63,8 +63,8 @@ def test_gradcheck() -> None:
 def test_opcheck(relayout) -> None:
     count = relayout(COUNTS)
     rows = relayout(rows_of(COUNTS)).clone().requires_grad_()
-    torch.library.opcheck(ops.all_to_all, (rows, count, count, "", True))
-    torch.library.opcheck(ops.exchange_counts, (count, 5, torch.bfloat16, ""))
+    torch.library.opcheck(torch.ops.lancet.all_to_all.default, (rows, count, count, "", True))
+    torch.library.opcheck(torch.ops.lancet.exchange_counts.default, (count, 5, torch.bfloat16, ""))
 
 
 def test_ranks_that_disagree_are_named() -> None:

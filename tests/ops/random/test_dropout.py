@@ -112,7 +112,9 @@ def test_gradient_and_recomputation_have_the_mask_of_the_forward() -> None:
 
 def test_opcheck() -> None:
     x = torch.randn(2, 3, 4, requires_grad=True)
-    torch.library.opcheck(ops.dropout, (x, *element_of(x.shape), torch.tensor(2), 0.3, 1, 2))
+    torch.library.opcheck(
+        torch.ops.lancet.dropout.default, (x, *element_of(x.shape), torch.tensor(2), 0.3, 1, 2)
+    )
 
 
 # ---- The module and the function
