@@ -38,6 +38,7 @@ from torch._functorch.aot_autograd import (
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
@@ -202,12 +203,14 @@ def capture(
     Raises: CaptureError, with torch's reason, if the module is not one graph (it branches on data, say).
     """
     try:
-        with _without_log():
+        # Passes change the graphs many times before anybody needs their Python code.
+        with _without_log(), _use_lazy_graph_module(True):
             traced, plain, assumptions = trace(module, inputs, by_name or {})
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
         with tensors_restored(traced), tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
             stack.enter_context(_without_onednn())
+            stack.enter_context(_use_lazy_graph_module(True))
             # By default, torch makes symbols of sizes and integers, also in later captures with the same
             # tensors, which it marks when a graph has run.
             joint = aot_export_joint_with_descriptors(
