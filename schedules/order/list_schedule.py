@@ -67,8 +67,8 @@ where messages 2 ahead gain up to 3 %; simulated, 2026-11-23.)"""
 FREE += [Policy(refuse_beyond=refuse) for refuse in (1.0, INFINITY)]
 FREE += [Policy(ahead=2.0)]
 # Not tried: fillers by longest path, which weighs the sum behind a bucket's last weight gradient; those that
-# are summed before those that are not. They gained 0.12 % at most, and lost as often. (gpt2-s-moe, 6 layers, on
-# 16 GPUs of p3dn and p4de and 64 of dgx-h100; simulated, 2026-11-24.)
+# are summed before those that are not. They gained 0.12 % at most, and lost as often. (gpt2-s-moe, 6 layers,
+# on 16 GPUs of p3dn and p4de and 64 of dgx-h100; simulated, 2026-11-24.)
 AGAIN = [Policy(True, refuse, in_order=True) for refuse in (2.0, INFINITY)]
 """The policies that are tried once more, from the best order so far. They gained up to 0.2 % of the
 iteration. (14 programs of 1,552 to 9,939 instructions on p3dn and p4de; simulated, 2026-11-24.)"""
