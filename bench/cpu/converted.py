@@ -1,6 +1,6 @@
 """Training steps of small transformers models, as they are and converted, in turn, on CPU ranks:
 
-    python -m bench.cpu.converted       # three models on 1 and on 2 ranks
+    python -m bench.cpu.converted       # three models of widths 32, 64, 256 on 1 and 2 ranks
     python -m bench.cpu.converted --ranks 1 --widths 32,1024 --contenders transformers,convert
 
     transformers    the original, all experts on every rank; on several ranks in DistributedDataParallel
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print a table. -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", type=_names(tuple(MODELS)), default=[*MODELS])
-    parser.add_argument("--widths", type=_numbers, default=[64, 256])
+    parser.add_argument("--widths", type=_numbers, default=[32, 64, 256])
     parser.add_argument("--ranks", type=_numbers, default=[1, 2])
     parser.add_argument("--contenders", type=_names(CONTENDERS), default=[*CONTENDERS])
     parser.add_argument("--rounds", type=int, default=20)

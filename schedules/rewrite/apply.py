@@ -35,6 +35,7 @@ from lancet_kernels.graph.program.from_fx import (
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
+from lancet_kernels.ops.comm.link_group import link_group, plain_group
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.ops.optimizer_step import run_optimizer_step
 from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
@@ -43,6 +44,17 @@ _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
     "lancet.shift": start_shift,
 }
+_OVER_LINK = {
+    f"_c10d_functional.{op}"
+    for op in (
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+    )
+}
+"""Functional collectives that a link group has (`ops.comm.link_group`); the group is their last argument."""
 
 
 OPTIMIZER_STEP = torch.ops.lancet.optimizer_step.default
@@ -170,6 +182,10 @@ def start_early_wait_late(
         key = node.meta.get(GRADIENTS_OF)
         number = None if number_of is None or key is None else number_of(key)
         if is_functional_collective(node):
+            *arguments, group = node.args
+            if op_name(node) in _OVER_LINK and group == plain_group(group):
+                # One of the user's: paced, counted, and named when a rank is silent, as ours are.
+                node.args = (*arguments, link_group(group))
             if number is not None:
                 node.args, node.target = (node.target, number, *node.args), sum_when_due
         elif node.target is OPTIMIZER_STEP:

@@ -104,7 +104,7 @@ def test_a_sum_of_a_bucket_is_waited_for_by_the_reader_of_each_of_its_gradients(
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     functional = torch.ops._c10d_functional
-    bucket = graph.call_function(functional.all_reduce_coalesced.default, ([x, y], "sum", "0"))
+    bucket = graph.call_function(functional.all_reduce_coalesced.default, ([x, y], "sum", "link of 0"))
     elements = [graph.call_function(operator.getitem, (bucket, i)) for i in range(2)]
     elements = [graph.call_function(functional.wait_tensor.default, (element,)) for element in elements]
     free = graph.call_function(aten.neg.default, (x,))
