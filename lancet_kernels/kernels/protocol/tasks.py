@@ -7,9 +7,15 @@
     WGRAD     which, index, m, n    all tiles of expert `index` ready     -
     DENSE     index: problem, m, n  -                                     -
 
-`schedule.py` has the order, and why one resident program per PE is enough. Nothing of it is a list: how many
-puts and tiles there are follows from the counts, and a number says its task by arithmetic alone. Reading
-records of tasks instead would take a load of some 500 ns for each claim, the divisions take a tenth of it.
+`schedule.py` has the order, and why one resident program per PE is enough. Puts are listed, since their order
+is; of all else a number says its task by arithmetic alone: three divisions of 32 bits, some 30 instructions
+each, are 0.1 us in one warp. Reading records of 32 bytes instead would take a load of some 0.5 us, and a
+kernel that writes them: 12,000 of a backward of Qwen3-30B-A3B are 0.4 MB.
+
+A claim (an atomic on one word in L2, some 0.7 us) is ahead of its use. The Hopper kernel's producer claims
+when the last step of a task is loaded, while up to 4 steps of 1,024 cycles, 2.3 us, are still to be
+multiplied. The plain kernel claims the next task before it does one: a tile of 128 x 128 with 2,048 to
+contract takes 9 us, with 768 3.5 us, of which the claim would be 8 and 20 %.
 """
 
 from __future__ import annotations
