@@ -10,7 +10,7 @@
 `schedule.py` has the order, and why one resident program per PE is enough. Puts are listed, since their order
 is; of all else a number says its task by arithmetic alone: three divisions of 32 bits, some 30 instructions
 each, are 0.1 us in one warp. Reading records of 32 bytes instead would take a load of some 0.5 us, and a
-kernel that writes them: 12,000 of a backward of Qwen3-30B-A3B are 0.4 MB.
+kernel that writes them: 8,000 of a backward of Qwen3-30B-A3B on 8 GPUs are 0.25 MB.
 
 A claim (an atomic on one word in L2, some 0.7 us) is ahead of its use. The Hopper kernel's producer claims
 when the last step of a task is loaded, while up to 4 steps of 1,024 cycles, 2.3 us, are still to be

@@ -1,8 +1,9 @@
 """The persistent kernel in which puts, expert GEMMs, weight gradients and independent GEMMs share one launch.
 
 Every program claims the next task number from one counter until there is none, one ahead of the task that it
-does (`tasks.py` and `schedule.py` have the order and the reason why it cannot deadlock); the bodies of GEMM tasks are in `tiles.py`, that of a
-put in `protocol/steps.py`. What a launch lacks is None, and its code is not there.
+does (`tasks.py` and `schedule.py` have the order and the reason why it cannot deadlock). The bodies of GEMM
+tasks are in `tiles.py`, that of a put in `protocol/steps.py`. What a launch lacks is None, and its code is
+not there.
 """
 
 import triton
