@@ -12,9 +12,14 @@ import triton
 from lancet_kernels.compiling.compile import _compile, _tool, compile_specimen, problems
 from lancet_kernels.compiling.specimens import all_specimens
 
+COUNTED = {"products": r"HGMMA", "barriers": r"\bBAR\b", "stores": r"\bSTL\b", "loads": r"\bLDL\b"}
 
-def local_memory_in_loops(sass: str) -> tuple[int, int, int]:
-    """-> how many loops contain matrix products, and how often those store and load spilled registers."""
+
+def loops_of_products(sass: str) -> list[dict[str, int]]:
+    """How many instructions each loop around matrix products has, and how many of COUNTED.
+
+    Stores and loads are those of spilled registers.
+    """
     found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
     code = [(int(address, 16), instruction) for address, instruction in found]
     loops = [
@@ -28,11 +33,12 @@ def local_memory_in_loops(sass: str) -> tuple[int, int, int]:
         min((loop for loop in loops if loop[0] <= at <= loop[1]), key=lambda loop: loop[1] - loop[0])
         for at in products
     }
-    inside = [
-        instruction for address, instruction in code if any(low <= address <= high for low, high in own)
-    ]
-    stores, loads = (sum(bool(re.search(rf"\b{name}\b", i)) for i in inside) for name in ("STL", "LDL"))
-    return len(own), stores, loads
+    counts = []
+    for low, high in sorted(own):
+        inside = [instruction for address, instruction in code if low <= address <= high]
+        of_kind = {name: sum(bool(re.search(what, i)) for i in inside) for name, what in COUNTED.items()}
+        counts.append({"instructions": len(inside)} | of_kind)
+    return counts
 
 
 def main() -> None:
@@ -42,16 +48,13 @@ def main() -> None:
     for specimen in chosen:
         compiled = compile_specimen(specimen, 90)
         kernel, _ = _compile(specimen, 90)
-        loops, stores, loads = local_memory_in_loops(_tool("-sass", kernel.asm["cubin"]))
         rows.append(
             {
                 "config": specimen.config,
                 "triton": triton.__version__,
                 "problems": problems(specimen, compiled),
                 "products": sorted(set(re.findall(r"m64n\d+k\d+", kernel.asm["ptx"]))),
-                "loops": loops,
-                "spilled in loops": stores,
-                "loaded in loops": loads,
+                "loops": loops_of_products(_tool("-sass", kernel.asm["cubin"])),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4", kernel.asm["ptx"])),
                 "element stores": len(re.findall(r"st\.global\S*\.b16", kernel.asm["ptx"])),
             }
