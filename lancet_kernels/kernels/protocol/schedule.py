@@ -56,7 +56,7 @@ finished ones only. So all tiles end, and with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 
-    header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED, BASE
+    header [8]   VOID, NUM_PUTS, NUM_TILES, BASE
     count [W, E]   before [W, E]   first_send [W, E]   rows [E]   first_row [E]   first_tile [E]
     base [W]   of every PE; BASE is that of this one
     tile_expert [tiles]   local expert of each tile here
@@ -79,8 +79,7 @@ HEADER = tl.constexpr(HEADER_WORDS)
 VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
 NUM_TILES = tl.constexpr(2)
-RECEIVED = tl.constexpr(3)
-BASE = tl.constexpr(4)
+BASE = tl.constexpr(3)
 # With its counts a PE sends base and room.
 COUNT_WORDS = 2
 MORE_COUNTS = tl.constexpr(COUNT_WORDS)
@@ -101,11 +100,6 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
 def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
     """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 2 + 8 + 28 = 100."""
     return HEADER_WORDS + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
-
-
-@triton.jit
-def before_ptr(table_ptr, W, E):
-    return table_ptr + (HEADER + W * E)
 
 
 @triton.jit
@@ -276,7 +270,6 @@ def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE
     rows = tl.where(lacking > 0, 0, tl.sum(tl.where(b_here, b_rows, 0), 0))
     tl.store(table_ptr + NUM_PUTS, tl.where(lacking > 0, 0, num_puts))
     tl.store(table_ptr + NUM_TILES, tl.where(lacking > 0, 0, tl.sum(tl.where(b_here, b_tiles, 0), 0)))
-    tl.store(table_ptr + RECEIVED, rows)
     tl.store(table_ptr + BASE, tl.load(counts_ptr + rank * words + E))
     if lacking > 0:
         tl.store(table_ptr + VOID, 1)
