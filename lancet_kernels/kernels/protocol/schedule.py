@@ -50,9 +50,7 @@ behind those of the first. What comes back is added up by a kernel of its own (`
 
 Why one resident program per PE is enough. A put waits for releases of earlier uses only. As they stand first,
 all puts of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows is
-made by tasks with smaller numbers of its own PE. A program claims one task ahead, and does its tasks in the
-order of their numbers: of all unfinished ones that with the smallest number is being done, and waits for
-finished ones only. So all tiles end, and with them what `combine.py` waits for.
+made by tasks with smaller numbers of its own PE. So all tiles end, and with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 

@@ -1,9 +1,8 @@
 """The persistent kernel in which puts, expert GEMMs, weight gradients and independent GEMMs share one launch.
 
-Every program claims the next task number from one counter until there is none, one ahead of the task that it
-does (`tasks.py` and `schedule.py` have the order and the reason why it cannot deadlock). The bodies of GEMM
-tasks are in `tiles.py`, that of a put in `protocol/steps.py`. What a launch lacks is None, and its code is
-not there.
+Every program claims the next task number from one counter until there is none (`tasks.py` and `schedule.py`
+have the order and the reason why it cannot deadlock); the bodies of GEMM tasks are in `tiles.py`, that of a
+put in `protocol/steps.py`. What a launch lacks is None, and its code is not there.
 """
 
 import triton
@@ -39,8 +38,6 @@ def _perform(
     lag = tl.cdiv(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
     i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
-        # Claimed ahead: the answer comes while this one is done.
-        following = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
         if i < num_puts:
             expert, m = put_task(i, of_pass, sizes)
             put_chunk(
@@ -63,7 +60,7 @@ def _perform(
             if problems_ptr is not None:
                 if task.kind == DENSE:
                     dense_tile(task, problems_ptr, arrivals.rows, blocks, TMA)
-        i = following
+        i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     # The network may still read the stage, which is the next launch's, too.
     device.quiet(NVSHMEM)
 
