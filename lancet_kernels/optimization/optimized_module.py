@@ -169,6 +169,14 @@ class OptimizedModule(nn.Module):
 
     def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
         """As `microbatches`. Args: batches: the arguments of each."""
+        earlier = any(parameter.grad is not None for parameter in self.module.parameters())
+        if self._steps is not None and len(batches) > 1 and earlier:
+            raise UserError(
+                "microbatches with optimizer=",
+                got="gradients of an earlier backward in .grad",
+                expected="none, because what microbatches add up there is summed over the ranks and stepped",
+                do="call optimizer.zero_grad() before",
+            )
         scale = 1.0 / len(batches) if self._means else 1.0
         planned = self._all_planned(batches) if self._new_pairs is not None and len(batches) > 1 else None
         if planned is not None:
@@ -184,9 +192,6 @@ class OptimizedModule(nn.Module):
     def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
         """The inputs, if the plan as it stands applies to each of them."""
         if isinstance(self._runs, PlainStep):
-            return None
-        if self._steps is not None and any(p.grad is not None for p in self.module.parameters()):
-            # Those of pairs are apart from what `.grad` has, which the step needs, too.
             return None
         if self._twin is not None:
             self._twin.reshard()
