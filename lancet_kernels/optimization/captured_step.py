@@ -23,6 +23,7 @@ from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin, twin_of
 from lancet_kernels.layer.model_layers import moe_layers
+from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.fused.fused_graph import register_layer
 from lancet_kernels.ops.optimizer_step import BucketSteps
@@ -60,7 +61,7 @@ class CapturedStep:
 
     model: nn.Module
     inputs: tuple
-    by_name: Mapping[str, object]
+    by_name: dict[str, object]
     groups: Groups
     profiler: Profiler
     gradient_groups: Mapping[str, str]
@@ -70,6 +71,7 @@ class CapturedStep:
     twin: Twin | None = None
     accumulate: int = 1
     bucket_bytes: int = BUCKET_BYTES
+    accumulation: Accumulation = field(default_factory=Accumulation)
     _layer_numbers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -77,10 +79,11 @@ class CapturedStep:
         cls,
         model: nn.Module,
         inputs: tuple,
-        by_name: Mapping[str, object],
+        by_name: dict[str, object],
         reduction: str,
         times: str | Path | None,
         groups: AnyGroups | None = None,
+        accumulate: int = 1,
     ) -> CapturedStep:
         """The step of a model. Collective.
 
@@ -102,7 +105,13 @@ class CapturedStep:
             {name: over[parameter] for name, parameter in named},
             reduction,
             twin=twin,
+            accumulate=accumulate,
         )
+
+    @property
+    def arguments(self) -> Arguments:
+        """The example inputs."""
+        return self.inputs, self.by_name
 
     @property
     def reduces_gradients(self) -> bool:
@@ -221,7 +230,7 @@ class CapturedStep:
     @property
     def setting(self) -> dict[str, Any]:
         """What a plan of this step is for."""
-        return setting_of(self.model, self.groups, (self.inputs, self.by_name))
+        return setting_of(self.model, self.groups, self.arguments)
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -240,7 +249,7 @@ class CapturedStep:
         state: dict[str, torch.Tensor] = dict(traced.named_parameters(remove_duplicate=False))
         state |= dict(traced.named_buffers(remove_duplicate=False))
         state |= self.captured.shards()
-        flat = pytree.tree_leaves((self.inputs, self.by_name))
+        flat = pytree.tree_leaves(self.arguments)
         values: list[object] = []
         for node in self.captured.joint.graph.nodes:
             if node.op != "placeholder":

@@ -24,9 +24,8 @@ from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.optimizer_step import BucketSteps
-from lancet_kernels.optimization.guards import Arguments, bind
+from lancet_kernels.optimization.guards import Arguments, Guards, bind
 from lancet_kernels.optimization.paired import PairedMicrobatches, no_loss
-from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
@@ -34,6 +33,24 @@ from lancet_kernels.schedules.time.simulate import Event, Timeline
 
 _Inputs = Union[Sequence[object], Mapping[str, object]]  # noqa: UP007  Python 3.10 subscribes no other form
 """A tuple by position, or a dict by name."""
+
+
+class PlainStep:
+    """Runs the module; gradients are summed over the ranks while backward runs, as DistributedDataParallel
+    does, and each backward adds its sums to `.grad`, as a plan does.
+
+    Args: sums: early ones; None: nothing is summed.
+    """
+
+    def __init__(self, module: nn.Module, guards: Guards, sums: PlannedSums | None) -> None:
+        self.module, self.guards, self._sums = module, guards, sums
+
+    def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
+        """The result of the module. Raises: UserError as `Guards.refuse_changes`."""
+        self.guards.refuse_changes()
+        if self._sums is None:
+            return self.module(*inputs, **by_name)
+        return self._sums.call(self.module, inputs, by_name)
 
 
 class OptimizedModule(nn.Module):

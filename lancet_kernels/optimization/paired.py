@@ -8,12 +8,11 @@ from typing import cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.capture.captured_graph import (
     copy_of,
     input_position,
@@ -23,7 +22,6 @@ from lancet_kernels.graph.capture.captured_graph import (
 )
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Arguments
@@ -48,19 +46,14 @@ class PairedMicrobatches:
     """Runs forward and backward of several microbatches, and adds their gradients to `.grad`.
 
     Args:
-        captured: a step that changes nothing but gradients. step: its graph, with numbers of its sums.
+        captured_step: changes nothing but gradients. step: its graph, with numbers of its sums.
         plan: with the order of the pair.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        captured: Captured,
-        step: Step,
-        plan: Plan,
-        accumulation: Accumulation,
-    ) -> None:
-        self._captured, self._accumulation, self._name = captured, accumulation, type(model).__name__
+    def __init__(self, captured_step: CapturedStep, step: Step, plan: Plan) -> None:
+        model, captured = captured_step.model, captured_step.captured
+        self._captured, self._accumulation = captured, captured_step.accumulation
+        self._name = type(model).__name__
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         first = captured.forward_outputs
         results = output_node(step.module).args[0]
@@ -209,21 +202,21 @@ class _Runnable:
         return list(cast(Sequence, self._run(values)))
 
 
-def cannot_be_paired(step: CapturedStep, arguments: Arguments) -> str:
+def cannot_be_paired(step: CapturedStep) -> str:
     """The reason why microbatches of a step cannot run in pairs; "" if they can."""
     captured = step.captured
     if not captured.returns_alone:
         return "the step changes a buffer or an input"
     if captured.plain.trained:
         return f"{captured.plain.paths[captured.plain.trained[0]]} is trained, but no parameter"
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(step.arguments)):
         return "an input requires a gradient"
     hooked = (name for name, parameter in step.model.named_parameters() if has_hooks(parameter))
     name = next(hooked, "")
     return f"a hook on {name}, which they do not call" if name else ""
 
 
-def with_pair(step: CapturedStep, graph: Step, arguments: Arguments, plan: Plan, *, must: bool) -> Plan:
+def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> Plan:
     """The plan with the order of a pair that rank 0 plans within the plan's memory limit; without one where
     microbatches cannot run in pairs. Collective.
 
@@ -231,20 +224,20 @@ def with_pair(step: CapturedStep, graph: Step, arguments: Arguments, plan: Plan,
     """
 
     def planned() -> list:
-        reason = "a fused launch" if any(group.fused for group in step.fused) else ""
-        reason = reason or cannot_be_paired(step, arguments)
+        reason = "a fused launch" if any(group.fused for group in captured.fused) else ""
+        reason = reason or cannot_be_paired(captured)
         if reason and must:
             raise UserError(
                 "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
             )
         if reason:
             return [[], 0.0]
-        halves = split(replace(graph, module=copy_of(graph.module)), plan).halves
+        halves = split(replace(step, module=copy_of(step.module)), plan).halves
         pair = pair_of(*halves)
-        program = program_of_pair(pair, graph.program)
+        program = program_of_pair(pair, step.program)
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = best_order(program, graph.cost, memory_limit_bytes=limit)
+        best = best_order(program, step.cost, memory_limit_bytes=limit)
         return [[program.instructions[i].name for i in best.order], best.iteration_ms]
 
-    names, milliseconds = result_of_first_rank(step.groups.world, planned)
+    names, milliseconds = result_of_first_rank(captured.groups.world, planned)
     return replace(plan, pair=tuple(names), pair_ms=milliseconds)

@@ -14,14 +14,56 @@ from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.optimization.paired import with_pair
+from lancet_kernels.optimization.rank_agreement import plans_of_first_rank
 from lancet_kernels.optimization.setting import check_setting
+from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
-from lancet_kernels.schedules.strategies import AUTO, PlanningOptions, ordered
+from lancet_kernels.schedules.strategies import AUTO, PlanningOptions, fastest_that_fits, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 _log = logging.getLogger(__name__)
+
+
+def plans_of(
+    captured: CapturedStep,
+    step: Step,
+    strategy: str,
+    options: PlanningOptions,
+    given: str | Path | None,
+    cache: str | Path | None,
+    measured: bool,
+) -> tuple[list[tuple[Plan, Timeline]], bool]:
+    """The plans of rank 0 for a step with their timelines, the best one first; are they new, or from a file?
+    Collective.
+
+    Args: options, cache: as of `optimize`; given: its `plan`. measured: the step is measured on this machine.
+    """
+    if given is not None:
+        plans = plans_of_first_rank(captured.groups.world, lambda: [plan_of_file(given, step, strategy)])
+    else:
+        # Several plans are only compared if they can be measured.
+        most = 4 if measured else 1
+        # A pair is a schedule of whole instructions.
+        base = "lancet-dw" if strategy == MICROBATCHES else strategy
+        plans = plans_of_first_rank(
+            captured.groups.world, lambda: plans_for(step, base, options, cache, most)
+        )
+    planned = predicted(captured, step, plans, measured)
+    if captured.steps is not None:
+        captured.steps.end_rehearsal()
+    best, timeline = planned.pop(fastest_that_fits([plan for plan, _ in planned]))
+    if best.chosen:
+        # The predictions of the compared plans, updated with measurements of their partitioned graphs.
+        tried = {plan.chosen: plan.predicted for plan, _ in [(best, timeline), *planned]}
+        best = replace(best, compared={**best.compared, **tried})
+    best = replace(best, fused=captured.fused)
+    if strategy == MICROBATCHES and not best.pair:
+        best = with_pair(captured, step, best, must=True)
+    # One that was stored has its order.
+    return [(best, timeline), *planned], not plans[0].order
 
 
 def on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:

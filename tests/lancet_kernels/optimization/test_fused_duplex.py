@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from lancet_kernels import OptimizedModule, ops, optimize
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.ops.fused import fused_experts, fused_graph
-from lancet_kernels.optimization import optimize as optimization
+from lancet_kernels.optimization import build
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.planned_steps import StepCase, build_step, gradients, sum_over_ranks
@@ -102,7 +102,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
     step, inputs = build_step(case)
     expected, routing = plain_step(step, inputs)
     with (
-        mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized,
+        mock.patch.object(build, "host_waits", wraps=build.host_waits) as planned_graph,
         mock.patch.object(fused_experts, "run_forward", wraps=fused_experts.run_forward) as forward,
         mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
     ):
@@ -119,7 +119,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
         dropped=sum(int((~kept).sum()) for _, kept in routing),
         forwards=forward.call_count,
         fillers_run=sum(len(call.kwargs["dense"]) for call in backward.call_args_list),
-        launches=operands_of_fillers(realized.call_args.args[0].graph),
+        launches=operands_of_fillers(planned_graph.call_args.args[0]),
         explained=planned.plan.explain(details=True),
         planned_fillers=[(f.launch, f.gradients) for r in planned.plan.ranges for f in r.fillers],
         survives_json=survives_json(planned),

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, OptimizedModule, optimize, set_routing_step
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.from_fx import program_from_graph
 from lancet_kernels.ops.fused import fused_experts, fused_graph
-from lancet_kernels.optimization import optimize as optimization
+from lancet_kernels.optimization import build
 from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
@@ -142,11 +142,11 @@ def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
 
 def bytes_of_tickets(case: StepCase) -> set[int]:
     """What the tickets of a planned step stand for, as its program counts them."""
-    with mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized:
+    with mock.patch.object(build, "host_waits", wraps=build.host_waits) as planned_graph:
         train(case, "fused", 1)
-    module = realized.call_args.args[0]
-    program = program_from_fx(module)
-    forwards = [node for node in module.graph.nodes if node.target is fused_graph.FORWARD]
+    graph = planned_graph.call_args.args[0]
+    program = program_from_graph(graph)
+    forwards = [node for node in graph.nodes if node.target is fused_graph.FORWARD]
     return {program.tensors[f"{node.name}.1"].bytes for node in forwards}
 
 

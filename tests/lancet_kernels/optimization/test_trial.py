@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lancet_kernels.optimization.optimize as library
+import lancet_kernels.optimization.build as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN
