@@ -150,14 +150,6 @@ class Plan(SavedJson):
         what = f"plan for {self.program}"
         check_fingerprint(program, self.program_fingerprint, what, "made", "plan again")
 
-    def for_program(self, program_fingerprint: str) -> Plan:
-        """The same plan for a program with the same instructions, on tensors of other sizes."""
-        return replace(self, program_fingerprint=program_fingerprint)
-
-    def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
-        """The same plan, with the predictions of other strategies in `compared`."""
-        return replace(self, compared=dict(compared))
-
     def fields_to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return {**asdict(replace(self, ranges=())), "ranges": [*map(_range_to_json, self.ranges)]}

@@ -186,7 +186,7 @@ class Planner:
         plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
         return {
-            name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
+            name: replace(plan, compared={n: p for n, p in predicted.items() if n != name})
             for name, plan in plans.items()
         }
 

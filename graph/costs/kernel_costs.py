@@ -18,7 +18,6 @@ from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 
-_DENSE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _PERMUTE = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
 RECEIVED_ROWS = "lancet_prediction.permute_received"
 """Op that sorts received rows by expert, or back."""

@@ -115,7 +115,7 @@ class PlannedShapes:
             raise UserError(
                 "graph of the step", got=other, expected="the planned instructions", do="see fallbacks"
             )
-        plan = self._plan.for_program(fingerprint(step.program))
+        plan = replace(self._plan, program_fingerprint=fingerprint(step.program))
         run = self._compiled(captured.captured, walk(step, plan, PLANNED), plan)
         assumptions = captured.captured.assumptions()
         return PlannedStep(run, self.first.guards.for_inputs(arguments, assumptions))

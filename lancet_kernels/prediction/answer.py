@@ -27,7 +27,7 @@ from lancet_kernels.prediction.parts import (
     on_other_ranks,
 )
 from lancet_kernels.prediction.question import Question, gib
-from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, Step, chained, prepared
+from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import Host, Times, exposed_intervals, lower_bound_ms, run
 
@@ -61,7 +61,7 @@ ASSUMED = (
 class Simulated:
     """A strategy on chains of microbatches; `step`, `order`, `times` and `ms` are of the longest."""
 
-    step: Step
+    step: ModelStep
     order: Order
     ms: Sequence[float]
     times: Times
@@ -199,7 +199,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     )  # fmt: skip
 
 
-def _simulated(step: Step, ms: Sequence[float], strategy: str, question: Question) -> Simulated:
+def _simulated(step: ModelStep, ms: Sequence[float], strategy: str, question: Question) -> Simulated:
     order = {
         "none": lambda: orders.in_turn(step),
         "megatron": lambda: orders.megatron(step),
@@ -281,7 +281,7 @@ def _extended(chains: Mapping[int, Simulated], microbatches: int) -> Simulated:
     )  # fmt: skip
 
 
-def _memory(step: Step, order: Sequence[int]) -> dict[str, float]:
+def _memory(step: ModelStep, order: Sequence[int]) -> dict[str, float]:
     """GiB by kind at the peak. Communication: what only messages read or write, and gathered parameters."""
     program, storages = step.program, Storages(step.program)
     profile = alive_bytes(storages, order)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.prediction.step import Step
+from lancet_kernels.prediction.step import ModelStep
 from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
 
 HELD_BACK = 24
@@ -29,18 +29,18 @@ class Order:
     blocking: frozenset[str] = frozenset()
 
 
-def in_turn(step: Step) -> Order:
+def in_turn(step: ModelStep) -> Order:
     """One microbatch after the other; computation waits for every all-to-all."""
     blocking = frozenset(i.name for i in step.program.instructions if i.kind is Kind.ALL_TO_ALL)
     return Order(tuple(range(len(step.program))), blocking)
 
 
-def megatron(step: Step) -> Order:
+def megatron(step: ModelStep) -> Order:
     """Forward of one microbatch beside the backward of the one before."""
     return Order(tuple(_merged(step, [list(_pieces(step, n)) for n in range(len(step.blocks))])))
 
 
-def _pieces(step: Step, n: int) -> Iterator[list[int]]:
+def _pieces(step: ModelStep, n: int) -> Iterator[list[int]]:
     """A block cut at its all-to-alls: computation, message, computation, message, computation. A block
     without messages is one piece."""
     piece: list[int] = []
@@ -54,7 +54,7 @@ def _pieces(step: Step, n: int) -> Iterator[list[int]]:
     yield piece
 
 
-def _merged(step: Step, pieces: Sequence[list[list[int]]]) -> Iterator[int]:
+def _merged(step: ModelStep, pieces: Sequence[list[list[int]]]) -> Iterator[int]:
     """Blocks of the first forward and of the last backward alone, all others in pairs."""
     by: dict[tuple[int, Phase], list[int]] = {}
     for n, block in enumerate(step.blocks):
@@ -73,7 +73,7 @@ def _merged(step: Step, pieces: Sequence[list[list[int]]]) -> Iterator[int]:
     yield from step.ends
 
 
-def _alone(step: Step, n: int, pieces: list[list[int]]) -> Iterator[int]:
+def _alone(step: ModelStep, n: int, pieces: list[list[int]]) -> Iterator[int]:
     yield from step.ahead[n]
     for piece in pieces:
         yield from piece
@@ -92,7 +92,7 @@ def _pair(back: list[list[int]], forth: list[list[int]]) -> Iterator[int]:
             yield from piece
 
 
-def lancet(step: Step, ms: Sequence[float]) -> Order:
+def lancet(step: ModelStep, ms: Sequence[float]) -> Order:
     """The fixed pattern without its weight gradients; these run whenever computation would wait for a
     message, the oldest first, and at the latest before their sums are sent.
 
@@ -140,7 +140,7 @@ def lancet(step: Step, ms: Sequence[float]) -> Order:
     return Order(tuple(positions))
 
 
-def weight_gradients(step: Step) -> list[int]:
+def weight_gradients(step: ModelStep) -> list[int]:
     """Positions of the matrix products whose results nothing but sums of gradients reads."""
     program = step.program
     return [

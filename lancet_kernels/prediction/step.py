@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """A chain of microbatches. messages: positions of the gathers and sums of a block, by its place in
     `blocks`; ends: positions behind all blocks."""
 
@@ -185,7 +185,7 @@ class _Builder:
         return len(self.instructions) - 1
 
 
-def chained(parts: ModelParts, question: Question, microbatches: int) -> Step:
+def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelStep:
     """The Program of `microbatches` microbatches and the optimizer. Args: parts: as from `prepared`."""
     carrier, top_k = question.cost.carrier, question.cost.top_k
     buffered = replace(parts, kinds=tuple(with_buffers(kind, carrier, top_k) for kind in parts.kinds))
@@ -205,7 +205,7 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> Step:
     program = Program(
         f"{parts.name}, {microbatches} microbatches", tuple(b.instructions), b.tensors, tuple(b.inputs)
     )
-    return Step(program, tuple(b.blocks), tuple(b.ahead), tuple(b.behind), tuple(ends))
+    return ModelStep(program, tuple(b.blocks), tuple(b.ahead), tuple(b.behind), tuple(ends))
 
 
 def numbers(part: Part, is_expert: bool) -> int:

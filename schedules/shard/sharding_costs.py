@@ -35,7 +35,7 @@ class Conversion(NamedTuple):
     backward_ms: float
 
 
-class Step(NamedTuple):
+class BlockChoice(NamedTuple):
     """One block with its signature, the forms its parameters rest in, and what it asks the stage to
     communicate; `new_stage` when it is the first of one."""
 
@@ -64,7 +64,7 @@ class Label(NamedTuple):
     bytes: float
     before: Label | None
     step: Any
-    """A `Step`; or what a search that passes many blocks at once puts here."""
+    """A `BlockChoice`; or what a search that passes many blocks at once puts here."""
 
     @property
     def psi(self) -> float:
@@ -89,7 +89,13 @@ class Label(NamedTuple):
         )
 
     def grown(
-        self, comm: float, comm_b: float, comp: float, more_bytes: float, step: Step, exposed: float = 0.0
+        self,
+        comm: float,
+        comm_b: float,
+        comp: float,
+        more_bytes: float,
+        step: BlockChoice,
+        exposed: float = 0.0,
     ) -> Label:
         """The open stage with one more block. exposed: communication of both microbatches that nothing
         hides."""

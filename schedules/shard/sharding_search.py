@@ -26,7 +26,14 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.blocks import Block
 from lancet_kernels.schedules.shard.sharding_bound import lower_bounds
-from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES, EPSILON, Label, Step, dominates
+from lancet_kernels.schedules.shard.sharding_costs import (
+    BACKWARD,
+    COPIES,
+    EPSILON,
+    BlockChoice,
+    Label,
+    dominates,
+)
 from lancet_kernels.schedules.shard.sharding_states import Restriction, Segment, State, StateSpace
 
 MOST_OF_A_STATE = 12
@@ -71,7 +78,7 @@ class Searched:
     """
 
     best: Label
-    steps: list[Step]
+    steps: list[BlockChoice]
     blocks: list[Block]
     is_exact: bool
     bound_ms: float
@@ -321,7 +328,7 @@ class Search:
     ) -> None:
         """Insert every label behind block b, in the open stage or as the first block of a new one."""
         for t in self.space.transitions(done, state, b):
-            step = Step(new_stage, b, t.signature, t.rests, t.conversions)
+            step = BlockChoice(new_stage, b, t.signature, t.rests, t.conversions)
             comm_b, exposed = t.comm_backward_ms, 0.0
             if not self.overlaps_backward:
                 comm_b, exposed = 0.0, COPIES * comm_b
@@ -330,9 +337,9 @@ class Search:
                 grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
                 self._insert(target, t.state, grown)
 
-    def _steps(self, label: Label | None) -> list[Step]:
+    def _steps(self, label: Label | None) -> list[BlockChoice]:
         """How a strategy got to a label, from the first step on."""
-        steps: list[Step] = []
+        steps: list[BlockChoice] = []
         while label is not None and label.step is not None:
             if isinstance(label.step, Passage):
                 steps += reversed(self._steps_of(label.step))
@@ -343,7 +350,7 @@ class Search:
             label = label.before
         return steps[::-1]
 
-    def _steps_of(self, passage: Passage) -> list[Step]:
+    def _steps_of(self, passage: Passage) -> list[BlockChoice]:
         """The steps through a segment, with its own names."""
         like, segment = passage.like, passage.segment
         name = self.space.name
