@@ -34,11 +34,12 @@ from lancet_kernels.optimization.build import Builder, fastest
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.guards import example_arguments
-from lancet_kernels.optimization.model_checks import check_model, steps_of
+from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import buckets_of_file, on_device, plans_of
 from lancet_kernels.optimization.rank_agreement import capture_alike, result_of_first_rank
 from lancet_kernels.optimization.stages import Progress
+from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
 
