@@ -141,6 +141,7 @@ def test_copies_take_turns():
     assert timeline.iteration_ms == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gate", few_of(WHOLE_BATCH_GATES))
 def test_a_gate_that_needs_the_whole_batch_is_refused_by_name(gate):
     step = read_only_step("gpt2", Size(layers=2, gate=gate, top_k=2))

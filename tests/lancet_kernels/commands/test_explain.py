@@ -22,6 +22,7 @@ def files(tmp_path_factory):
     return [str(folder / name) for name in ("none", "tutel")]
 
 
+@pytest.mark.long
 def test_a_plan_and_the_difference_of_two(files, capsys):
     assert main(["explain", files[0]]) == 0
     assert capsys.readouterr().out.startswith("Plan `none` for gpt2-tiny-moe, 8 GPUs")

@@ -63,7 +63,7 @@ def test_a_strategy_that_cannot_be_is_refused_and_auto_does_without(strategy, ca
 
 def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
-    found = plan_json(capsys, *WHOLE_BATCH)
+    found = plan_json(capsys, *WHOLE_BATCH, "--strategy", "none")
     setting = Setting("gpt2-tiny-moe", "p4de", 16, "gshard", batch=3, top_k=2, dtype="bfloat16")
     program, cost = setting.priced.program, setting.priced.cost
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")

@@ -40,6 +40,7 @@ def checks_on_rank(folder: str) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 def test_checks_pass_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
     shown, nothing = pool.run(checks_on_rank, str(tmp_path), timeout_s=180, collective_timeout_s=90)
     results = json.loads((tmp_path / "results.json").read_text())

@@ -46,6 +46,7 @@ def all_families(families: list[str]) -> None:
         compare(model, loss, original, family)
 
 
+@pytest.mark.long
 def test_every_family(pool: RankPool) -> None:
     pool.run(all_families, list(FAMILIES), timeout_s=240)
 

@@ -75,6 +75,7 @@ def drift_on_rank(name: str, every: int) -> list[str]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "every"), few_of([("layer.w1", 2), ("input.bias", 1), ("frozen", 3), ("layer.w1", 0)])
 )

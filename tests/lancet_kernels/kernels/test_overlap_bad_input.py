@@ -244,6 +244,7 @@ def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):
         assert not exchange.buffers.spoiled.any()
 
 
+@pytest.mark.long
 def test_open_passes_share_the_room_and_the_one_that_lacks_it_is_an_error():
     """Three passes with room for two of them: the third fits when one has gone, wherever that lay."""
     (memory,) = virtual_memories(1)
@@ -269,6 +270,7 @@ def test_open_passes_share_the_room_and_the_one_that_lacks_it_is_an_error():
                 layer.forward.check()
 
 
+@pytest.mark.long
 def test_exchanges_share_what_only_a_launch_needs():
     """Passes of two layers, one open while the other runs; and once a wait has failed in one, all are NaN."""
     (memory,) = virtual_memories(1)

@@ -76,6 +76,7 @@ def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -
     return cost
 
 
+@pytest.mark.long
 def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step) -> None:
     cost = costs_of(step, tmp_path)
     assert source_of(cost).endswith(

@@ -82,11 +82,11 @@ def trains_like_the_loop(shards: bool, strategy: str, name: str, expert_ranks: i
 @pytest.mark.parametrize(
     ("shards", "strategy", "name", "expert_ranks", "accumulate"),
     [
-        (False, "lancet", "adamw", 2, 1),
         (True, "lancet", "adamw", 1, 2),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                (False, "lancet", "adamw", 2, 1),
                 *((shards, "none", "sgd", 2, 1) for shards in (False, True)),
                 *((shards, "tutel", "sgd", 2, 1) for shards in (False, True)),
                 *((shards, "lancet-dw", "sgd", 2, 1) for shards in (False, True)),
@@ -119,6 +119,7 @@ def resumes() -> None:
         torch.testing.assert_close(parameter.detach(), value, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.long
 def test_resume(pool: RankPool) -> None:
     pool.run(resumes)
 

@@ -52,6 +52,7 @@ def planned_steps(case: StepCase, orders: int) -> tuple[list[float], list[int], 
     return distances, parts, changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", few_of([1, 2], 1))
 def test_a_partitioned_model_drops_what_the_module_drops(pool, ranks):
     for distances, parts, changed in pool.run(planned_steps, CASE, 1, ranks=ranks, timeout_s=180):

@@ -209,9 +209,7 @@ LONG = [
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "strategies"), [*CASES, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
-)
+@pytest.mark.parametrize(("ranks", "case", "strategies"), few_of([*CASES, *LONG], 1))
 def test_equals_the_whole_model(pool: RankPool, ranks: int, case: Case, strategies: tuple[str, ...]) -> None:
     # Seven plans, on a machine that may be busy.
     limits = {"timeout_s": 600.0, "collective_timeout_s": 120.0}
@@ -331,6 +329,7 @@ def test_sharded_model_is_tried_as_it_is_and_with_plans(
         assert off < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce_dtype", few_of([None, torch.float32]))
 def test_mixed_precision_is_that_of_fsdp(pool: RankPool, reduce_dtype: torch.dtype | None) -> None:
     for differences in pool.run(mixed_precision, reduce_dtype):
@@ -385,6 +384,7 @@ def calls_without_the_plan() -> None:
     assert step.fallbacks.total() == 1
 
 
+@pytest.mark.long
 def test_calls_without_the_plan(pool: RankPool) -> None:
     pool.run(calls_without_the_plan)
 

@@ -123,6 +123,7 @@ def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
                 assert not {*instruction.inputs, *instruction.outputs} & forms.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "stride"), few_of([(2, 25), *((parts, 5) for parts in range(2, 7))]))
 def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
     """can_be_cut says yes only where cut_range does not refuse: ranges from everywhere to everywhere."""

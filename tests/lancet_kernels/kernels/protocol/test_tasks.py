@@ -195,6 +195,7 @@ def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
     ]
 
 
+@pytest.mark.long
 @given(routed=routings(), data=st.data())
 @examples(6)
 def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataObject) -> None:
