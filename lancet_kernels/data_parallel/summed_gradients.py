@@ -100,7 +100,9 @@ class PlannedSums:
         if not self._accumulation.sums:
             own = [grad if grad is None else grad / self._divide_by for grad in grads]
             self.watch.give(zip(self._names, own, strict=True))
-            self._accumulation.finished()
+            for parameter, grad in zip(itertools.chain(*self._parameters), own[:behind], strict=True):
+                if grad is not None:
+                    self._accumulation.keep(parameter)
             return own
         if early is None:
             early = self._new_sums()
@@ -114,7 +116,6 @@ class PlannedSums:
         others = [*_sum_used(self._beyond, tensors[number:behind], beyond), *grads[behind:]]
         sums += [grad if grad is None else grad / self._divide_by for grad in others]
         self.watch.give(zip(self._names, sums, strict=True))
-        self._accumulation.finished()
         return sums
 
     def _new_sums(self) -> _EarlySums:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import Tensor, fx
+from torch import fx
 
 from lancet_kernels.data_parallel.outside_gradients import GradientWatch
 from lancet_kernels.data_parallel.replicas import Replicas
@@ -46,11 +46,7 @@ class Builder:
         captured, recorder, number_of = self.captured, Recorder(), self._number_of()
         planned = walk(self.step, plan, PLANNED)
         sums, watch = self._sums(planned.module)
-
-        def give(gradients: Iterable[tuple[str, Tensor | None]]) -> None:
-            if watch is not None:
-                watch.give(gradients)
-            captured.accumulation.finished()
+        give = None if watch is None else watch.give
 
         def compiled(own: Captured, planned: Step, plan: Plan) -> Callable[..., object]:
             def halves(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

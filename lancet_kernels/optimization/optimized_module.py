@@ -159,7 +159,8 @@ class OptimizedModule(nn.Module):
         DistributedDataParallel: the next backward outside of it sums what has come together.
 
         Until then `.grad` holds what this rank has computed (divided by the number of ranks, if gradients are
-        those of the mean); of parameters that FSDP shards, zeros: their gradients are held whole, beside it.
+        those of the mean) without what was summed before, which is set aside; of parameters that FSDP shards,
+        gradients are held whole, beside it.
         """
         with self._accumulation.without_sums():
             yield
@@ -195,9 +196,19 @@ class OptimizedModule(nn.Module):
                 do="call optimizer.zero_grad() before",
             )
         scale = 1.0 / len(batches) if self._means else 1.0
-        planned = self._all_planned(batches) if self._new_pairs is not None and len(batches) > 1 else None
+        unsummed = self._accumulation.unsummed
+        in_pairs = self._new_pairs is not None and len(batches) > 1 and not unsummed
+        planned = self._all_planned(batches) if in_pairs else None
         if planned is not None:
             return self._in_pairs(planned, scale)
+        try:
+            return self._one_by_one(batches, scale)
+        except BaseException:
+            if not unsummed:
+                self._accumulation.forget()
+            raise
+
+    def _one_by_one(self, batches: Sequence[Arguments], scale: float) -> list[object]:
         results = []
         for number, (inputs, by_name) in enumerate(batches):
             with contextlib.nullcontext() if number == len(batches) - 1 else self.no_sync():

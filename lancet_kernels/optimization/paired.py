@@ -116,13 +116,11 @@ class PairedMicrobatches:
                 # Nothing else may hold what the first microbatch saved, or both have it until the end.
                 outputs = self._together([values.pop(name) for name in self._together.inputs])
                 self._add(outputs[: self._backward_outputs], summed=False)
-                self._accumulation.finished()
             del outputs[: self._backward_outputs]
         flat, kept = self._saved_by(outputs)
         results.append(self._unflattened(flat))
         kept |= self._tangents(flat, scale)
         self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
-        self._accumulation.finished()
         return results
 
     def _saved_by(self, outputs: list) -> tuple[list, dict[str, object]]:

@@ -6,6 +6,9 @@ before it sums over the ranks.
 
     backward 1    .grad = a                 held = A          (gradients of this rank)
     backward 2    .grad = sum(a + b)        .grad = this rank's shard of sum(A + B)
+
+A gradient that is in `.grad` before the first of them is summed already: it is set aside, and the sum is
+added to it.
 """
 
 from __future__ import annotations
@@ -22,14 +25,19 @@ from lancet_kernels.ops.comm.groups import group_size
 
 
 class Accumulation:
-    """Whether gradients are summed over the ranks now.
-
-    Attributes: sums: are they? unsummed: does `.grad` hold gradients of this rank alone?
-    """
+    """Whether gradients are summed over the ranks now (`sums`), and what is set aside until they are."""
 
     def __init__(self) -> None:
-        self.sums, self.unsummed = True, False
+        self.sums = True
         self._by_key: dict[object, GradientSum] = {}
+        # By parameter whose `.grad` is of this rank alone: what was there before, summed.
+        self._aside: dict[Tensor, Tensor | None] = {}
+
+    @property
+    def unsummed(self) -> bool:
+        """Are there gradients of this rank alone?"""
+        in_grad = any(parameter.grad is not None for parameter in self._aside)
+        return in_grad or any(one.held is not None for one in self._by_key.values())
 
     @contextlib.contextmanager
     def without_sums(self) -> Iterator[None]:
@@ -49,21 +57,27 @@ class Accumulation:
             self._by_key[key] = GradientSum(self, parameters)
         return self._by_key[key].number
 
-    def finished(self) -> None:
-        """At the end of a backward."""
-        self.unsummed = not self.sums
-
     def forget(self) -> None:
-        """After a failure: drop what is held."""
-        self.unsummed = False
+        """After a failure: drop the gradients of this rank alone; `.grad` is what it was before them."""
+        for parameter, summed in self._aside.items():
+            parameter.grad = summed
+        self._aside.clear()
         for one in self._by_key.values():
             one.held = None
 
+    def keep(self, parameter: Tensor) -> None:
+        """Before a gradient of this rank alone is added to `.grad`: set aside what is summed."""
+        # None: the gradients were set to zero since, or there are none yet.
+        if parameter.grad is None or parameter not in self._aside:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+
     def take(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of earlier backwards, which this one replaces."""
-        if not self.unsummed:
+        """The gradient of this rank alone, which is summed now; `.grad` is what was set aside again."""
+        if parameter not in self._aside:
             return None
-        gradient, parameter.grad = parameter.grad, None
+        summed, gradient = self._aside.pop(parameter), parameter.grad
+        # None: the gradients were set to zero since.
+        parameter.grad = None if gradient is None else summed
         return gradient
 
 
@@ -93,6 +107,8 @@ def sum_when_due(op: Callable[..., Any], number: int, summand: Any, *arguments: 
     one = _SUMS[number]
     if isinstance(summand, list):
         if not one.accumulation.sums:
+            for parameter in one.parameters:
+                one.accumulation.keep(parameter)
             return summand
         earlier = [one.accumulation.take(parameter) for parameter in one.parameters]
         return op([g if e is None else g + e for g, e in zip(summand, earlier, strict=True)], *arguments)

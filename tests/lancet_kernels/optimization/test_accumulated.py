@@ -77,20 +77,31 @@ def several_equal_one(shards: bool, strategy: str) -> None:
         once = once or sums
         assert sums == once, "as often for several microbatches as for one"
         step.module.zero_grad()
-    # A loop of the user's own; the second of three runs without the plan.
     reference = one_large_batch(3)
+    own_loop(step)
+    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert step.fallbacks == {"the module is in evaluation mode": 1}
+    # On top of gradients that are summed already.
+    own_loop(step)
+    step.microbatches(microbatches(3))
+    for parameter in reference.parameters():
+        parameter.grad *= 3
+    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+
+
+def own_loop(step: OptimizedModule) -> None:
+    """The loop of a user over three microbatches; the second runs without the plan."""
     for k, (x,) in enumerate(microbatches(3)):
         with step.no_sync() if k < 2 else contextlib.nullcontext():
             step.train(k != 1)
             (step(x) / 3).backward()
-    assert distance(step.module, reference, case, of_gradients=True) < BOUND
-    assert step.fallbacks == {"the module is in evaluation mode": 1}
+    step.train()
 
 
 @pytest.mark.parametrize(
     ("shards", "strategy"),
     [
-        (True, "microbatches"),
+        (False, "microbatches"),
         *(
             pytest.param(shards, strategy, marks=pytest.mark.long)
             for shards in (False, True)
@@ -145,6 +156,28 @@ def sums_and_refusals() -> list[str]:
 def test_sum_of_losses(pool: RankPool) -> None:
     for (said,) in pool.run(sums_and_refusals):
         assert said == "microbatches: got none, expected one or more; give their inputs"
+
+
+def after_no_sync(strategy: str) -> None:
+    """Microbatches sum what a backward under no_sync left, if it was not set to zero since."""
+    step, case = planned(False, strategy), Case(dist.get_world_size())
+    first, second = microbatches(2)
+    step(*first).backward()
+    step.module.zero_grad()
+    with step.no_sync():
+        step(*second).backward()
+        step.module.zero_grad()
+        (step(*first) / 2).backward()
+    step.microbatches([first, second])
+    reference = one_large_batch(2)
+    reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).div(2).backward()
+    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["none", "lancet", "microbatches"])
+def test_microbatches_after_no_sync(pool: RankPool, strategy: str) -> None:
+    pool.run(after_no_sync, strategy)
 
 
 def failing() -> None:
