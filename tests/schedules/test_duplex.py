@@ -91,6 +91,7 @@ def test_each_copy_keeps_to_itself_until_sums(name):
     assert len(sends) == 2 * len(step.program.positions(Kind.ALL_TO_ALL))
 
 
+@pytest.mark.long
 def test_the_graph_that_runs_takes_the_time_that_was_predicted():
     step = read_only_step("gpt2", size("topk", batch=5))
     for strategy in DUPLEX:

@@ -61,6 +61,7 @@ def test_a_strategy_that_cannot_be_is_refused_and_auto_does_without(strategy, ca
     assert f"Not possible: {strategy} (strategy duplex: got gate" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, *WHOLE_BATCH, "--strategy", "none")
@@ -177,6 +178,7 @@ def test_trace_has_a_track_per_rank_and_resource_without_overlaps(capsys, tmp_pa
     assert "weight gradient" in {e.get("cat") for e in entries}
 
 
+@pytest.mark.long
 def test_timeline_is_drawn(capsys, tmp_path):
     path = tmp_path / "timeline.png"
     assert plan_json(capsys, "--timeline", str(path))["files"] == {"timeline": str(path)}

@@ -208,6 +208,7 @@ def layer() -> Layer:
 REFUSED = r"forward passes through layer\.forward before a backward: got one more while 2 wait"
 
 
+@pytest.mark.long
 def test_a_third_open_pass_is_refused(layer):
     passes = [layer.run_forward() for _ in range(2)]
     with pytest.raises(UserError, match=REFUSED):

@@ -250,6 +250,7 @@ def more_tokens() -> tuple[str, list[str]]:
     return str(error.value), lines
 
 
+@pytest.mark.long
 def test_more_tokens_than_before(pool) -> None:
     for message, lines in pool.run(more_tokens):
         assert message.startswith("tokens of a pass of an MoE layer: got 6, expected at most 5 (max_tokens)")

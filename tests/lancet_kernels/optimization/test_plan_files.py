@@ -119,6 +119,7 @@ def test_plan_files(small_step, tmp_path, caplog, kind):
     assert [message.startswith("planning anew: ") for message in caplog.messages] == [True] * ignored
 
 
+@pytest.mark.long
 def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
     for name in ("LANCET_RHO", "LANCET_GAMMA", "LANCET_IOTA"):
         monkeypatch.delenv(name, raising=False)

@@ -129,6 +129,7 @@ def test_gates(gate, dropless):
         assert (dropped(step) == 0) == dropless
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few_of(MODELS, 1))
 def test_models(name):
     """The whole stretch from the first gate to the last combine, attention written both ways."""
