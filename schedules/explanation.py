@@ -144,29 +144,37 @@ def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float 
 
 
 def hidden_text(hidings: Sequence[Hiding], details: bool) -> list[str]:
-    """A line for each communication of a layer: what fills it. Without `details` those that take longest."""
+    """A line for each communication of a layer: what fills it; one for those of all layers that nothing
+    fills. Without `details` those that take longest."""
     if not hidings:
         return []
-    longest = sorted(hidings, key=lambda hiding: -hiding.ms)[: None if details else MOST_LINES]
-    shown = [hiding for hiding in hidings if hiding in longest]
+    together: dict[object, list[Hiding]] = defaultdict(list)
+    for hiding in hidings:
+        together[hiding if hiding.fillers else (hiding.kind, hiding.phase)].append(hiding)
+    rows = [*together.values()]
+    longest = sorted(rows, key=lambda row: -sum(h.ms for h in row))[: None if details else MOST_LINES]
+    shown = [row for row in rows if row in longest]
     lines = ["", "What computes while messages travel, as predicted:", *map(_hiding_text, shown)]
-    if len(shown) < len(hidings):
-        lines.append(f"  and {len(hidings) - len(shown)} shorter ones: explain(details=True)")
+    if len(shown) < len(rows):
+        lines.append(f"  and {len(rows) - len(shown)} shorter ones: explain(details=True)")
     return lines
 
 
-def _hiding_text(hiding: Hiding) -> str:
+def _hiding_text(hidings: Sequence[Hiding]) -> str:
     """Example: `weight gradients of blocks 3 to 5 (1.20 ms) fill the backward all-to-all of block 5 (1.30 ms,
-    0.10 ms exposed)`."""
-    plural = "s" if hiding.count > 1 else ""
-    if hiding.kind == Kind.ALL_REDUCE.value:
-        what = f"{hiding.count} gradient all-reduce{plural}"
+    0.10 ms exposed)`. Args: hidings: one, or several of one kind and phase that nothing fills."""
+    first = hidings[0]
+    count = sum(hiding.count for hiding in hidings)
+    plural = "s" if count > 1 else ""
+    if first.kind == Kind.ALL_REDUCE.value:
+        what = f"{count} gradient all-reduce{plural}"
     else:
-        place = layers_text([hiding.layer]) or "the step"
-        what = f"{hiding.phase} {_KINDS[hiding.kind]}{plural} of {place}"
-    fillers = " and ".join(map(_filler_text, hiding.fillers)) or "nothing"
-    several = len(hiding.fillers) > 1 or fillers.startswith(WEIGHT_GRADIENTS)
-    times = f"({hiding.ms:.2f} ms, {hiding.exposed_ms:.2f} ms exposed)"
+        place = layers_text(hiding.layer for hiding in hidings) or "the step"
+        what = f"{first.phase} {_KINDS[first.kind]}{plural} of {place}"
+    fillers = " and ".join(map(_filler_text, first.fillers)) or "nothing"
+    several = len(first.fillers) > 1 or fillers.startswith(WEIGHT_GRADIENTS)
+    ms, exposed_ms = (sum(times) for times in zip(*((h.ms, h.exposed_ms) for h in hidings), strict=True))
+    times = f"({ms:.2f} ms, {exposed_ms:.2f} ms exposed)"
     return f"  {fillers} {'fill' if several else 'fills'} the {what} {times}"
 
 

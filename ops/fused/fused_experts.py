@@ -58,6 +58,8 @@ DEFAULT_FACTOR = 1.25
 """How many times the even share of rows there is room for in each pass, on average over those that wait."""
 ONE_PASS_FACTOR = 8
 """How many times the even share may come in one pass, by default: all that can, up to 8 ranks."""
+FEW_ROWS = 256
+"""Room for so many rows is in each pass, by default, if as many can come: few rows are rarely balanced."""
 PASSES_MORE = 6
 """Passes of each further exchange. With more there were fewer to make, and more room that nobody needs."""
 
@@ -195,7 +197,7 @@ class LayerExchange:
             more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
             many; None: DEFAULT_FACTOR times on average over the passes of an exchange, and up to
-            ONE_PASS_FACTOR times in one. A pass that needs more raises UserError on every rank.
+            ONE_PASS_FACTOR times in one, or FEW_ROWS. A pass that needs more raises UserError on every rank.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
         config: tiles and grid of the launches; None: a default for the device.
@@ -330,9 +332,11 @@ class LayerExchange:
 
         Example: 300 and 800: 800 and 375; with receive_factor = 1.5: 450 and 450.
         """
-        factor = DEFAULT_FACTOR if self.receive_factor is None else self.receive_factor
-        each = min(worst, math.ceil(factor * send_rows))
-        return (min(worst, ONE_PASS_FACTOR * send_rows) if self.receive_factor is None else each), each
+        if self.receive_factor is not None:
+            each = min(worst, math.ceil(self.receive_factor * send_rows))
+            return each, each
+        each = min(worst, max(FEW_ROWS, math.ceil(DEFAULT_FACTOR * send_rows)))
+        return min(worst, max(FEW_ROWS, ONE_PASS_FACTOR * send_rows)), each
 
     def kept_bytes(self, like: Tensor, num_choices: int, capacity: int) -> int:
         """Bytes of a pass from forward to backward, on average: rows, and values before the activation.

@@ -121,9 +121,20 @@ def _is_of(message, what: str, layers: dict[str, str]) -> bool:
     if "gradient all-reduce" in what:
         return message.kind is Kind.ALL_REDUCE
     place = layers_text([layers.get(_whole(message), "")]) or "the step"
-    return message.kind is Kind.ALL_TO_ALL and re.fullmatch(
-        f"{message.phase.value} all-to-alls? of {place}", what
-    )
+    said = re.fullmatch(rf"{message.phase.value} all-to-alls? of (.*)", what)
+    return message.kind is Kind.ALL_TO_ALL and said is not None and place in _places(said[1])
+
+
+def _places(text: str) -> set[str]:
+    """Example: `layers 1, 3 to 4`: `layer 1`, `layer 3`, `layer 4`."""
+    several = re.fullmatch(r"(\w+)s ([\d, to]+)", text)
+    if several is None:
+        return {text}
+    numbers = set()
+    for run in several[2].split(", "):
+        first, _, last = run.partition(" to ")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return {f"{several[1]} {number}" for number in numbers}
 
 
 def _whole(event) -> str:
@@ -141,8 +152,11 @@ def _work(event, gradients: set[str]) -> str:
 def test_blocking_plan_says_that_nothing_fills_its_all_to_alls(simulated: Simulated) -> None:
     lines = simulated.plans["none"].explain(details=True).splitlines()
     blocked = [line for line in lines if "all-to-all" in line and "fill" in line]
-    assert blocked
     assert all(line.startswith("  nothing fills the ") for line in blocked)
+    assert [re.search("(forward|backward) all-to-alls", line)[1] for line in blocked] == [
+        "forward",
+        "backward",
+    ]
 
 
 def test_internals_are_details(simulated: Simulated) -> None:
