@@ -210,7 +210,7 @@ def test_options_of_the_exchange_are_checked() -> None:
 def in_pairs() -> float:
     """Two expert groups of two ranks each, at once."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return both({"gate": "topk", "top_k": 2, "group": pairs[dist.get_rank() // 2]}, 1, 1)
+    return both({"gate": "topk", "top_k": 2, "groups": pairs[dist.get_rank() // 2]}, 1, 1)
 
 
 @pytest.mark.long
@@ -306,7 +306,7 @@ def test_a_copy_is_a_layer_of_its_own(pool) -> None:
 
 def memory_kept(options: dict) -> dict[str, int]:
     """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
-    layer = MoELayer(16, 24, 4, backend="fused", max_tokens=50, top_k=2, gate="topk", **options)
+    layer = MoELayer(16, 24, 4, backend="fused", max_tokens=200, top_k=2, gate="topk", **options)
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def memory_kept(options: dict) -> dict[str, int]:
 @pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
 def test_memory_is_as_documented(pool, options) -> None:
     """The formula of `LayerExchange`, for 2 ranks with 2 experts each, in float32."""
-    tokens, choices, width, hidden = 50, 2, 16, 24
+    tokens, choices, width, hidden = 200, 2, 16, 24
     sent = tokens * choices
     received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
     room = math.ceil(2 * 1.25 * sent)
