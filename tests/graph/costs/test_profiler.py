@@ -1,0 +1,51 @@
+"""Times that were measured at different moments compare: what a partitioned graph adds is scaled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lancet_kernels.graph.costs import profiler
+from lancet_kernels.graph.costs.measure import NodeTimes
+from lancet_kernels.graph.costs.profiler import Profiler, speed_then
+from lancet_kernels.graph.program.from_fx import is_instruction, op_name
+from lancet_kernels.ops.comm.groups import Groups
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds by op, at which nodes are measured from now on."""
+    ms: dict[str, float] = {}
+
+    def measure_nodes(module, inputs, group):
+        return {n.name: NodeTimes(ms[op_name(n)]) for n in module.graph.nodes if is_instruction(n)}
+
+    monkeypatch.setattr(profiler, "measure_nodes", measure_nodes)
+    return ms
+
+
+def test_new_times_are_those_of_a_machine_as_fast_as_before(machine, tmp_path) -> None:
+    x = torch.randn(4, 4)
+    whole = make_fx(lambda x: (x @ x).relu())(x)
+    cut = make_fx(lambda x: (x @ x).sin())(x)
+
+    def times(module) -> dict[str, float | None]:
+        program = Profiler(Groups(), torch.device("cpu"), tmp_path / "times.json").program(module, [x])
+        return {i.op: i.milliseconds for i in program.instructions}
+
+    machine |= {"aten.mm": 10.0, "aten.relu": 2.0}
+    assert times(whole) == {"aten.mm": 10.0, "aten.relu": 2.0}
+    # Twice as slow by now.
+    machine |= {"aten.mm": 20.0, "aten.sin": 8.0}
+    assert times(cut) == pytest.approx({"aten.mm": 10.0, "aten.sin": 4.0})
+    # Nothing is measured twice.
+    machine.clear()
+    assert times(whole) == {"aten.mm": 10.0, "aten.relu": 2.0}
+    assert times(cut) == pytest.approx({"aten.mm": 10.0, "aten.sin": 4.0})
+
+
+def test_too_little_in_common_scales_nothing() -> None:
+    assert speed_then([(2.0, 1.0), (98.0, None)]) == 1.0
+    assert speed_then([(5.0, None)]) == speed_then([(0.0, 0.0)]) == speed_then([]) == 1.0
+    assert speed_then([(50.0, 25.0), (50.0, None)]) == 0.5
