@@ -147,9 +147,17 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 def _cluster(data: dict[str, Any], source: str) -> Cluster:
     keys = {f.name for f in fields(Cluster)}
-    tables = {table: data[table] for table in _TABLES if isinstance(data.get(table), dict)}
+    dispatchers = data.get("dispatchers")
+    named = dispatchers if isinstance(dispatchers, dict) else {}
+    tables = {table: data.get(table) for table in (*_TABLES, "kernels")}
+    tables |= {f"dispatchers.{name}": table for name, table in named.items()}
     # In TOML, what follows a table's heading belongs to the table.
-    strays = [f"{key} inside [{table}]" for table, values in tables.items() for key in values if key in keys]
+    strays = [
+        f"{key} inside [{table}]"
+        for table, values in tables.items()
+        for key in (values if isinstance(values, dict) else ())
+        if key in keys
+    ]
     needed = {f.name for f in fields(Cluster) if f.default is MISSING and f.default_factory is MISSING}
     unknown, missing = sorted(set(data) - keys), sorted(needed - set(data))
     for what, names, expected, do in (

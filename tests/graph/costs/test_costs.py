@@ -50,6 +50,10 @@ def test_cluster_files_are_checked(tmp_path):
     file.write_text('name = "mine"\n[peak_tflops]\nfloat32 = 1\nlaunch_us = 9')
     with pytest.raises(UserError, match=r"key launch_us inside \[peak_tflops\], expected it above the first"):
         load_cluster(file)
+    for table in ("kernels", "dispatchers.mine"):
+        file.write_text(f'name = "mine"\n[{table}]\nmemory_gb = 9')
+        with pytest.raises(UserError, match=rf"key memory_gb inside \[{table}\], expected it above"):
+            load_cluster(file)
 
 
 def test_a_cluster_of_ones_own(tmp_path):
