@@ -147,8 +147,12 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 def _cluster(data: dict[str, Any], source: str) -> Cluster:
     keys = {f.name for f in fields(Cluster)}
-    dispatchers = data.get("dispatchers")
-    named = dispatchers if isinstance(dispatchers, dict) else {}
+    named = data.get("dispatchers", {})
+    if not isinstance(named, dict):
+        raise UserError(
+            f"dispatchers in cluster file {source}", got=repr(named), expected="tables [dispatchers.NAME]",
+            do="write its keys below such a heading",
+        )  # fmt: skip
     tables = {table: data.get(table) for table in (*_TABLES, "kernels")}
     tables |= {f"dispatchers.{name}": table for name, table in named.items()}
     # In TOML, what follows a table's heading belongs to the table.
@@ -158,17 +162,12 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
         for key in (values if isinstance(values, dict) else ())
         if key in keys
     ]
-    needed = {f.name for f in fields(Cluster) if f.default is MISSING and f.default_factory is MISSING}
-    unknown, missing = sorted(set(data) - keys), sorted(needed - set(data))
-    for what, names, expected, do in (
-        ("key", strays, "it above the first table", "move it up"),
-        ("unknown key", unknown, f"keys among {', '.join(sorted(keys))}", "correct or remove it"),
-        ("missing key", missing, "a value for it", "compare with the files that come with the library"),
-    ):
-        if names:
-            raise UserError(
-                f"cluster file {source}", got=f"{what} {', '.join(names)}", expected=expected, do=do
-            )
+    if strays:
+        raise UserError(
+            f"cluster file {source}", got=f"key {', '.join(strays)}", expected="it above the first table",
+            do="move it up",
+        )  # fmt: skip
+    _check_keys(Cluster, data, f"cluster file {source}")
     text = ("name", "description", "device", *_TABLES, *_OPTIONAL)
     numbers = {k: v for k, v in data.items() if k not in text}
     for table in _TABLES:
@@ -191,20 +190,24 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             raise UserError(
                 f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
             )
-    try:
-        if "kernels" in data:
-            data["kernels"] = Kernels(**data["kernels"])
-        data["dispatchers"] = {
-            name: _dispatcher(table) for name, table in data.get("dispatchers", {}).items()
-        }
-    except (TypeError, AttributeError) as error:
-        raise UserError(
-            f"cluster file {source}", got=str(error), expected="the keys of [kernels] and [dispatchers.NAME]",
-            do="compare with the files that come with the library",
-        ) from error  # fmt: skip
+    if "kernels" in data:
+        _check_keys(Kernels, data["kernels"], f"[kernels] in cluster file {source}")
+        data["kernels"] = Kernels(**data["kernels"])
+    for name, table in named.items():
+        _check_keys(Dispatcher, table, f"[dispatchers.{name}] in cluster file {source}")
+        named[name] = Dispatcher(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
     return Cluster(**data)
 
 
-def _dispatcher(table: dict[str, Any]) -> Dispatcher:
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    return Dispatcher(**values)
+def _check_keys(kind: type, table: object, where: str) -> None:
+    """Raise UserError unless a table has the keys of a dataclass."""
+    if not isinstance(table, dict):
+        raise UserError(where, got=repr(table), expected="a table", do="write its keys below its heading")
+    keys = {f.name for f in fields(kind)}
+    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    for what, names, expected, do in (
+        ("unknown", set(table) - keys, f"keys among {', '.join(sorted(keys))}", "correct or remove it"),
+        ("missing", needed - set(table), "a value for it", "compare with the files of the library"),
+    ):
+        if names:
+            raise UserError(where, got=f"{what} key {', '.join(sorted(names))}", expected=expected, do=do)

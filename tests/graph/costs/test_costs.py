@@ -66,6 +66,21 @@ def test_a_cluster_of_ones_own(tmp_path):
     file.write_text(text.replace("memory_gb = 32.0", "memory_gb = -1"))
     with pytest.raises(UserError, match="memory_gb in"):
         load_cluster(file)
+    assert "[kernels]" not in text
+    for more, said in (
+        (
+            "[kernels]\nspeed = 1",
+            r"\[kernels\] in cluster file .*: got unknown key speed, expected keys among",
+        ),
+        (
+            '[dispatchers.mine]\nsends = "rows"',
+            r"\[dispatchers.mine\] in .*: got missing key inside_gb_per_s, ",
+        ),
+        ("[dispatchers]\nmine = 1", r"\[dispatchers.mine\] in .*: got 1, expected a table"),
+    ):
+        file.write_text(f"{text}\n{more}\n")
+        with pytest.raises(UserError, match=said):
+            load_cluster(file)
 
 
 def test_interpolation_by_hand():
