@@ -195,7 +195,8 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
         data["kernels"] = Kernels(**data["kernels"])
     for name, table in named.items():
         _check_keys(Dispatcher, table, f"[dispatchers.{name}] in cluster file {source}")
-        named[name] = Dispatcher(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        named[name] = Dispatcher(**values)
     return Cluster(**data)
 
 
