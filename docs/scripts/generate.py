@@ -17,10 +17,11 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OVERLAP = "bench/results/overlap-emulated-2-core-cpu.json"
+OVERLAP = "bench/results/overlap-{}-2-core-cpu.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
@@ -143,9 +144,9 @@ def versions() -> str:
     )
 
 
-def overlap() -> str:
-    """The committed run of `lancet bench overlap`, and where the milliseconds of each strategy go."""
-    figures = json.loads((ROOT / OVERLAP).read_text(encoding="utf-8"))
+def overlap(run: str = "emulated") -> str:
+    """A committed run of `lancet bench overlap`, and where the milliseconds of each strategy go."""
+    figures = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))
     times: Mapping[str, float] = figures["iteration_ms"]
     rows = {"iteration": times, "predicted": figures["predicted_ms"]}
     accounts: Mapping[str, Mapping[str, float]] = figures.get("account_ms", {})
@@ -164,10 +165,11 @@ def overlap() -> str:
     rival = min(times[name] for name in ("none", "tutel"))
     own = [n for n in times if n in figures["predicted_ms"] and n not in ("none", "tutel")]
     fastest = min(own, key=times.__getitem__)
-    gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in dict.fromkeys(("auto", fastest)))
+    named = [name for name in dict.fromkeys(("auto", fastest)) if name in times]
+    gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
     exposed = figures["exposed_ms"]
-    text = f"As fast as the better baseline (`none`, `tutel`): {gains}. `auto` exposes "
-    text += f"{1 - exposed['auto'] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
+    text = f"As fast as the better baseline (`none`, `tutel`): {gains}. `{named[0]}` exposes "
+    text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
     text += f"iteration are off by {figures['prediction_error']:.1%} in the mean."
     if parts:
         text += " Computation is that of `none`; what nothing measured is called other."
@@ -180,6 +182,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "versions": versions,
     "example": example,
     "overlap": overlap,
+    "overlap_accumulated": partial(overlap, "accumulate-4-emulated"),
+    "overlap_netns": partial(overlap, "netns"),
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
