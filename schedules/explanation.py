@@ -167,7 +167,7 @@ def _hiding_text(hidings: Sequence[Hiding]) -> str:
     count = sum(hiding.count for hiding in hidings)
     plural = "s" if count > 1 else ""
     if first.kind == Kind.ALL_REDUCE.value:
-        what = f"{count} gradient all-reduce{plural}"
+        what = f"{count} gradient all-reduces" if plural else "gradient all-reduce"
     else:
         place = layers_text(hiding.layer for hiding in hidings) or "the step"
         what = f"{first.phase} {_KINDS[first.kind]}{plural} of {place}"

@@ -172,7 +172,10 @@ def overlap(run: str = "emulated") -> str:
     text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
     text += f"iteration are off by {figures['prediction_error']:.1%} in the mean."
     if parts:
-        text += " Computation is that of `none`; what nothing measured is called other."
+        text += (
+            " Computation is that of `none`, cutting the CPU time beyond it. Late rank: waiting for a rank "
+            "that computes longer; no core: it could have computed, but had no core; other: what nothing measured."
+        )
     return "\n".join([*lines, "", text.replace("%", " %")])
 
 

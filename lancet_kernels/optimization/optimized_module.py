@@ -159,7 +159,8 @@ class OptimizedModule(nn.Module):
         DistributedDataParallel: the next backward outside of it sums what has come together.
 
         Until then `.grad` holds what this rank has computed (divided by the number of ranks, if gradients are
-        those of the mean) without what was summed before, which is set aside; of parameters that FSDP shards,
+        those of the mean) without what was summed before, which is set aside and comes back with the sum; to
+        drop both, zero_grad() must set `.grad` to None, its default. Of parameters that FSDP shards,
         gradients are held whole, beside it.
         """
         with self._accumulation.without_sums():

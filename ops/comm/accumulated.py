@@ -60,7 +60,8 @@ class Accumulation:
     def forget(self) -> None:
         """After a failure: drop the gradients of this rank alone; `.grad` is what it was before them."""
         for parameter, summed in self._aside.items():
-            parameter.grad = summed
+            # None: the gradients were set to zero since.
+            parameter.grad = None if parameter.grad is None else summed
         self._aside.clear()
         for one in self._by_key.values():
             one.held = None

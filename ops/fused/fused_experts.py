@@ -330,7 +330,8 @@ class LayerExchange:
     def _room(self, send_rows: int, worst: int) -> tuple[int, int]:
         """Rows received: room for so many in one pass, and on average. Of `_most_rows`.
 
-        Example: 300 and 800: 800 and 375; with receive_factor = 1.5: 450 and 450.
+        Example: 300 and 800: 800 and 375; 10 and 20: 20 and 20; with receive_factor = 1.5: 450 and 450, and
+        15 and 15.
         """
         if self.receive_factor is not None:
             each = min(worst, math.ceil(self.receive_factor * send_rows))

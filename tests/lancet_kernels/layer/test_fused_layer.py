@@ -507,3 +507,18 @@ def test_what_users_with_80_gb_get_by_default() -> None:
     # More ranks take no more; one rank needs no more than its own rows.
     assert rooms(None, 64, 48) == rooms(None, 8, 48)
     assert rooms(None, 1, 2) == ([(2, 2 * even)], even)
+
+
+@pytest.mark.parametrize(
+    ("factor", "sent", "worst", "expected"),
+    [
+        (None, 300, 800, (800, 375)),
+        (None, 10, 20, (20, 20)),
+        (None, 10, 400, (256, 256)),
+        (1.5, 10, 20, (15, 15)),
+    ],
+)
+def test_few_rows_need_not_be_balanced(factor, sent: int, worst: int, expected: tuple[int, int]) -> None:
+    """Most rows of a pass, and rows of a pass on average."""
+    layer = LayerExchange("", 2, 16, 24, "gelu", receive_factor=factor)
+    assert layer._room(sent, worst) == expected

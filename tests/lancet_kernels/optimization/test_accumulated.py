@@ -163,10 +163,12 @@ def after_no_sync(strategy: str) -> None:
     step, case = planned(False, strategy), Case(dist.get_world_size())
     first, second = microbatches(2)
     step(*first).backward()
-    step.module.zero_grad()
     with step.no_sync():
         step(*second).backward()
         step.module.zero_grad()
+        with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="runs without its plan"):
+            step.microbatches([(torch.zeros(1, 1, 1, dtype=torch.float64),)])
+        assert all(parameter.grad is None for parameter in step.module.parameters())
         (step(*first) / 2).backward()
     step.microbatches([first, second])
     reference = one_large_batch(2)
