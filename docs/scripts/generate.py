@@ -174,7 +174,8 @@ def overlap(run: str = "emulated") -> str:
     if parts:
         text += (
             " Computation is that of `none`, cutting the CPU time beyond it. Late rank: waiting for a rank "
-            "that computes longer; no core: it could have computed, but had no core; other: what nothing measured."
+            "that computes longer; no core: it could have computed, but had no core; other: what nothing "
+            "measured."
         )
     return "\n".join([*lines, "", text.replace("%", " %")])
 
