@@ -12,9 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.kernel_launch import Launch
 
-FEW_SPILLED_BYTES = 32
-"""At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more."""
-
 
 @dataclass(frozen=True)
 class Specimen:
@@ -26,7 +23,6 @@ class Specimen:
         arguments: of its launch by name, options included; tensors are empty (`of`).
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
         wgmma, tma: what the machine code of sm_90 must contain.
-        most_spills: bytes of a thread that may be spilled.
     """
 
     name: str
@@ -36,7 +32,6 @@ class Specimen:
     total_warps: int = 0
     wgmma: bool = False
     tma: bool = False
-    most_spills: int = FEW_SPILLED_BYTES
 
     @classmethod
     def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:

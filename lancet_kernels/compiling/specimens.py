@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, Specimen, once
+from lancet_kernels.compiling.specimen import Specimen, once
 from lancet_kernels.kernels.hopper.config import total_warps
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import Launch, recorded
@@ -131,19 +131,12 @@ def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) 
     hopper = launch.kernel is gluon_overlap_kernel
     stages = given["STAGES"] if hopper else given["num_stages"]
     tile = f"{given['BM']}x{given['BN']}x{given['BK']} w{given['num_warps']} s{stages}"
-    tma = hopper or given["TMA"]
-    # Of backwards: the plain kernel with swiglu 56 bytes with Triton 3.6, the Hopper kernel with independent
-    # GEMMs 48 with 3.9 (outside of its loops), the plain one with NVSHMEM on sm_100 68.
-    spills = FEW_SPILLED_BYTES
-    if direction == "backward" and (case.activation == "swiglu" or case.far):
-        spills = 72 if case.far else 56
     return Specimen.of(
         launch,
         f"{direction} {case.text()} {tile}",
         total_warps=total_warps(given["num_warps"]) if hopper else 0,
         wgmma=arch == 90 and case.dtype.itemsize == 2,
-        tma=tma,
-        most_spills=spills,
+        tma=hopper or given["TMA"],
     )
 
 
