@@ -30,8 +30,11 @@ def check(row: dict) -> None:
     assert row["products"] == ["m64n256k16"], row
     assert row["loops"], row
     for loop in row["loops"]:
-        # A step of 64: four products, one barrier before its place is empty, and 50 to 60 of addresses.
-        assert (loop["products"], loop["barriers"], loop["stores"], loop["loads"]) == (4, 1, 0, 0), row
+        # A step of 64: four products, and 50 to 60 instructions of addresses. A barrier before its place is
+        # empty; with Triton 3.6 also one before the wait for the operands.
+        barriers = 2 if row["triton"].startswith("3.6") else 1
+        assert (loop["products"], loop["barriers"]) == (4, barriers), row
+        assert (loop["stores"], loop["loads"]) == (0, 0), row
         assert loop["instructions"] <= 70, row
 
 
