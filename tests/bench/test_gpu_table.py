@@ -50,12 +50,6 @@ def test_table_in_few_lines_says_what_is_wrong() -> None:
     ]
 
 
-def test_table_says_who_is_absent() -> None:
-    one = figure("wide", absent={"quack": "quack is not installed"})
-    lines = gpu_table.table(report(one, one)).splitlines()
-    assert lines[2:] == ["without quack: quack is not installed"]
-
-
 PASSED = """\
 tests/a.py::test_a[some GEMM] PASSED                          [ 50%]
 tests/a.py::test_b SKIPPED (no NVLink)                        [100%]
@@ -117,12 +111,6 @@ def test_a_stage_without_an_exit_code_of_zero_is_not_well(tmp_path: Path, log: s
     text, well = gpu_table.summary(report(figure("wide")), tmp_path / "x.json", tmp_path)
     assert well == (log == PASSED)
     assert "\ntwo ranks on one GPU: no way\n" in text
-
-
-def test_without_figures_it_says_what_the_measurements_said(tmp_path: Path, capsys) -> None:
-    (tmp_path / "measure.log").write_text("Killed\n")
-    assert gpu_table.main(str(tmp_path / "none.json"), str(tmp_path)) == 1
-    assert "measure: no figures\n  Killed\n" in capsys.readouterr().out
 
 
 def test_short_enough_for_the_last_12000_characters(tmp_path: Path, capsys) -> None:

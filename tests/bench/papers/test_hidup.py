@@ -153,25 +153,6 @@ def test_claims_hold_where_the_numbers_do():
     assert failing[1]["why"]
 
 
-def test_text_has_both_tables_beside_the_paper():
-    text = report.text(hidup, rows())
-    assert "nothing here was run on a GPU" in text
-    assert all(assumption in text for assumption in hidup.ASSUMPTIONS)
-    for number in (
-        "Figure 6",
-        "Figure 7",
-        "Figure 8",
-        "Figure 11",
-        "Figure 12",
-        "Figure 14",
-        "Table 4",
-        "Table 5",
-    ):
-        assert number in text
-    assert "1.172" in text
-    assert "0.411" in text
-
-
 def test_pictures_are_drawn(tmp_path):
     files = report.save_pictures(hidup, "hidup", rows(), tmp_path)
     assert sorted(files) == ["11", "14", "6", "7", "8"]

@@ -43,45 +43,6 @@ def test_derived_equations():
     assert parse(view((4, 8, 6), (32, 6)), (3, 2)).cuttable == ["x0", "x4"]
 
 
-# The paper's example: Y = X W, rows of X or columns of W.
-def test_matrix_product():
-    assert cuts("aten.mm", [(8, 4), (4, 6)], [(8, 6)]) == {(0, WHOLE, 0), (WHOLE, 1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("op", "inputs", "outputs", "attributes", "expected"),
-    [
-        ("aten.linear", [(2, 8, 4), (6, 4), (6,)], [(2, 8, 6)], {},
-         {(0, WHOLE, WHOLE, 0), (1, WHOLE, WHOLE, 1), (WHOLE, 0, 0, 2)}),
-        ("aten.addmm", [(6,), (8, 4), (4, 6)], [(8, 6)], {}, {(WHOLE, 0, WHOLE, 0), (0, WHOLE, 1, 1)}),
-        ("aten.bmm", [(2, 8, 4), (2, 4, 6)], [(2, 8, 6)], {}, {(0, 0, 0), (1, WHOLE, 1), (WHOLE, 2, 2)}),
-        ("aten.add", [(2, 8), (8,)], [(2, 8)], {}, {(0, WHOLE, 0), (1, 0, 1)}),
-        ("aten.gelu", [(2, 8)], [(2, 8)], {}, {(0, 0), (1, 1)}),
-        ("aten.native_layer_norm", [(2, 3, 8), (8,), (8,)], [(2, 3, 8), (2, 3, 1), (2, 3, 1)], {},
-         {(0, WHOLE, WHOLE, 0, 0, 0), (1, WHOLE, WHOLE, 1, 1, 1)}),
-        ("aten._softmax", [(2, 3, 8)], [(2, 3, 8)], {"dim": -1}, {(0, 0), (1, 1)}),
-        ("aten.cat", [(2, 3), (2, 5)], [(2, 8)], {"dim": 1}, {(0, 0, 0)}),
-        ("aten.split", [(4, 6)], [(4, 3), (4, 3)], {"dim": 1}, {(0, 0, 0)}),
-        ("aten.mean", [(4, 6)], [(4, 1)], {"dims": [-1]}, {(0, 0), (1, PARTIAL)}),
-        ("aten.sum", [(4, 6)], [(6,)], {"dims": [0]}, {(0, PARTIAL), (1, 0)}),
-        ("aten.transpose", [(2, 3, 4)], [(2, 4, 3)], {"dims": [1, 2], "swap": True},
-         {(0, 0), (1, 2), (2, 1)}),
-        ("aten.permute", [(2, 3, 4)], [(4, 2, 3)], {"dims": [2, 0, 1]}, {(0, 1), (1, 2), (2, 0)}),
-        ("aten.t", [(2, 3)], [(3, 2)], {}, {(0, 1), (1, 0)}),
-        ("aten.view", [(4, 8, 6)], [(32, 6)], {}, {(0, 0), (2, 1)}),
-        ("aten.view", [(32, 6)], [(4, 8, 2, 3)], {}, {(0, 0), (1, 2)}),
-        ("aten.unsqueeze", [(4, 6)], [(4, 1, 6)], {}, {(0, 0), (1, 2)}),
-        ("aten.embedding", [(50, 6), (2, 3)], [(2, 3, 6)], {}, {(WHOLE, 0, 0), (WHOLE, 1, 1), (1, WHOLE, 2)}),
-        ("aten._scaled_dot_product_flash_attention", [(2, 4, 8, 6)] * 3, [(2, 4, 8, 6), (2, 4, 8)], {},
-         {(0, 0, 0, 0, 0), (1, 1, 1, 1, 1)}),
-        ("aten.scaled_dot_product_attention", [(2, 4, 8, 6)] * 3 + [(2, 1, 8, 8)], [(2, 4, 8, 6)], {},
-         {(0, 0, 0, 0, 0), (1, 1, 1, WHOLE, 1)}),
-    ],
-)  # fmt: skip
-def test_cuts(op, inputs, outputs, attributes, expected):
-    assert cuts(op, inputs, outputs, **attributes) == expected
-
-
 W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
 
 
@@ -106,10 +67,6 @@ def test_rows_are_cut_only_where_nothing_but_experts_is_in_the_range():
     assert cuts(*experts, only_experts=True) == {(WINDOW, WHOLE, WHOLE, WINDOW)}
     wgrad = "lancet.grouped_gemm_dw", [(ROWS, D), (ROWS, F), (W, E)], [(E, D, F)]
     assert cuts(*wgrad, only_experts=True) == {(WINDOW, WINDOW, WHOLE, PARTIAL)}
-
-
-def test_a_dimension_of_size_one_is_never_cut():
-    assert cuts("aten.mm", [(1, 4), (4, 6)], [(1, 6)]) == {(WHOLE, 1, 1)}
 
 
 def test_ops_that_depend_on_the_whole_batch_have_no_rule():

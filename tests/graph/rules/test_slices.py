@@ -16,7 +16,6 @@ from lancet_kernels.graph.rules.slices import (
     Operand,
     Partition,
     Primitive,
-    SliceIndex,
     all_reduces,
     begins_at_home,
     hand_over,
@@ -299,26 +298,6 @@ def test_what_splits_have_to_sum_and_replicate() -> None:
             for tensor in (*product.operands, product.result):
                 is_copied = tensor.name.removeprefix("d") == copied.removeprefix("d")
                 assert replicas(partition, phase, tensor) == (2 if is_copied else 1)
-
-
-def test_the_all_reduce_of_a_split_beside_a_square_runs_between_equal_places() -> None:
-    """Slides, timeline of the MLP block: fc2 of {N, P2x2} sums O between the two halves."""
-    partition = Partition((split("n"), square(1)))
-    assert all_reduces(partition, LINEAR[FORWARD]) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert not all_reduces(partition, LINEAR[BACKWARD])
-    assert not all_reduces(partition, LINEAR[GRADIENT])
-
-
-def test_formulas_in_words() -> None:
-    gradient = square(2).formulas[GRADIENT]
-    assert {d: str(f) for d, f in gradient.items()} == {
-        "m": "r + t",
-        "n": "r + c - 1 + delta(t, last)",
-        "k": "c - 1 + delta(t, last)",
-    }
-    assert str(SliceIndex()) == "0"
-    assert str(SliceIndex(constant=-2)) == "-2"
-    assert str(Partition((split("n"), square(1)))) == "{N, P2x2}"
 
 
 def test_one_line_for_bad_input() -> None:

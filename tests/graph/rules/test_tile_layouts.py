@@ -94,10 +94,6 @@ def test_what_moves_between_steps() -> None:
         assert any(source != rank for rank, source in enumerate(sources))
 
 
-def test_every_partition_of_the_tests_can_run() -> None:
-    assert all(is_executable(Partition(p)) for p in PARTITIONS)
-
-
 def test_a_square_whose_phases_follow_each_other_cannot() -> None:
     """The slides' square: what it begins with is not what a rank keeps."""
     assert not is_executable(Partition((square(1),)))

@@ -1,12 +1,8 @@
 """SquareLinear on real ranks: what nn.Linear computes, with 1 / 4^k of its weight on each rank, and no
 collective but for the gradient of the bias."""
 
-import os
 import re
-import signal
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from lancet_kernels import CommunicationError, SquareLinear, UserError
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.grids import few_of
-from tests.processes import processes
 from tests.ranks import RankPool
 
 STEPS = 3
@@ -223,48 +218,6 @@ def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
         messages
     )
     assert not any("no error" in m for m in messages[:3])
-
-
-def killed_rank(rank: int, store: str, results) -> None:
-    """A process of its own: rank 3 dies between forward and backward."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=5)
-    )
-    layer, tile = SquareLinear(8, 8), torch.randn(4, 4, requires_grad=True)
-    y = layer(tile).sum()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        y.backward()
-        message = "no error"
-    except CommunicationError as error:
-        message = str(error)
-    results.put((rank, message))
-    results.close()
-    results.join_thread()
-    os._exit(0)
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_in_the_ring_is_reported_by_all(tmp_path: Path) -> None:
-    """Within the group's timeout. In the backward every rank exchanges tiles with rank 3 in some step, but it
-    may have to wait earlier for one that has already stopped."""
-    context = processes()
-    results = context.Queue()
-    ranks = [
-        context.Process(target=killed_rank, args=(rank, f"{tmp_path}/store", results)) for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        messages = dict(results.get(timeout=60) for _ in range(3))
-    finally:
-        for process in ranks:
-            process.kill()
-    asked = r"(lost its connection to one of|waited \d+\.\d s in shift of .* for) rank\(s\) "
-    for rank in range(3):
-        assert re.match(rf"rank {rank} {asked}", messages[rank]), messages
-    assert any("rank(s) 3" in m for m in messages.values()), messages
 
 
 def mismatched_rank() -> str:

@@ -153,16 +153,6 @@ def expected_by(rank: int) -> str:
     return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
 
 
-@pytest.mark.long  # by default: with a rank that raises, below
-def test_ranks_meet_and_get_arguments_and_environment_as_given(job, capfd):
-    before = dict(os.environ)
-    launch(2, worker(job, "work", *REST), environment={"EXTRA": "1"})
-    assert all(seen_by(job, rank) == expected_by(rank) for rank in (0, 1))
-    assert dict(os.environ) == before
-    assert sorted(file.name for file in job.iterdir() if file.name.startswith("lancet")) == []
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(("mode", "text"), few_of([("raise", "boom second line"), ("early", "early")]))
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
@@ -175,15 +165,6 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == before
     assert mode == "early" or seen_by(job, 1) == expected_by(1)
-
-
-@pytest.mark.long
-def test_the_terminal_gets_that_one_line_and_nothing_else(job):
-    command = [sys.executable, str(job / "launcher.py"), *worker(job, "raise")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    file = traceback_file(job)
-    line = f"rank 1 failed: ValueError: boom second line (traceback in {file})\n"
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", line)
 
 
 @pytest.mark.long  # by default: test_train_loop.py, a killed rank
@@ -305,11 +286,6 @@ def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="CUDA devices: got 2, expected at least 3"):
         start_ranks("cuda", 1)
-
-
-def test_no_ranks_is_an_error():
-    with pytest.raises(UserError, match="ranks: got 0, expected at least 1"):
-        launch(0, ["-c", ""])
 
 
 def test_alone_errors_are_one_line(tmp_path, monkeypatch, capsys):
