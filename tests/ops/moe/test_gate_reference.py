@@ -1,4 +1,4 @@
-"""Gates against one reference in loops over tokens and choices (those that route by keys: test_gate_counter)."""
+"""Gates against one reference in loops over tokens and choices; by keys: test_gate_counter."""
 
 import pytest
 import torch
