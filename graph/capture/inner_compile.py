@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import check_name
 from lancet_kernels.graph.program.from_fx import is_collective, is_instruction, is_wait, op_name
 
 # A piece of one or two nodes is called faster than its guards are checked.
@@ -23,8 +23,7 @@ def check_compiler(name: str) -> None:
     """Raise UserError unless `torch.compile` knows a backend of this name."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         # Without the backends that torch has for debugging.
-        backends = ", ".join(torch._dynamo.list_backends())
-        raise UserError("inner_compile", got=repr(name), expected=f"one of {backends}", do="check the name")
+        check_name("inner_compile", name, torch._dynamo.list_backends())
 
 
 def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.GraphModule:

@@ -41,6 +41,7 @@ from lancet_kernels.optimization.rank_agreement import capture_alike, result_of_
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
+from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
 
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
@@ -140,13 +141,7 @@ def optimize(
         },
         reduce_gradients,
     )
-    if backend == "fused":
-        for layer in moe_layers(model):
-            check_activation(layer.activation, "activation of a layer to be fused")
-    if shard is not None:
-        fsdp(model, shard, groups)
-    check_model(model)
-    name_layers(model)
+    _prepare(model, backend, shard, groups)
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
@@ -156,13 +151,8 @@ def optimize(
     step = capture_alike(captured)
     _agree_with_the_plan(captured)
     progress.begin("measuring ops")
-    options = on_device(options, captured.device)
-    costed, measured = captured.costed(step, cluster), cluster is None
-    sizes = result_of_first_rank(
-        captured.groups.world,
-        lambda: captured.bucket_sizes(costed) if plan is None else buckets_of_file(plan),
-    )
-    step = captured.with_buckets(costed, sizes, cluster)
+    options, measured = on_device(options, captured.device), cluster is None
+    step = _with_buckets(captured, step, cluster, plan)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, captured.device, measured)
@@ -170,18 +160,41 @@ def optimize(
         measured = measured and not choice.interpreted
     progress.begin("planning")
     planned, fresh = plans_of(captured, step, strategy, options, plan, cache, measured)
+    tries = bool(trials) and fresh and measured and strategy == AUTO
+    progress.begin("trying the plans" if tries else "applying the plan")
     build = Builder(captured, step, inner_compile, compare_every)
-    if trials and fresh and measured and strategy == AUTO:
-        progress.begin("trying the plans")
-        optimized = fastest(build, planned, trials)
-    else:
-        progress.begin("applying the plan")
-        optimized = build(*planned[0])
+    optimized = fastest(build, planned, trials) if tries else build(*planned[0])
     optimized.plan = step.described(optimized.plan, optimized.timeline)
     if cache is not None and group_rank(captured.groups.world) == 0:
         optimized.plan.save(cache)
     progress.end(optimized.plan.choice_text() if optimized.plan.measured else "")
     return optimized
+
+
+def _prepare(
+    model: nn.Module, backend: str | None, shard: DeviceMesh | None, groups: AnyGroups | None
+) -> None:
+    """Shard the model if asked to, refuse one that cannot be planned, and tell its layers their names."""
+    if backend == "fused":
+        for layer in moe_layers(model):
+            check_activation(layer.activation, "activation of a layer to be fused")
+    if shard is not None:
+        fsdp(model, shard, groups)
+    check_model(model)
+    name_layers(model)
+
+
+def _with_buckets(
+    captured: CapturedStep, step: Step, cluster: str | Path | Cluster | None, plan: str | Path | None
+) -> Step:
+    """The step with costs, its gradients summed in buckets: a plan's own, or those that rank 0 finds best.
+    Collective."""
+    costed = captured.costed(step, cluster)
+    sizes = result_of_first_rank(
+        captured.groups.world,
+        lambda: captured.bucket_sizes(costed) if plan is None else buckets_of_file(plan),
+    )
+    return captured.with_buckets(costed, sizes, cluster)
 
 
 def _check_choices(

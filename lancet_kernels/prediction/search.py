@@ -17,6 +17,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.prediction.answer import Answer, answer, parts_of
 from lancet_kernels.prediction.question import Question, gib
+from lancet_kernels.prediction.saved import POLICIES
 from lancet_kernels.prediction.step import (
     GRADIENT_BYTES,
     STATE_BYTES,
@@ -31,7 +32,6 @@ BEST = 10
 MOST_SIMULATED = 24
 """Layouts that are simulated at most, a few seconds each, unless none of them fits."""
 MICROBATCHES = (1, 2, 4)
-RECOMPUTE = ("none", "attention", "experts", "full")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def layouts(question: Question) -> Iterator[Question]:
             for microbatch in MICROBATCHES:
                 if sequences % microbatch:
                     continue
-                for recompute in RECOMPUTE if experts else ("none", "attention", "full"):
+                for recompute in POLICIES if experts else ("none", "attention", "full"):
                     yield question.but(
                         expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
                         accumulate=sequences // microbatch, recompute=recompute,

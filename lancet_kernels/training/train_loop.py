@@ -8,9 +8,11 @@ import math
 import signal
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -32,11 +34,11 @@ from lancet_kernels.training.runs import (
     truncate_metrics,
     writing,
 )
-from lancet_kernels.training.stopping import StopRequest
 from lancet_kernels.training.train_options import TrainOptions, check_options
 from lancet_kernels.training.trainer import Trainer
 
 _CHECKPOINTS = "checkpoints"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MEDIANS = ("balance_loss", "tokens_per_s", "step_ms", "all_to_all_ms", "exposed_ms")
 
 
@@ -217,3 +219,32 @@ def _summary(run: Path, trainer: Trainer, validation_loss: float) -> dict[str, o
         **{key: statistics.median(m[key] for m in steady) for key in _MEDIANS},
         "link": "real" if options.link_gbps is None else f"emulated, {options.link_gbps:g} Gbit/s",
     }
+
+
+class StopRequest:
+    """Inside the block, Ctrl-C and SIGTERM set `number` (of the signal; 0: none came) and interrupt nothing.
+    A second one ends the process as if there were no block.
+
+    Outside the main thread, which alone gets signals, nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.number = number

@@ -232,16 +232,6 @@ def _parts(partition: Partition, dimensions: tuple[str, ...]) -> int:
     return math.prod(partition.slices(d) for d in dimensions)
 
 
-def inter_cost(
-    cluster: Cluster, producer: Operator, before: Partition, consumer: Operator, after: Partition
-) -> float:
-    """Milliseconds of redistribution on one edge: the result in the forward, its gradient in the backward.
-
-    Dimensions correspond by position.
-    """
-    return sum(redistribution_times(cluster, producer, before, consumer, after))
-
-
 def edge_costs(
     cluster: Cluster,
     producer: Operator,
@@ -249,7 +239,11 @@ def edge_costs(
     consumer: Operator,
     afters: Sequence[Partition],
 ) -> np.ndarray:
-    """`inter_cost` of every partition of the producer with every one of the consumer: [befores, afters]."""
+    """Milliseconds of redistribution on one edge, of the result in the forward and of its gradient in the
+    backward, for every partition of the producer with every one of the consumer: [befores, afters].
+
+    Dimensions correspond by position.
+    """
     forward, backward = _redistributions(cluster, producer, befores, consumer, afters)
     return forward + backward
 

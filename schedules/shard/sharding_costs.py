@@ -72,11 +72,6 @@ class Label(NamedTuple):
         comp_b = BACKWARD * self.comp
         return self.front + max(self.comm, self.comp) + self.comp + max(self.comm_b, comp_b) + comp_b
 
-    @property
-    def phi(self) -> float:
-        """Equation (4)."""
-        return -self.comp
-
     def closed(self) -> Label:
         """The next stage is open, and empty."""
         return self._replace(

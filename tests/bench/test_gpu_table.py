@@ -40,16 +40,6 @@ def test_what_is_wrong(found: dict, why: str) -> None:
     assert gpu_table.wrong(found) == why
 
 
-def test_table_in_few_lines_says_what_is_wrong() -> None:
-    bad = figure("fine", largest_difference=1.0, difference_allowed=0.02)
-    bad["ratios"] = [ratio(0.5, 0.85)]
-    lines = gpu_table.table(report(figure("wide"), bad)).splitlines()
-    assert lines[1:] == [
-        "grouped GEMM dX, rate over dense: wide 0.900 (0.800 1.000) goal 0.85 reached; "
-        "fine 0.500 (0.400 0.600) goal 0.85 below WRONG"
-    ]
-
-
 PASSED = """\
 tests/a.py::test_a[some GEMM] PASSED                          [ 50%]
 tests/a.py::test_b SKIPPED (no NVLink)                        [100%]
@@ -58,50 +48,6 @@ SKIPPED [1] tests/a.py:3: no NVLink
 
 exit code 0
 """
-FAILED = """\
-tests/b.py::test_c FAILED                                     [ 10%]
-tests/b.py::test_d PASSED                                     [ 20%]
-tests/b.py::test_d ERROR                                      [ 20%]
-tests/b.py:12: AssertionError
-FAILED tests/b.py::test_c - assert 1 == 2
-ERROR tests/b.py::test_d - RuntimeError
-ERROR tests/c.py - ImportError: no such thing
-=== 1 failed, 1 passed, 2 errors in 3.1s ===
-
-exit code 1
-"""
-STOPPED = "tests/v.py::test_e PASSED   [ 50%]\ntests/v.py::test_f[W2] \n\nexit code 124\n"
-
-
-def test_summary(tmp_path: Path) -> None:
-    logs, figures = tmp_path / "logs", tmp_path / "x.json"
-    logs.mkdir()
-    (logs / "1-kernels-1.log").write_text(PASSED)
-    good, well = gpu_table.summary(report(figure("wide")), figures, logs)
-    assert well
-    assert good.splitlines()[1:4] == [
-        "1-kernels: 1 passed, 0 failed, 1 skipped",
-        "  skipped: no NVLink",
-        "measure: 1 figures",
-    ]
-    (logs / "1-kernels-2.log").write_text(FAILED)
-    (logs / "2-alone.log").write_text(STOPPED)
-    (logs / "measure.log").write_text("what went wrong\n")
-    bad = figure("fine", largest_difference=0.5, difference_allowed=0.1)
-    found = report(bad, complete=False, not_measured=("put, wide",))
-    text, well = gpu_table.summary(found, figures, logs)
-    assert not well
-    assert text.splitlines()[1:-1] == [
-        "1-kernels: 1 passed, 3 failed, 1 skipped in 2 processes",
-        "  FAILED tests/b.py::test_c: assert 1 == 2", "  FAILED tests/b.py::test_d: RuntimeError",
-        "  FAILED tests/c.py",
-        "  skipped: no NVLink",
-        "2-alone: 1 passed, 0 failed, 0 skipped",
-        "  stopped, for its time was up", "  was running: tests/v.py::test_f[W2]",
-        "measure: 1 figures, cut short",
-        "  WRONG: fine: difference 0.5, allowed 0.1", "  not measured: put, wide: not reached",
-        f"figures: {figures}", f"logs: {logs}",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("log", [PASSED, PASSED.replace("exit code 0", "exit code 3")])

@@ -1,6 +1,5 @@
 """`optimize`: the module that it returns, and what happens where none fits."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, expert_parameters
-from lancet_kernels.cli import main
 from lancet_kernels.graph.capture.capture import CaptureError, capture
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.training.ranks import Rank
-from lancet_kernels.training.train_loop import train
-from lancet_kernels.training.train_options import TrainOptions
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
@@ -219,13 +213,6 @@ def test_module_of_ones_own(pool):
 
 
 @pytest.mark.long
-def test_one_process_needs_no_group():
-    module, inputs = build_step(StepCase(layers=2))
-    ready = optimized(module, inputs)
-    assert outcome_of(ready, inputs, True).distance(outcome_of(module, inputs, True)) < BOUND
-
-
-@pytest.mark.long
 def test_the_same_tensors_can_be_captured_again():
     """A run must not mark its inputs as of changing size: B = S, so that torch takes both for one symbol."""
     module, inputs = build_step(StepCase(layers=2, batch=6, sequence=6))
@@ -247,19 +234,6 @@ def test_module_that_cannot_be_captured():
     assert "branch" in str(caught.value).lower()
     line = "return self.layer(x).sum() if x.sum() > 0 else x.sum()"
     assert re.search(rf'got {Path(__file__).name}, line \d+, "{re.escape(line)}": ', str(caught.value))
-
-
-class Reading(nn.Linear):
-    """Makes a number of a result, which only the whole graph shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return (y * y.max().item()).sum()
-
-
-def test_a_number_that_depends_on_data_names_its_line():
-    with pytest.raises(CaptureError, match=r'line \d+, "return \(y \* y\.max\(\)\.item\(\)\)\.sum\(\)": '):
-        optimize(Reading(2, 2), (torch.ones(1, 2),))
 
 
 def test_unknown_strategy():
@@ -336,40 +310,3 @@ def test_rank_0_without_a_plan_keeps_nobody_waiting(pool, tmp_path):
 
 
 # ---- lancet train
-
-
-def train_on_rank(folder: str, data: str) -> dict[str, list[float]]:
-    """Losses of a few steps of `lancet train`, by strategy."""
-    rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    losses = {}
-    for strategy in ("none", "lancet-dw"):
-        options = TrainOptions(
-            steps=3, batch=2, sequence=16, validation_batches=1, strategy=strategy, runs=folder, name=strategy
-        )
-        train(replace(options, data=data, device="cpu", most_parts=2), rank)
-        dist.barrier()
-        with open(f"{folder}/{strategy}/metrics.jsonl") as file:
-            losses[strategy] = [json.loads(line)["loss"] for line in file]
-    return losses
-
-
-@pytest.mark.long
-def test_training_with_a_plan(pool, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))
-    losses, _ = pool.run(train_on_rank, str(tmp_path), str(text), ranks=2, timeout_s=180)
-    assert len(losses["none"]) == 3
-    assert losses["lancet-dw"] == pytest.approx(losses["none"], rel=1e-5)
-    assert not (tmp_path / "none" / "plan.json").exists()
-    plan = Plan.load(tmp_path / "lancet-dw" / "plan.json")
-    assert plan.strategy == "lancet-dw"
-    assert plan.options["partition"]["most_parts"] == 2
-    assert plan.explain().startswith("Plan `lancet-dw` for graph")
-
-
-def test_unknown_strategy_on_the_command_line(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--strategy", "best"])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert "argument --strategy: invalid choice: 'best'" in said[-1]

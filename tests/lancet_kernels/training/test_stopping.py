@@ -4,11 +4,11 @@ import signal
 import subprocess
 import sys
 
-from lancet_kernels.training.stopping import StopRequest
+from lancet_kernels.training.train_loop import StopRequest
 
 PATIENT = """
 import signal, time
-from lancet_kernels.training.stopping import StopRequest
+from lancet_kernels.training.train_loop import StopRequest
 with StopRequest() as asked:
     print("ready", flush=True)
     while asked.number < signal.SIGTERM:
