@@ -1,4 +1,4 @@
-"""The rows of a token's choices: their place, their weighted sum, their dot products.
+"""The rows of a token's choices: their place, their weighted sum.
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
@@ -31,22 +31,3 @@ def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d):
     if weight_ptr is not None:
         b_row = b_row * tl.load(weight_ptr + i, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
     return acc + b_row
-
-
-@triton.jit
-def dot_row(
-    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """dweight[i] = x[t] . the row at `offset`, summed in the dtype of dweight, in blocks of BD columns.
-
-    Example: x[t] = [1, 2], a row [3, 4]: 11; for a dropped choice 0.
-    """
-    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
-    for d in range(0, D, BD):
-        i_d = d + tl.arange(0, BD)
-        m = m_kept[:, None] & (i_d < D)[None, :]
-        # [BT, BD]
-        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        acc += b_x * b_row
-    tl.store(dweight_ptr + i, tl.sum(acc, 1), mask=m_t)

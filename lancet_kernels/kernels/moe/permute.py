@@ -11,11 +11,10 @@ float32 (float64 for float64 rows), rounded once. Products are not fused into su
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
-an order that depends only on D and on the configuration, so parts of a batch get bitwise the same results as
+an order that depends only on D, so parts of a batch get bitwise the same results as
 the whole batch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,36 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.moe.choices import add_row, dot_row, place_row
+from lancet_kernels.kernels.moe.choices import add_row, place_row
 from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class RowConfig:
-    """The tile of the kernels that move rows: block_tokens x block_width, powers of two."""
-
-    block_tokens: int
-    block_width: int
-    num_warps: int = 4
-
-    def is_valid(self) -> bool:
-        """At most 64 values per thread, at least one."""
-        sides = (self.block_tokens, self.block_width)
-        powers = all(n > 0 and n & (n - 1) == 0 for n in sides) and self.num_warps in (1, 2, 4, 8)
-        return powers and sides[0] * sides[1] <= 64 * 32 * self.num_warps
-
-    @staticmethod
-    def default(width: int) -> "RowConfig":
-        """2048 values: with 4 warps and bf16 two 16-byte loads per thread and choice."""
-        block_width = min(1024, triton.next_power_of_2(max(1, width)))
-        return RowConfig(min(64, 2048 // block_width), block_width)
+# A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.
+VALUES, WARPS = 2048, 4
 
 
 @triton.jit
@@ -147,22 +126,29 @@ def combine_dweight_kernel(
     k = tl.program_id(0) % K
     t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
     offset, m_kept = place_row(row_ptr, t * K + k, t < T, D)
-    dot_row(x_ptr, rows_ptr, dweight_ptr, t * K + k, t, t < T, offset, m_kept, D, BT, BD)
+    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
+    for d in range(0, D, BD):
+        i_d = d + tl.arange(0, BD)
+        m = m_kept[:, None] & (i_d < D)[None, :]
+        # [BT, BD]
+        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        acc += b_x * b_row
+    tl.store(dweight_ptr + t * K + k, tl.sum(acc, 1), mask=t < T)
 
 
-def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, config: RowConfig) -> None:
+def _tile(width: int) -> dict[str, int]:
+    """Tokens and columns of a program's tile of [T, width]."""
+    columns = min(1024, triton.next_power_of_2(max(1, width)))
+    return {"BT": min(64, VALUES // columns), "BD": columns}
+
+
+def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> None:
     check_tensor(what, x_TD, shape=(None, None), dtype=DTYPES)
     num_tokens, width = x_TD.shape
     device = x_TD.device
     check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=device)
     check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
-    if not config.is_valid():
-        raise UserError(
-            "row configuration",
-            got=config,
-            expected="powers of two, at most 64 values a thread",
-            do="leave it out for the default",
-        )
 
 
 def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) -> None:
@@ -171,21 +157,14 @@ def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) 
         check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=row_TK.device)
 
 
-def _move_rows(
-    kernel: Any,
-    row_TK: Tensor,
-    weight_TK: Tensor | None,
-    config: RowConfig,
-    **operands: Tensor,
-) -> None:
+def _move_rows(kernel: Any, row_TK: Tensor, weight_TK: Tensor | None, **operands: Tensor) -> None:
     """Launch the permute or the combine kernel. operands: x and rows, or rows and out."""
-    rows = operands["rows_ptr"]
-    (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
-    grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
+    (num_tokens, top_k), width = row_TK.shape, operands["rows_ptr"].shape[1]
+    tile = _tile(width)
+    grid = triton.cdiv(num_tokens, tile["BT"]) * triton.cdiv(width, tile["BD"])
     launch(
         kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=weight_TK,
-        T=num_tokens, D=width, K=top_k,
-        BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+        T=num_tokens, D=width, K=top_k, **tile, num_warps=WARPS, **UNFUSED,
     )  # fmt: skip
 
 
@@ -196,7 +175,6 @@ def permute(
     num_rows: int,
     *,
     out: Tensor | None = None,
-    config: RowConfig | None = None,
 ) -> Tensor:
     """rows[row[t, k]] = x[t] * weight[t, k], where kept.
 
@@ -209,20 +187,17 @@ def permute(
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     width = x_TD.shape[1]
-    config = config or RowConfig.default(width)
     if out is None:
         out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    _check("x_TD", x_TD, out, row_TK, config)
+    _check("x_TD", x_TD, out, row_TK)
     _check_weight(weight_TK, row_TK, x_TD.dtype)
     if x_TD.numel() and out.numel():
-        _move_rows(permute_kernel, row_TK, weight_TK, config, x_ptr=x_TD, rows_ptr=out)
+        _move_rows(permute_kernel, row_TK, weight_TK, x_ptr=x_TD, rows_ptr=out)
     return out
 
 
-def combine(
-    rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, *, config: RowConfig | None = None
-) -> Tensor:
+def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """out[t] = sum_k weight[t, k] * rows[row[t, k]], over the kept choices.
 
     Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
@@ -231,18 +206,15 @@ def combine(
     check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
     check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
     width, dtype = rows_SD.shape[1], rows_SD.dtype
-    config = config or RowConfig.default(width)
     out_TD = torch.empty(row_TK.shape[0], width, dtype=dtype, device=rows_SD.device)
-    _check("out", out_TD, rows_SD, row_TK, config)
+    _check("out", out_TD, rows_SD, row_TK)
     _check_weight(weight_TK, row_TK, dtype)
     if out_TD.numel():
-        _move_rows(combine_kernel, row_TK, weight_TK, config, rows_ptr=rows_SD, out_ptr=out_TD)
+        _move_rows(combine_kernel, row_TK, weight_TK, rows_ptr=rows_SD, out_ptr=out_TD)
     return out_TD
 
 
-def combine_dweight(
-    x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, *, config: RowConfig | None = None
-) -> Tensor:
+def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
 
     In combine x is the gradient of its output; in permute the rows are.
@@ -250,15 +222,14 @@ def combine_dweight(
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     num_tokens, width = x_TD.shape
-    config = config or RowConfig.default(width)
-    _check("x_TD", x_TD, rows_SD, row_TK, config)
+    _check("x_TD", x_TD, rows_SD, row_TK)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
     if dweight_TK.numel():
-        top_k = row_TK.shape[1]
+        top_k, tile = row_TK.shape[1], _tile(width)
         launch(
-            combine_dweight_kernel, (triton.cdiv(num_tokens, config.block_tokens) * top_k,), x_ptr=x_TD,
+            combine_dweight_kernel, (triton.cdiv(num_tokens, tile["BT"]) * top_k,), x_ptr=x_TD,
             rows_ptr=rows_SD, row_ptr=row_TK, dweight_ptr=dweight_TK, T=num_tokens, D=width, K=top_k,
-            BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+            **tile, num_warps=WARPS, **UNFUSED,
         )  # fmt: skip
     return dweight_TK

@@ -7,7 +7,6 @@ from torch import Tensor
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.moe import permute as kernels
-from lancet_kernels.kernels.moe.permute import RowConfig
 from tests.grids import few_of
 from tests.guarded_memory import guarded_memory
 
@@ -172,19 +171,6 @@ def test_parts_give_the_bits_of_the_whole(device: torch.device) -> None:
         assert torch.equal(dweight_TK, whole_dweight[part])
 
 
-def test_every_configuration_moves_the_same_rows(device: torch.device) -> None:
-    batch = Batch((11, 700, 4, 2, 4), torch.bfloat16).to(device)
-    args = (batch.x_TD, batch.row_TK, batch.weight_TK, batch.num_rows)
-    expected = [kernels.permute(*args), kernels.combine(batch.rows_SD, *args[1:3])]
-    assert RowConfig.default(700).is_valid()
-    assert not RowConfig(3, 64).is_valid()
-    assert not RowConfig(64, 1024).is_valid()
-    for config in (RowConfig(1, 256), RowConfig(4, 1024), RowConfig(16, 256, 8)):
-        assert torch.equal(kernels.permute(*args, config=config), expected[0])
-        assert torch.equal(kernels.combine(batch.rows_SD, *args[1:3], config=config), expected[1])
-        kernels.combine_dweight(batch.x_TD, batch.rows_SD, batch.row_TK, config=config)
-
-
 def test_permute_into_given_rows(device: torch.device) -> None:
     """As a region of symmetric memory is: rows that nobody takes are not touched."""
     batch = Batch((9, 6, 3, 2, 5), torch.float32).to(device)
@@ -251,7 +237,6 @@ def test_user_errors_name_what_is_wrong() -> None:
         ("layout of rows_SD", lambda: kernels.combine(gaps_SD, row_TK, None)),
         ("shape of rows_SD", lambda: kernels.combine_dweight(x_TD, wide_SD, row_TK)),
         ("dtype of rows_SD", lambda: kernels.combine_dweight(x_TD, half_SD, row_TK)),
-        ("row config", lambda: kernels.combine(rows_SD, row_TK, None, config=RowConfig(3, 4))),
     ]
     for message, call in wrong:
         with pytest.raises(UserError, match=message):
