@@ -51,9 +51,8 @@ class CacheFile:
             self._warn(f"{what} in {self.path} are not readable ({error}); {self._consequence}")
             return empty
 
-    def records(self, name: str, what: str, parse: Callable[[Any], Content | None]) -> dict[str, Content]:
-        """The valid records of a section by their `key`; a warning for each other one, but none where `parse`
-        gives None.
+    def records(self, name: str, what: str, parse: Callable[[Any], Content]) -> dict[str, Content]:
+        """The valid records of a section by their `key`; a warning for each other one.
 
         Args: what: one of them, for the warning.
         """
@@ -62,13 +61,11 @@ class CacheFile:
         for key, raw in raw_records.items():
             try:
                 record: Any = parse(raw)
-                if record is not None and record.key != key:
+                if record.key != key:
                     raise ValueError(f"its content is {record.key}")
+                valid[key] = record
             except _WRONG as error:
                 self._warn(f"{what} {key!r} in {self.path} is ignored: {error}")
-                continue
-            if record is not None:
-                valid[key] = record
         return valid
 
     @contextlib.contextmanager

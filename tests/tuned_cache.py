@@ -13,9 +13,8 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TunedCache]:
-    """The user's cache, empty like the package's table."""
+    """The user's cache, empty."""
     monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
     monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
     tuning.forget()
     yield TunedCache(tuning.default_cache())

@@ -1,14 +1,8 @@
-"""Looks up tuned configurations of fused launches, in the package's table and in the user's cache.
-
-`tuned(shape, dtype, device)` uses the first of these that has it:
-
-    1. the package's table (`tuned.json` beside this file, once one is measured)
-    2. the user's cache, which `lancet tune` writes
-    3. None: the launcher takes its heuristic default
+"""Looks up tuned configurations of fused launches in the user's cache, which `lancet tune` writes.
 
 An entry that is unreadable, has the wrong key, or is not valid on the device is ignored with a warning. All
 ranks of a job must have the same entries: the same file, or files written by the same collective
-`lancet tune`. Entries of older versions, which tuned other kernels too, are ignored without a warning.
+`lancet tune`.
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 Shape = tuple[int, int, str, int]
 FORMAT = "lancet-tuned-configurations"
 VERSION = 1
-PACKAGE_TABLE = Path(__file__).with_name("tuned.json")
 # Environment variable with another path of the user's cache.
 CACHE_VARIABLE = "LANCET_TUNED"
 
@@ -117,10 +110,8 @@ def key_of(shape: Shape, dtype: str, device: str) -> str:
     return f"overlap {sizes} {dtype} on {device}"
 
 
-def _from_json(raw: Any) -> Entry | None:
-    """The entry; None for one of an older version. Raises if it is not valid."""
-    if "kind" in raw:
-        return None
+def _from_json(raw: Any) -> Entry:
+    """The entry. Raises if it is not valid."""
     entry = Entry(**{**raw, "shape": tuple(raw["shape"])})
     if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
         raise ValueError("a time that is not a number >= 0")
@@ -132,34 +123,26 @@ def _from_json(raw: Any) -> Entry | None:
 def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
     """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
 
-    Files are read once per process, or again after `forget`.
+    The file is read once per process, or again after `forget`.
     """
     if device.type != "cuda":
         return None
     name, arch = device_name(device)
     key = key_of(shape, str(dtype).removeprefix("torch."), name)
-    for entries in (_package_table(), _user_cache()):
-        entry = entries.get(key)
-        if entry is None:
-            continue
-        config = entry.configuration()
-        if config.gemm.is_valid(dtype, arch):
-            return config
-        warnings.warn(
-            f"tuned configuration {entry.key!r} cannot run on sm_{arch} and is ignored", stacklevel=2
-        )
-    return None
+    entry = _user_cache().get(key)
+    if entry is None:
+        return None
+    config = entry.configuration()
+    if not config.gemm.is_valid(dtype, arch):
+        warnings.warn(f"tuned configuration {key!r} cannot run on sm_{arch} and is ignored", stacklevel=2)
+        return None
+    return config
 
 
 def forget() -> None:
-    """Read the files again at the next lookup."""
-    for cached in (tuned, _package_table, _user_cache):
+    """Read the file again at the next lookup."""
+    for cached in (tuned, _user_cache):
         cached.cache_clear()
-
-
-@functools.cache
-def _package_table() -> dict[str, Entry]:
-    return TunedCache(PACKAGE_TABLE).entries()
 
 
 @functools.cache

@@ -17,14 +17,6 @@ class Ranks:
     def __init__(self) -> None:
         self.together = dist.is_available() and dist.is_initialized()
 
-    @property
-    def world(self) -> int:
-        return dist.get_world_size() if self.together else 1
-
-    @property
-    def first(self) -> bool:
-        return not self.together or dist.get_rank() == 0
-
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         return from_first_rank(value, group_name(None), "what rank 0 decided")

@@ -22,7 +22,7 @@ import triton
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.rehearsal import rehearsal
-from lancet_kernels.kernels.tuning import PACKAGE_TABLE, Entry, TunedCache
+from lancet_kernels.kernels.tuning import Entry, TunedCache
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.candidates import Task, candidates
@@ -139,12 +139,11 @@ def _passes(task: Task, device: torch.device) -> Runs:
 def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:
     if force:
         return
-    shipped = TunedCache(PACKAGE_TABLE).entries()
-    entries = ranks.from_first({**cache.entries(), **shipped})
+    entries = ranks.from_first(cache.entries())
     for outcome in outcomes:
         entry = entries.get(outcome.key)
         # An entry of another compiler may be outdated.
-        if entry is not None and (outcome.key in shipped or entry.triton == triton.__version__):
+        if entry is not None and entry.triton == triton.__version__:
             outcome.status, outcome.cached = "known", entry
 
 

@@ -2,8 +2,7 @@
 
 import json
 import warnings
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -44,27 +43,6 @@ def test_only_what_was_tuned_is_found(cache) -> None:
     assert look() == CONFIG
     assert look(OTHER) is None
     assert look(dtype=torch.float16) is None
-
-
-def test_the_package_goes_before_the_user(cache) -> None:
-    mine, shipped = (replace(CONFIG, programs=n) for n in (4, 8))
-    cache.put([entry(mine)])
-    assert look() == mine
-    TunedCache(tuning.PACKAGE_TABLE).put([entry(shipped)])
-    assert look() == shipped
-
-
-def test_what_older_versions_wrote_is_ignored_without_a_word_and_replaced(cache) -> None:
-    cache.put([entry(shape=OTHER)])
-    data = json.loads(cache.path.read_text())
-    data["entries"]["permute width=768 bfloat16 on x"] = {"kind": "permute", "how": "measured"}
-    cache.path.write_text(json.dumps(data))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(cache.entries()) == [entry(shape=OTHER).key]
-        cache.put([entry()])
-        assert look() == CONFIG
-    assert "permute" not in cache.path.read_text()
 
 
 def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cache) -> None:
@@ -133,10 +111,6 @@ def test_the_launcher_asks_for_the_shape_that_is_tuned(monkeypatch) -> None:
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert asked == {(task.shape, task.dtype)}
-
-
-def test_no_table_ships_before_one_is_measured() -> None:
-    assert not Path(tuning.__file__).with_name("tuned.json").exists()
 
 
 def test_reading_a_sound_file_warns_of_nothing(cache) -> None:
