@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.symmetric.memory import by_rank, disagreement
+from lancet_kernels.symmetric.memory import SymmetricMemory, by_rank, disagreement
 
 FIRST_LOOK_S, LAST_LOOK_S = 1e-4, 5e-3
 GAVE_UP = "gave up"
@@ -127,6 +128,24 @@ class Meetings:
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
+
+
+class MemoryOfRanks(SymmetricMemory):
+    """Symmetric memory whose PEs are the ranks of a process group: they agree in meetings."""
+
+    def __init__(self, meetings: Meetings, device: torch.device, reason: str) -> None:
+        super().__init__(meetings.rank, meetings.world, device, reason)
+        self._meetings = meetings
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._check_open()
+        self._meetings.meet("barrier", timeout_s=timeout_s)
+
+    def _gather(self, request: str, text: str) -> list[str]:
+        return self._meetings.meet(request, text)
+
+    def _agree(self, request: str) -> None:
+        self._meetings.meet(request)
 
 
 def _one_line(error: BaseException) -> str:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.symmetric.agree import Meetings
+from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks
 from lancet_kernels.symmetric.gpus import gpu_id, signals_reach
-from lancet_kernels.symmetric.memory import SymmetricMemory, by_rank
+from lancet_kernels.symmetric.memory import by_rank
 
 INSTALL = "pip install 'lancet-kernels[cuda]'"
 INSTEAD = (
@@ -66,7 +66,7 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-class NvshmemMemory(SymmetricMemory):
+class NvshmemMemory(MemoryOfRanks):
     """One rank of a process group whose ranks have a GPU each."""
 
     # NVSHMEM belongs to the process. Initialised by us; how many memories were not closed in good order.
@@ -85,7 +85,7 @@ class NvshmemMemory(SymmetricMemory):
         NVSHMEM.
         """
         device = torch.device(device)
-        meetings = self._meetings = Meetings(group, timeout_s)
+        meetings = Meetings(group, timeout_s)
         lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
         if lacks:
             raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
@@ -93,7 +93,7 @@ class NvshmemMemory(SymmetricMemory):
             device = torch.device("cuda", torch.cuda.current_device())
         self._core = importlib.import_module("nvshmem.core")
         self._bindings = importlib.import_module("nvshmem.bindings")
-        super().__init__(meetings.rank, meetings.world, device, "")
+        super().__init__(meetings, device, "")
         mine = json.dumps([gpu_id(device), NvshmemMemory._started])
         gpus, started = zip(*map(json.loads, meetings.meet("nvshmem: GPUs", mine)), strict=True)
         if len(set(gpus)) < self.world:
@@ -118,7 +118,7 @@ class NvshmemMemory(SymmetricMemory):
     def barrier(self, timeout_s: float | None = None) -> None:
         self._check_open()
         torch.cuda.synchronize(self.device)
-        self._meetings.meet("barrier", timeout_s=timeout_s)
+        super().barrier(timeout_s)
         # All are here, so it does not wait for long: it completes the puts that no kernel has waited for.
         self._bindings.barrier_all()
 
@@ -152,12 +152,6 @@ class NvshmemMemory(SymmetricMemory):
         own = (self._core.my_pe(), self._core.n_pes())
         if own != (self.rank, self.world):
             raise RuntimeError(f"PE {own[0]} of {own[1]}: NVSHMEM was initialised with another group")
-
-    def _gather(self, request: str, text: str) -> list[str]:
-        return self._meetings.meet(request, text)
-
-    def _agree(self, request: str) -> None:
-        self._meetings.meet(request)
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         raw = self._meetings.together(

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.symmetric.agree import Meetings
-from lancet_kernels.symmetric.memory import SymmetricMemory
+from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks
 
 # Where Linux shows POSIX shared memory.
 FOLDER = Path("/dev/shm")
 
 
-class SharedMemory(SymmetricMemory):
+class SharedMemory(MemoryOfRanks):
     """One rank of a process group whose ranks are processes of one machine."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0):
@@ -34,18 +33,12 @@ class SharedMemory(SymmetricMemory):
 
         Raises UserError if the ranks are not on one machine, or do not share /dev/shm (containers).
         """
-        self._meetings = Meetings(group, timeout_s)
-        super().__init__(
-            self._meetings.rank,
-            self._meetings.world,
-            torch.device("cpu"),
-            f"shared: {self._meetings.world} CPU processes of one machine, over POSIX shared memory",
-        )
+        meetings = Meetings(group, timeout_s)
+        reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
+        super().__init__(meetings, torch.device("cpu"), reason)
         prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
-        said = [
-            json.loads(text)
-            for text in self._meetings.meet("regions on the CPU", json.dumps([prefix, _machine()]))
-        ]
+        brought = meetings.meet("regions on the CPU", json.dumps([prefix, _machine()]))
+        said = [json.loads(text) for text in brought]
         machines = {rank: machine for rank, (_, machine) in enumerate(said)}
         others = [rank for rank, machine in machines.items() if machine != machines[0]]
         if others:
@@ -58,16 +51,6 @@ class SharedMemory(SymmetricMemory):
         self._prefixes = [prefix for prefix, _ in said]
         self._count = 0
         self._mapped: list[list[Tensor]] = []
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
-        self._meetings.meet("barrier", timeout_s=timeout_s)
-
-    def _gather(self, request: str, text: str) -> list[str]:
-        return self._meetings.meet(request, text)
-
-    def _agree(self, request: str) -> None:
-        self._meetings.meet(request)
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         files = [FOLDER / f"{prefix}-{self._count}" for prefix in self._prefixes]

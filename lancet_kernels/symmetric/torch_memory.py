@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.symmetric.agree import Meetings
+from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks
 from lancet_kernels.symmetric.gpus import gpu_id, signals_reach
-from lancet_kernels.symmetric.memory import SymmetricMemory, by_rank
+from lancet_kernels.symmetric.memory import by_rank
 
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable of torch: may several ranks have their copies on one GPU? For tests."""
@@ -66,7 +66,7 @@ def unreachable(group: dist.ProcessGroup | None, device: torch.device, timeout_s
     return next(filter(None, meetings.meet("regions on GPUs: reach", own)), "")
 
 
-class TorchMemory(SymmetricMemory):
+class TorchMemory(MemoryOfRanks):
     """One rank of a process group whose ranks are on GPUs of one machine that reach each other."""
 
     def __init__(
@@ -76,23 +76,17 @@ class TorchMemory(SymmetricMemory):
         may wait for a rank; torch's own exchange of handles has the timeout of the process group."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._meetings = Meetings(group, timeout_s)
-        world = self._meetings.world
-        reason = f"torch: {world} GPUs of one machine, torch's symmetric memory, pointers to all of them"
-        super().__init__(self._meetings.rank, world, device, reason)
+        meetings = Meetings(group, timeout_s)
+        gpus = f"{meetings.world} GPUs of one machine"
+        reason = f"torch: {gpus}, torch's symmetric memory, pointers to all of them"
+        super().__init__(meetings, device, reason)
         self._group = group or dist.group.WORLD
         self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._check_open()
         torch.cuda.synchronize(self.device)
-        self._meetings.meet("barrier", timeout_s=timeout_s)
-
-    def _gather(self, request: str, text: str) -> list[str]:
-        return self._meetings.meet(request, text)
-
-    def _agree(self, request: str) -> None:
-        self._meetings.meet(request)
+        super().barrier(timeout_s)
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         torch_memory = _torch_symmetric_memory()
