@@ -20,7 +20,6 @@ from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.simulation.simulate import Setting, captured_program
 from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
-from tests.schedules.algorithm_1 import schedule_weight_gradients
 from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs
 
 
@@ -122,23 +121,6 @@ def test_the_default_limit_and_what_it_costs():
     assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
 
 
-def test_explain_says_why_a_faster_row_was_not_chosen():
-    plan = make_plan(program("A c f 4", "B c f 4 A"), given, "none")
-    plan = replace(plan, strategy="auto", chosen="tutel", memory_limit_gb=1.0)
-    ms = {"none": (10.0, 0.5), "tutel": (8.0, 0.5), "lancet": (7.0, 0.5), "duplex": (6.0, 2.0)}
-    compared = {n: replace(plan.predicted, iteration_ms=t, peak_memory_gb=gb) for n, (t, gb) in ms.items()}
-    text = replace(plan, predicted=compared["tutel"], compared=compared).explain()
-    assert [line.split()[-1] for line in text.splitlines()[2:7]] == [
-        "saved",
-        "0.0%",
-        "20.0%",
-        "30.0%",
-        "40.0%",
-    ]
-    assert "Chosen: tutel, predicted fastest within the memory limit. lancet (7.00 ms) is an estimate" in text
-    assert "duplex (6.00 ms) exceeds the memory limit: 2 of 1 GB." in text
-
-
 def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
     config = ModelConfig("wide", 2, 64, 4, 32, vocab=64, num_experts=32, capacity_factor=16.0)
@@ -189,11 +171,6 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
         Plan.load(tmp_path / "nothing.json")
 
 
-def test_unknown_strategy():
-    with pytest.raises(UserError, match="strategy: got 'magic'"):
-        make_plan(program("A c f 1"), given, "magic")
-
-
 @examples(60)
 @hypothesis_given(random_programs(most=16))
 def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
@@ -218,14 +195,6 @@ def test_ten_thousand_instructions_are_planned():
     assert len(step) > 10_000
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
     assert len(make_plan(step, cost, module=module).order) >= len(step)
-
-
-@pytest.mark.long
-def test_gradients_of_ten_thousand_instructions_are_scheduled():
-    _, step = captured_program(model_config("gpt2-l-moe", layers=96, num_experts=32), 16, 8)
-    cost = CostModel.for_cluster(load_cluster("p4de"), 16)
-    greedy = schedule_weight_gradients(step, cost)
-    assert simulate(greedy, cost).iteration_ms < simulate(step, cost).iteration_ms
 
 
 def test_group_size_and_range_length_are_respected(small):

@@ -18,7 +18,6 @@ from lancet_kernels.schedules.order.weight_gradients import (
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
-from tests.schedules.algorithm_1 import schedule_weight_gradients
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10
@@ -157,39 +156,6 @@ def test_a_captured_model(name):
     # What the forward pass reads, no tangent reaches.
     made_later = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.outputs}
     assert not any(made_later & set(i.inputs) for i in program.instructions if i.phase is Phase.FORWARD)
-
-
-@pytest.mark.long
-def test_ten_thousand_nodes():
-    """A training step written by hand: layers with an all-to-all each, dX and dW apart."""
-    b = Builder()
-    layers = 10_000 // 6
-    x, w = b.input("x", 4, D), b.input("w", D, D)
-    gradient = b.input("tangents_1", 4, D)
-    kept = []
-    for _ in range(layers):
-        x = b.call(aten.mm.default, x, w)
-        kept.append(x)
-        x = b.call(collectives.wait_tensor.default, _all_to_all(b, x))
-    results = [x]
-    for saved in reversed(kept):
-        gradient = b.call(collectives.wait_tensor.default, _all_to_all(b, gradient))
-        results.append(b.call(aten.mm.default, b.call(aten.t.default, saved), gradient))
-        gradient = b.call(aten.mm.default, gradient, w)
-    module = b.module(*results, gradient)
-    while len(module.graph.nodes) < 10_000:
-        with module.graph.inserting_before(module.graph.output_node()):
-            node = module.graph.call_function(aten.relu.default, (x,))
-            node.meta["val"] = x.meta["val"]
-    program = program_from_fx(module)
-    assert program.reachability.reaches(0, 1)
-    scheduled = schedule_weight_gradients(program, lambda i, t: float(i.flops > 0 or i.kind.is_communication))
-    assert len(scheduled) == len(program) >= 9_990
-    assert len(weight_gradients(program)) >= layers
-
-
-def _all_to_all(b: Builder, x: fx.Node) -> fx.Node:
-    return b.call(collectives.all_to_all_single.default, x, [2, 2], [2, 2], "0")
 
 
 def test_nodes_without_values():

@@ -83,23 +83,6 @@ def test_default_dtype_is_the_one_that_the_gpus_are_fast_in(cluster: str, dtype:
     assert PlanOptions(cluster=cluster, gpus=8, dtype="fp16").setting().dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "batch"),
-    few_of(
-        [
-            ("gpt2-s-moe", "p4de", 24),
-            ("gpt2-l-moe", "p4de", 48),
-            ("gpt2-s-moe", "p3dn", 16),
-            ("gpt2-l-moe", "p3dn", 8),
-            ("gpt2-l-moe", "dgx-h100", 48),
-            ("gpt2-l-moe", "local", 8),
-        ]
-    ),
-)
-def test_the_default_batch_is_the_papers(model, cluster, batch):
-    assert Setting(model, cluster, 8).sequences == batch
-
-
 @pytest.mark.long
 def test_flags_win_over_the_environment(capsys, monkeypatch):
     monkeypatch.setenv("LANCET_RHO", "2")

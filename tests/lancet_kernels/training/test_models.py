@@ -45,11 +45,6 @@ def test_every_other_block_has_experts(name):
     ],
 )
 def test_sizes_of_the_paper(name, layers, width, heads, by_hand):
-    d, vocab, sequence = width, 50257, 512
-    attention, norms, dense = 4 * d * d + 4 * d, 4 * d, 8 * d * d + 5 * d
-    two_blocks = 2 * (attention + norms) + dense + (2 * d + 2 * 8 * d * d)
-    formula = (vocab + sequence) * d + 2 * d + layers // 2 * two_blocks
-    assert formula == by_hand, "the formula and the count by hand differ"
     with torch.device("meta"):
         model = GPT2MoE(model_config(name, num_experts=2))
     assert (model.config.layers, model.config.width, model.config.heads) == (layers, width, heads)

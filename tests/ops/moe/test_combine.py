@@ -47,18 +47,6 @@ def naive_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     return out_TK
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_by_hand(dtype: torch.dtype) -> None:
-    """Token 0 sums two rows with weights 2 and 10; token 1 has one choice dropped."""
-    rows_SD = torch.tensor([[1.0], [3], [4]], dtype=dtype)
-    row_TK = torch.tensor([[0, 2], [1, -1]])
-    weight_TK = torch.tensor([[2.0, 10], [100, 1000]], dtype=dtype)
-    assert ops.combine(rows_SD, row_TK, weight_TK).tolist() == [[42], [300]]
-    assert ops.combine(rows_SD, row_TK, None).tolist() == [[5], [3]]
-    x_TD = torch.tensor([[1.0], [7]], dtype=dtype)
-    assert ops.combine_dweight(x_TD, rows_SD, row_TK).tolist() == [[1, 4], [21, 0]]
-
-
 @QUICK
 @given(batch=batches(), weighted=st.booleans(), gaps=st.booleans(), seed=SEEDS)
 def test_against_reference(batch: Batch, weighted: bool, gaps: bool, seed: int) -> None:

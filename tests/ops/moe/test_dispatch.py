@@ -23,14 +23,6 @@ def naive_dispatch(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Te
     return rows_SD
 
 
-def test_by_hand() -> None:
-    """Token 1's first choice is dropped; its second one is kept, in front of token 0's."""
-    x_TD = torch.tensor([[1.0, 2], [3, 4]])
-    row_TK, weight_TK = torch.tensor([[0, 2], [-1, 1]]), torch.tensor([[2.0, 9], [9, 0.5]])
-    assert ops.dispatch(x_TD, row_TK, None, 3).tolist() == [[1, 2], [3, 4], [1, 2]]
-    assert ops.dispatch(x_TD, row_TK, weight_TK, 3).tolist() == [[2, 4], [1.5, 2], [9, 18]]
-
-
 @QUICK
 @given(batch=batches(), weighted=st.booleans(), gaps=st.booleans())
 def test_against_reference(batch: Batch, weighted: bool, gaps: bool) -> None:

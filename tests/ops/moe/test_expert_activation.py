@@ -1,7 +1,5 @@
 """The activation of the experts' rows."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -41,20 +39,6 @@ def hidden(count_WL: Tensor, width: int, kind: str, seed: int = 0) -> tuple[Tens
     rng, rows = generator(seed), int(count_WL.sum())
     h = 3 * torch.randn(rows, input_width(kind, width), dtype=torch.float64, generator=rng)
     return h, torch.randn(rows, width, dtype=torch.float64, generator=rng)
-
-
-def test_by_hand() -> None:
-    one = torch.ones(1, 1, dtype=torch.float64)
-    count = torch.tensor([[1]])
-    phi = 0.5 * (1 + math.erf(1 / math.sqrt(2)))
-    assert ops.expert_activation(one, count, "gelu").item() == pytest.approx(phi, rel=1e-15)
-    silu = 1 / (1 + math.exp(-1))
-    assert ops.expert_activation(one, count, "silu").item() == pytest.approx(silu, rel=1e-15)
-    gate_and_up = torch.tensor([[1.0, 10.0]], dtype=torch.float64)
-    assert ops.expert_activation(gate_and_up, count, "swiglu").item() == pytest.approx(10 * silu, rel=1e-15)
-    clamped = (7 + 1) / (1 + math.exp(-1.702))
-    result = ops.expert_activation(gate_and_up, count, "clamped-swiglu").item()
-    assert result == pytest.approx(clamped, rel=1e-15)
 
 
 @QUICK

@@ -88,21 +88,3 @@ def test_wrong_options_of_a_gate_object() -> None:
         Sigmoid(groups="a")
     with pytest.raises(TypeError):
         Sigmoid(4)  # by position it would be the scale
-
-
-def test_names_and_flags() -> None:
-    """The flags that the planner and the layer go by, spelled out: changing one must be meant."""
-    assert {name for name, gate in GATES.items() if gate.partitionable} == {
-        "switch",
-        "topk",
-        "hash",
-        "random",
-        "sigmoid",
-    }
-    assert {name for name, gate in GATES.items() if not gate.uses_logits} == {"hash", "random"}
-    assert {name: gate.key for name, gate in GATES.items() if gate.key} == {
-        "hash": "token",
-        "random": "index",
-    }
-    assert [name for name, gate in GATES.items() if gate.uses_correction_bias] == ["sigmoid"]
-    assert all(name == gate.name for name, gate in GATES.items())

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.grouped_gemm import _for_fast_path
 from tests.grids import few_of
 from tests.ops.op_cases import (
     QUICK,
@@ -75,19 +74,6 @@ def run_all(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, count: T
         ops.grouped_gemm_dw(x, dy, count),
         ops.grouped_gemm_dbias(dy, count),
     )
-
-
-def test_by_hand() -> None:
-    """Two experts with weights 2 and 10, one row and two."""
-    x_RA = torch.tensor([[1.0], [3], [4]])
-    count_WL, weight_LAB = torch.tensor([[1, 2]]), torch.tensor([[[2.0]], [[10.0]]])
-    bias_LB = torch.tensor([[0.5], [0.25]])
-    y = ops.grouped_gemm(x_RA, count_WL, weight_LAB, bias_LB)
-    assert y.tolist() == [[2.5], [30.25], [40.25]]
-    dy = torch.ones_like(y)
-    assert ops.grouped_gemm_dx(dy, count_WL, weight_LAB).tolist() == [[2], [10], [10]]
-    assert ops.grouped_gemm_dw(x_RA, dy, count_WL).tolist() == [[[1]], [[7]]]
-    assert ops.grouped_gemm_dbias(dy, count_WL).tolist() == [[1], [2]]
 
 
 @QUICK
@@ -201,15 +187,6 @@ def test_layout_of_the_weight_does_not_matter(layout: str, dtype: torch.dtype) -
         extra = (None,) if op is ops.grouped_gemm else ()
         expected = op(buffer, COUNTS, weight.contiguous(), *extra)
         torch.testing.assert_close(op(buffer, COUNTS, weight, *extra), expected)
-
-
-def test_copy_for_the_fast_path_only_where_needed() -> None:
-    weight = torch.zeros(3, 8, 16, dtype=torch.bfloat16)
-    assert _for_fast_path(weight) is weight
-    transposed = weight.transpose(1, 2)
-    assert _for_fast_path(transposed) is transposed
-    odd = torch.zeros(3, 8, 17, dtype=torch.bfloat16)[..., 1:]
-    assert _for_fast_path(odd).is_contiguous()
 
 
 @pytest.mark.parametrize("count", few_of([COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])]))

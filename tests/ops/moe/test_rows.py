@@ -12,7 +12,6 @@ from lancet_kernels.ops.moe.rows import (
     group_bounds,
     group_offsets,
     rank_major,
-    segments,
 )
 from lancet_kernels.ops.moe.send_rows import choice_of_rows
 from tests.ops.op_cases import (
@@ -51,17 +50,6 @@ def labelled(count_WL: Tensor, by_expert: bool) -> list[tuple[int, int, int]]:
 def rows_of(labels: list[tuple[int, int, int]]) -> Tensor:
     """[R, 3], one row per label."""
     return torch.tensor(labels, dtype=torch.float64).view(-1, 3)
-
-
-def test_by_hand() -> None:
-    """Rank 0 has 1 and 2 rows, rank 1 has 2 and none: rows a, bc, de by rank are a, de, bc by expert."""
-    count_WL = torch.tensor([[1, 2], [2, 0]])
-    rows_RD = torch.arange(5.0)[:, None]
-    assert expert_major(rows_RD, count_WL).view(-1).tolist() == [0, 3, 4, 1, 2]
-    assert group_bounds(count_WL) == group_offsets(count_WL).tolist() == [0, 3, 5]
-    assert segments(count_WL, by_expert=False) == [1, 2, 2, 0]
-    assert segments(count_WL, by_expert=True) == [1, 2, 2, 0]
-    assert segments(torch.tensor([[1, 2], [0, 3]]), by_expert=True) == [1, 0, 2, 3]
 
 
 @QUICK
