@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
+from lancet_kernels.ops.moe.grouped_gemm import _for_fast_path
 from tests.grids import few_of
 from tests.ops.op_cases import (
     QUICK,
@@ -187,6 +188,15 @@ def test_layout_of_the_weight_does_not_matter(layout: str, dtype: torch.dtype) -
         extra = (None,) if op is ops.grouped_gemm else ()
         expected = op(buffer, COUNTS, weight.contiguous(), *extra)
         torch.testing.assert_close(op(buffer, COUNTS, weight, *extra), expected)
+
+
+def test_copy_for_the_fast_path_only_where_needed() -> None:
+    weight = torch.zeros(3, 8, 16, dtype=torch.bfloat16)
+    assert _for_fast_path(weight) is weight
+    transposed = weight.transpose(1, 2)
+    assert _for_fast_path(transposed) is transposed
+    odd = torch.zeros(3, 8, 17, dtype=torch.bfloat16)[..., 1:]
+    assert _for_fast_path(odd).is_contiguous()
 
 
 @pytest.mark.parametrize("count", few_of([COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])]))
