@@ -30,7 +30,7 @@ from lancet_kernels.graph.rules.part_instruction import can_be_cut
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import SEARCHED, best_order
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.partition.axes import AxisInference
@@ -88,11 +88,11 @@ class PlanningOptions:
         return cls(PartitionOptions.from_environment())
 
 
-def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
+def ordered(plan: Plan, program: Program, cost: Cost, search: bool = True) -> tuple[Plan, Timeline]:
     """The plan with its order and prediction, from the program in which the plan's ranges are cut.
 
     A plan with the method "original order" keeps that order, but starts collectives early; any other plan
-    gets the best order.
+    gets the best order. Args: search: improve it by local search.
     """
     if plan.method.startswith(ORIGINAL_ORDER):
         if plan.ranges:
@@ -102,7 +102,7 @@ def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
         order = list(range(len(program)))
     else:
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = best_order(program, cost, memory_limit_bytes=limit)
+        best = best_order(program, cost, memory_limit_bytes=limit, search=search)
         timeline, order = Timeline(program, best.times), best.order
         plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
     names = tuple(program.instructions[i].name for i in order)
@@ -245,7 +245,7 @@ class Planner:
 
     def _lancet_dw(self) -> Plan:
         """The best order without partitioning."""
-        return self._best([self.plan("none"), self._scheduled(())])
+        return self._best([self.plan("none"), self._searched(self._scheduled(()))])
 
     def _lancet_partition(self) -> Plan:
         """The best partition of the forward pass, in pipeline order."""
@@ -259,7 +259,7 @@ class Planner:
     def _lancet(self) -> Plan:
         """Partition and schedule. Never predicted slower than `none`, `lancet-dw` or `lancet-partition`."""
         plans = [self.plan("lancet-dw"), self.plan("lancet-partition")]
-        plans += self._within_memory(self._lancet_plans)
+        plans.append(self._searched(self._best(self._within_memory(self._lancet_plans) or plans)))
         return self._best(plans)
 
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
@@ -297,7 +297,8 @@ class Planner:
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
         filled = [way for r in ranges for way in self._ways_to_fill(r)]
-        return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in filled)])
+        scheduled = self._best([self._scheduled((r,)) for r in filled])
+        return self._best([self.plan("duplex"), self._searched(scheduled)])
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:
@@ -439,9 +440,20 @@ class Planner:
             memory_limit_gb=self.limit_gb,
             recomputation=self._recomputation,
         )
-        plan, timeline = ordered(draft, self._with_cut(ranges), self.cost)
-        self._ordered[key], self._timelines[plan.order, plan.blocking] = plan, timeline
+        self._ordered[key] = plan = self._with_order(draft, search=False)
         return plan
+
+    def _with_order(self, plan: Plan, search: bool) -> Plan:
+        plan, timeline = ordered(plan, self._with_cut(plan.ranges), self.cost, search)
+        self._timelines[plan.order, plan.blocking] = timeline
+        return plan
+
+    def _searched(self, plan: Plan) -> Plan:
+        """The plan with its best order improved by local search, which is done for the plans of strategies
+        only: a search takes a second."""
+        if plan.method.startswith(ORIGINAL_ORDER) or plan.method.endswith(SEARCHED):
+            return plan
+        return self._with_order(plan, search=True)
 
     def _fits(self, plan: Plan) -> bool:
         return plan.predicted.peak_memory_gb <= self.limit_gb

@@ -234,7 +234,7 @@ def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> 
         pair = pair_of(*halves)
         program = program_of_pair(pair, step.program)
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = best_order(program, step.cost, memory_limit_bytes=limit)
+        best = best_order(program, step.cost, memory_limit_bytes=limit, search=True)
         return [[program.instructions[i].name for i in best.order], best.iteration_ms]
 
     names, milliseconds = result_of_first_rank(captured.groups.world, planned)

@@ -86,7 +86,7 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
     given = zip(program.instructions, ms, strict=True)
     timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
-    best = best_order(timed, _own_time, memory_limit_bytes=limit).order
+    best = best_order(timed, _own_time, memory_limit_bytes=limit, search=True).order
     late = read_late(program, best, float("inf") if limit is None else limit)
     program.reordered(late)  # raises where an instruction would run before one that it depends on
     return late

@@ -13,11 +13,15 @@ from functools import cached_property
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.list_schedule import AGAIN, FREE, LIMITED, ListScheduler, Policy, Work
+from lancet_kernels.schedules.order.local_search import improved
 from lancet_kernels.schedules.order.weight_gradients import greedy_order, order_by_slots
 from lancet_kernels.schedules.time.clock import INFINITY
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import Times, lower_bound_ms, run
 
+SEARCHED = ", then local search"
+WORTHWHILE = 1.005
+"""A step of at most so many times the lower bound is not searched."""
 LIMITS = (1.0, 1.03, 1.1, 1.17, 1.25, 1.4, 1.6, 2.0, 2.5)
 """Memory limits for which list schedules are made, in peaks of the original order."""
 
@@ -42,7 +46,9 @@ class Ordered:
         return int(max(alive_bytes(self.storages, self.order), default=0))
 
 
-def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
+def best_order(
+    program: Program, cost: Cost, *, memory_limit_bytes: float | None = None, search: bool = False
+) -> Ordered:
     """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
 
     Under a memory limit, list schedules are made for one limit after the other, from the original peak up to
@@ -52,15 +58,17 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     keeps to, or where no order is faster (`lower_bound_ms`).
 
     If even the original order exceeds the memory limit, the limit is the peak of the original order.
+
+    Args: search: improve the best order by local search, without a limit and for each of these limits.
     """
-    return _Search(program, durations(program, cost)).within(memory_limit_bytes)
+    return _Search(program, durations(program, cost), search).within(memory_limit_bytes)
 
 
 class _Search:
     """Candidates for the best order of one Program, which are simulated as they are asked for."""
 
-    def __init__(self, program: Program, ms: Sequence[float]) -> None:
-        self.program, self.ms, self.work = program, ms, Work(program, ms)
+    def __init__(self, program: Program, ms: Sequence[float], search: bool) -> None:
+        self.program, self.ms, self.work, self.search = program, ms, Work(program, ms), search
         self.original = self._simulated(list(range(len(program))), "unchanged order")
         self.enough_ms = lower_bound_ms(program, ms) * (1 + 1e-9)
 
@@ -72,7 +80,8 @@ class _Search:
             free[candidate.method] = candidate
             if self._is_enough(candidate) and candidate.peak_memory_bytes <= limit:
                 break
-        fastest = _fastest(free.values())
+        fastest = self._improved(_fastest(free.values()), None)
+        free[fastest.method] = fastest
         best = base = self.original
         if self._is_enough(fastest) and fastest.peak_memory_bytes <= limit:
             best = fastest
@@ -89,8 +98,7 @@ class _Search:
                 # The same order again.
                 done = {c.method for c in fitting}
                 policies = [policy for policy in LIMITED if str(policy) not in done]
-            best = _fastest([best, *self._scheduled(base, policies, room)])
-            base = best
+            best = base = self._improved(_fastest([best, *self._scheduled(base, policies, room)]), room)
         best = _fastest([best, *(c for c in free.values() if c.peak_memory_bytes <= limit)])
         if memory_limit_bytes is None:
             return best
@@ -120,6 +128,15 @@ class _Search:
 
     def _simulated(self, order: list[int], method: str) -> Ordered:
         return Ordered(self.work.storages, order, method, run(self.program, self.ms, order))
+
+    def _improved(self, candidate: Ordered, room: int | None) -> Ordered:
+        """The order after local search within a limit, if it may become faster by much."""
+        if not self.search or candidate.iteration_ms <= WORTHWHILE * self.enough_ms:
+            return candidate
+        order = improved(self.program, self.ms, candidate.order, self.work.storages, room)
+        method = candidate.method.removesuffix(SEARCHED) + SEARCHED
+        better = self._simulated(order, method)
+        return better if better.iteration_ms < candidate.iteration_ms else candidate
 
     def _is_enough(self, candidate: Ordered) -> bool:
         """Is no order faster?"""
