@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -53,50 +53,37 @@ def compile_all(
     timeout_s: float = TIMEOUT_S,
     on_done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Compile them all. -> rows in the order of the specimens. A specimen may take `timeout_s`."""
-    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
-    order = sorted(range(len(specimens)), key=lambda i: not specimens[i].nvshmem)
-    with CompilePool(arch, workers, timeout_s) as pool:
-        futures = {i: pool.submit(specimens[i]) for i in order}
-        for future in as_completed(futures.values()):
-            on_done(future.result())
-    return [futures[i].result() for i in range(len(specimens))]
+    """Compile them all in `workers` processes. -> rows in the order of the specimens.
 
-
-class CompilePool:
-    """`workers` processes that compile specimens for sm_`arch`, in the order in which they are submitted.
-
-    The kernel of a specimen must be importable by its name. On leaving the pool its processes are ended, and
-    specimens that are not compiled are cancelled.
+    The kernel of a specimen must be importable by its name. A specimen may take `timeout_s`.
     """
+    pool = [_Worker(arch, timeout_s) for _ in range(workers)]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in pool:
+        idle.put(worker)
 
-    def __init__(self, arch: int, workers: int = 2, timeout_s: float = TIMEOUT_S) -> None:
-        self._workers = [_Worker(arch, timeout_s) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers)
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.end()
-        self._threads.shutdown()
-        for worker in self._workers:
-            worker.close()
-
-    def submit(self, specimen: Specimen) -> Future[Row]:
-        return self._threads.submit(self._compile, specimen)
-
-    def _compile(self, specimen: Specimen) -> Row:
-        worker = self._idle.get()
+    def compile_one(specimen: Specimen) -> Row:
+        worker = idle.get()
         try:
             return worker.compile(specimen)
         finally:
-            self._idle.put(worker)
+            idle.put(worker)
+
+    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
+    order = sorted(range(len(specimens)), key=lambda i: not specimens[i].nvshmem)
+    threads = ThreadPoolExecutor(workers)
+    try:
+        futures = {i: threads.submit(compile_one, specimens[i]) for i in order}
+        for future in as_completed(futures.values()):
+            on_done(future.result())
+        return [futures[i].result() for i in range(len(specimens))]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in pool:
+            worker.end()
+        threads.shutdown()
+        for worker in pool:
+            worker.close()
 
 
 class _Worker:

@@ -47,9 +47,3 @@ def check_tensor(
             expected="a contiguous tensor",
             do="call .contiguous() on it",
         )
-
-
-def check_number(what: str, value: int, smallest: int, largest: int) -> None:
-    """Raise UserError unless smallest <= value <= largest."""
-    if not smallest <= value <= largest:
-        raise UserError(what, got=value, expected=f"{smallest} to {largest}", do="check the sizes")

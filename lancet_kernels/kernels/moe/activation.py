@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
-from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.reference.gemm import activate, dgelu, dsilu, silu
@@ -138,7 +138,6 @@ def _launch(kernel: Any, a_RF: Tensor, kind: str, **pointers: Tensor) -> None:
     columns = min(1024, triton.next_power_of_2(hidden))
     rows = VALUES // columns
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(hidden, columns)
-    check_number("tiles of the activation", programs, 1, 2**31 - 1)
     launch(
         kernel, (programs,), **pointers, R=num_rows, F=hidden, KIND=kind,
         BR=rows, BD=columns, num_warps=WARPS, **UNFUSED,
