@@ -1,4 +1,4 @@
-"""How does device code talk to another PE? Remote pointer, put, signal, wait, fence: this file alone knows.
+"""How does device code talk to another PE? Remote pointer, put, signal, wait: this file alone knows.
 
 Symmetric memory (`lancet_kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
 `region_ptr`, its own copy; `peers_ptr`, an int64 table of the base address of every PE's copy, as this PE
@@ -32,7 +32,6 @@ from lancet_kernels.kernels.runtime import looks_by_the_clock
 # A report (int64 [8]) says which wait ran out of time first:
 # [claimed, rank, peer, op, index, expected, seen, -].
 REPORT_WORDS = tl.constexpr(8)
-LOW_WORD = tl.constexpr(0xFFFFFFFF)
 LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
@@ -52,12 +51,6 @@ def remote_pointer(region_ptr, peers_ptr, peer):
 def word(epoch, value):
     """The signal word: epoch in the high half, value (a row count, say) in the low one."""
     return (tl.cast(epoch, tl.int64) << 32) | tl.cast(value, tl.int64)
-
-
-@triton.jit
-def low_word(seen):
-    """The value that travelled with a signal."""
-    return (seen & LOW_WORD).to(tl.int32)
 
 
 @triton.jit
@@ -128,15 +121,6 @@ def put_words(
     else:
         value = tl.load(source_ptr + i, mask=i < num)
         tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
-
-
-@triton.jit
-def fence(NVSHMEM: tl.constexpr):
-    """Order all earlier puts of this program before its later puts and signals."""
-    tl.debug_barrier()
-    if NVSHMEM:
-        nvshmem_device.fence()
-        tl.debug_barrier()
 
 
 @triton.jit

@@ -48,16 +48,9 @@ def _is_first_thread():
 
 @triton.jit
 def put_row(target_ptr, source_ptr, num_elements, peer):
-    """Start a copy to the same symmetric address on `peer`; `fence` orders it, `quiet` waits for its end."""
+    """Start a copy to the same symmetric address on `peer`; `set_signal` stays behind it, `quiet` waits."""
     num_bytes = tl.cast(num_elements, tl.int64) * (target_ptr.dtype.element_ty.primitive_bitwidth // 8)
     _putmem_nbi_block(target_ptr.to(tl.int64), source_ptr.to(tl.int64), num_bytes, tl.cast(peer, tl.int32))
-
-
-@triton.jit
-def fence():
-    """Puts to a PE before it arrive before those after it. The caller joins the threads before and after."""
-    if _is_first_thread():
-        _fence()
 
 
 @triton.jit

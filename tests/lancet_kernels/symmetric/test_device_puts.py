@@ -39,7 +39,7 @@ def swap_rows(
     # A bank's own word: a peer that is ahead has signalled the next epoch, but in the other one.
     index = 2 * bank + peer
     seen = device.wait(signals_ptr + index, at_least, polls, report_ptr, rank, peer, 3, index)
-    arrived = device.low_word(seen)
+    arrived = (seen & 0xFFFFFFFF).to(tl.int32)
     i_row = tl.arange(0, ROWS)
     for d in range(0, D, BLOCK):
         i_d = d + tl.arange(0, BLOCK)

@@ -92,9 +92,9 @@ def _number(value: Any) -> int:
 def network(memory: FarMemory) -> Iterator[Network]:
     """Inside, kernels with NVSHMEM=True use the network; on leaving, nothing may be under way."""
     made = Network(memory)
-    before = {name: getattr(nvshmem_device, name) for name in ("put_row", "fence", "quiet", "set_signal")}
-    before["acquire"] = nvshmem_device.acquire
-    stand_ins = {name: getattr(made, name) for name in ("put_row", "quiet", "set_signal", "acquire")}
+    names = ("put_row", "quiet", "set_signal", "acquire")
+    before = {name: getattr(nvshmem_device, name) for name in names}
+    stand_ins = {name: getattr(made, name) for name in names}
     launch = overlap.launch
 
     def interpret(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -103,7 +103,7 @@ def network(memory: FarMemory) -> Iterator[Network]:
         assert not made.unread, "a launch has ended, and the network may still read its buffers"
 
     try:
-        vars(nvshmem_device).update(stand_ins | {"fence": made.arrive})
+        vars(nvshmem_device).update(stand_ins)
         overlap.launch = exchange.launch = interpret
         yield made
     finally:

@@ -44,7 +44,7 @@ def ping(
         signals_ptr + index, device.word(epoch, 0), max_polls, report_ptr, rank, origin, 0, index, NVSHMEM
     )
     device.fence_tma(TMA)
-    arrived = tl.where(device.failed(report_ptr), 0, device.low_word(seen))
+    arrived = tl.where(device.failed(report_ptr), 0, (seen & 0xFFFFFFFF).to(tl.int32))
     # [ROWS, D]
     i_row, i_d = tl.arange(0, ROWS), tl.arange(0, D)
     if TMA:

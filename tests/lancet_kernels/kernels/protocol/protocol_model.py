@@ -11,7 +11,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
                          the counts, and from where the peer has room (`Script.base`)
     put results          the stores of gemm.store_to_rows (TILE_OUT) to the results of the sources, and
                          of steps.return_dots beside them
-    fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
+    fence                tl.debug_barrier of device.put_signal and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in steps.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and backward_tile (TILE_IN) after wait_rows
