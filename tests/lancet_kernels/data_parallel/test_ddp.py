@@ -15,6 +15,7 @@ from tests.lancet_kernels.layer.test_expert_groups import (
     one_process,
 )
 from tests.optimized import BOUND
+from tests.refusals import refusal
 
 
 def train_with_ddp(size: int) -> dict[str, float]:
@@ -47,11 +48,7 @@ def test_gradients_under_ddp_equal_one_process(pool, size):
 
 def wrap_without_ddp() -> str:
     step = Step(Case(), dist.group.WORLD, 1)
-    try:
-        DistributedDataParallel(step)(batch()[:4])
-    except UserError as error:
-        return str(error)
-    return "no error"
+    return refusal(lambda: DistributedDataParallel(step)(batch()[:4]))
 
 
 def test_distributed_data_parallel_that_takes_experts_is_refused(pool):

@@ -18,6 +18,7 @@ from torch.nn import functional
 from lancet_kernels import Dropout, MoELayer, UserError, parallelize, set_routing_step
 from lancet_kernels.ops.comm.groups import group_name
 from tests.lancet_kernels.parallelization.test_parallelize import cluster, distance, gradient_errors
+from tests.refusals import refusal
 
 
 class Plain(nn.Module):
@@ -262,15 +263,6 @@ def test_a_measured_strategy_is_saved_and_used_again(pool, tmp_path):
         assert max(errors) < 1e-12
         assert "up.weight" in text
         assert "primals" not in text
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The line in which a call is refused."""
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return "nothing"
 
 
 def refusals() -> dict[str, str]:

@@ -15,6 +15,7 @@ from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.grids import few_of
 from tests.ranks import RankPool
+from tests.refusals import refusal
 
 STEPS = 3
 
@@ -222,11 +223,7 @@ def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
 
 def mismatched_rank() -> str:
     layer = SquareLinear(8, 8)
-    try:
-        layer(torch.randn(5 if dist.get_rank() == 2 else 4, 4))
-    except UserError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: layer(torch.randn(5 if dist.get_rank() == 2 else 4, 4)))
 
 
 def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
@@ -235,19 +232,12 @@ def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
 
 
 def no_square_of_ranks() -> str:
-    try:
-        SquareLinear(4, 4)
-    except UserError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: SquareLinear(4, 4))
 
 
 def differently_skewed() -> str:
-    try:
-        SquareLinear(8, 8, takes="skewed" if dist.get_rank() == 1 else "straight")(torch.randn(4, 4))
-    except UserError as error:
-        return str(error)
-    return ""
+    takes = "skewed" if dist.get_rank() == 1 else "straight"
+    return refusal(lambda: SquareLinear(8, 8, takes=takes)(torch.randn(4, 4)))
 
 
 def test_ranks_that_take_different_tiles_all_raise(pool: RankPool) -> None:
