@@ -5,8 +5,8 @@
     move C later           what needs C moves with it
 
 A list schedule decides once, going forward; it cannot see that a weight gradient computed now, which delays
-an all-to-all by its own time, lets the sum of its bucket travel while the link would idle. Of `gpt2-bench-moe`
-on 2 ranks (1,363 instructions, emulated link, 2-core CPU, 2026-11-24) 733 moves took the best list schedule
+an all-to-all by its own time, lets the sum of its bucket travel while the link would idle. `gpt2-bench-moe`
+on 2 ranks (1,363 instructions, emulated link, 2-core CPU, 2026-11-24): 733 moves took the best list schedule
 of a duplexed step from 1,195 to 1,139 ms (simulated), 2,900 to 1,130; that of a step with partitioned ranges
 from 1,263 to 1,253. Shorter moves gained less (0.1 lengths of the order on average: 1,178, 0.25: 1,160);
 accepting longer steps now and then (annealing) gained nothing.
