@@ -54,7 +54,7 @@ class FusedCase:
         return f"{self.activation} {SHORT[self.dtype]}{more}"
 
     def config(self, arch: int) -> OverlapConfig:
-        given = *self.widths, self.activation, self.dtype, arch
+        given = *self.widths, self.dtype, arch
         return OverlapConfig.for_gpu(*given, 1) if self.plain else config_for_gpu(*given, 1, self.far)
 
 

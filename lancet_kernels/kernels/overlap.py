@@ -87,7 +87,7 @@ def default_overlap_config(
     arch = 10 * properties.major + properties.minor
     programs = max(1, multiprocessors(properties.multi_processor_count) // pes_here)
     if config is None or (far and config.bodies == "gluon"):
-        config = config_for_gpu(width, hidden, activation, dtype, arch, programs, far)
+        config = config_for_gpu(width, hidden, dtype, arch, programs, far)
     if config.programs <= programs:
         return config
     return replace(config, programs=programs)
@@ -96,7 +96,6 @@ def default_overlap_config(
 def config_for_gpu(
     width: int,
     hidden: int,
-    activation: str,
     dtype: torch.dtype,
     arch: int,
     programs: int,
@@ -108,7 +107,7 @@ def config_for_gpu(
     """
     if not refusals(hopper_config(programs), width, hidden, dtype, arch, far):
         return hopper_config(programs)
-    return OverlapConfig.for_gpu(width, hidden, activation, dtype, arch, programs)
+    return OverlapConfig.for_gpu(width, hidden, dtype, arch, programs)
 
 
 def multiprocessors(of_device: int) -> int:

@@ -53,12 +53,10 @@ class OverlapConfig:
             raise UserError("bodies", got=self.bodies, expected=" or ".join(BODIES), do="use one of these")
 
     @classmethod
-    def for_gpu(
-        cls, width: int, hidden: int, activation: str, dtype: torch.dtype, arch: int, programs: int
-    ) -> OverlapConfig:
+    def for_gpu(cls, width: int, hidden: int, dtype: torch.dtype, arch: int, programs: int) -> OverlapConfig:
         """The heuristic default for compute capability `arch` and a grid of `programs`."""
         aligned = width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0
-        tile = overlap_tile(activation, dtype, arch)
+        tile = overlap_tile(dtype, arch)
         return cls(
             tile if aligned else plain_tile(tile, dtype),
             programs=programs,
@@ -66,7 +64,7 @@ class OverlapConfig:
         )
 
 
-def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
+def overlap_tile(dtype: torch.dtype, arch: int) -> GemmConfig:
     """The tile that fits beside everything else in the kernel without spilling (compiled 2026-11-21).
 
     On sm_90 128x256 spills 24 to 40 bytes in the fused kernel. On

@@ -52,7 +52,7 @@ def candidates(task: Task, place: Place) -> list[OverlapConfig]:
     All combinations would be several hundred configurations, which take too long to compile.
     """
     w = task.workload
-    given = w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms
+    given = w.width, w.hidden, task.dtype, place.arch, place.sms
     default, plain = config_for_gpu(*given), OverlapConfig.for_gpu(*given)
     hopper = hopper_config(place.sms)
     found = [default]

@@ -65,7 +65,7 @@ def combine_results_kernel(
         index = chunk_number(first_send, before, expert, m, BM)
         device.wait_all(
             returns.returned + index, kept, word, max_polls, of_pass.report, rank, expert // L,
-            WAIT_RESULTS, index, BT * BK, NVSHMEM,
+            WAIT_RESULTS, index, NVSHMEM,
         )  # fmt: skip
         failed = device.failed(of_pass.report)
         spoiled = tl.load(returns.spoiled) != 0

@@ -211,8 +211,8 @@ def wait(
 
 
 @triton.jit
-def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr):
-    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small."""
+def _missing(signal_ptrs, mask, at_least):
+    """-> the words, a block, and 1 for each that `mask` asks for and that is too small."""
     nothing = mask.to(tl.int64) * 0
     seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
     return seen, (mask & (seen < at_least)).to(tl.int32)
@@ -220,21 +220,21 @@ def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr):
 
 @triton.jit
 def wait_all(
-    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
+    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices,
     NVSHMEM: tl.constexpr = False,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
-    signal_ptrs, mask, peers, indices: [SIZE]. Of those missing a report names that with the smallest
+    signal_ptrs, mask, peers, indices: blocks. Of those missing a report names that with the smallest
     index.
     """
-    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
+    seen, missing = _missing(signal_ptrs, mask, at_least)
     if tl.sum(missing, 0) > 0:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         if INTERPRETED:
             begin = looks_by_the_clock() - polls
         while (tl.sum(missing, 0) > 0) & (polls < max_polls):
-            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
+            seen, missing = _missing(signal_ptrs, mask, at_least)
             polls += 1
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin

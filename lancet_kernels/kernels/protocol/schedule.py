@@ -213,7 +213,7 @@ def exchange_counts_kernel(
         m_w = (i_w < W) & (i_w != rank)
         i_counted = bank * W + i_w
         device.wait_all(
-            counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted, BW,
+            counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted,
             NVSHMEM,
         )  # fmt: skip
     if device.failed(report_ptr):

@@ -138,7 +138,7 @@ def wait_rows(
     word = device.word(epoch, 0)
     here = device.wait_all(
         arrived_ptr + index, in_tile(count, before, m, BM), word, sizes.max_polls, of_pass.report, sizes.rank,
-        i_w, WAIT_ROWS, index, BW, NVSHMEM,
+        i_w, WAIT_ROWS, index, NVSHMEM,
     )  # fmt: skip
     device.fence_tma(TMA)
     return here
@@ -183,7 +183,7 @@ def wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA: tl.constex
             i = first + i_tile
             here = device.wait_all(
                 of_pass.ready + first_tile + i, i < tl.cdiv(rows, blocks.BM), columns, sizes.max_polls,
-                of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i, READY_WORDS,
+                of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i,
             )  # fmt: skip
     device.fence_tma(TMA)
     return here

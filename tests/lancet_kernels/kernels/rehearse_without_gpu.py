@@ -37,7 +37,7 @@ def main() -> None:
 
     runtime.check_device = lambda what, tensor: None
     default = virtual_pass.default_overlap_config
-    tile = overlap_tile("gelu", torch.bfloat16, 90)
+    tile = overlap_tile(torch.bfloat16, 90)
     virtual_pass.default_overlap_config = lambda *args, **named: replace(
         default(*args, **named), gemm=tile, programs=66, tma=True
     )

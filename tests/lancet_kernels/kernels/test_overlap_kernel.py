@@ -208,7 +208,7 @@ def test_configuration_is_the_default_one():
     ids=str,
 )
 def test_the_hopper_kernel_is_the_default_where_it_can_run(change, bodies):
-    sizes = {"width": 128, "hidden": 192, "activation": "swiglu", "dtype": torch.bfloat16, "arch": 90}
+    sizes = {"width": 128, "hidden": 192, "dtype": torch.bfloat16, "arch": 90}
     config = config_for_gpu(**sizes | {"programs": 132} | change)
     assert (config.bodies, config.programs) == (bodies, 132)
 
@@ -224,7 +224,7 @@ def test_launches_leave_multiprocessors_free(monkeypatch):
     assert default_overlap_config(*given).programs == 132
     monkeypatch.setenv("LANCET_FUSED_SMS", "100")
     assert default_overlap_config(*given).programs == 100
-    measured = config_for_gpu(*given[:4], 90, 132)
+    measured = config_for_gpu(128, 192, torch.bfloat16, 90, 132)
     monkeypatch.setattr(overlap, "tuned", lambda *_: measured)
     assert default_overlap_config(*given) == replace(measured, programs=100)
     assert default_overlap_config(*given, far=True).bodies == "triton"
