@@ -1,18 +1,12 @@
-"""Gradients across ranks: which are summed over which ranks, in buckets while backward runs.
+"""Gradients across ranks: which are summed over which ranks.
 
-The loss of each rank is divided by the N ranks of the data group before backward, so gradients only need to
-be summed. The backward all-to-all has already summed the gradients of experts over their expert group; they
-are summed over their replica group, all other gradients over the data group.
-
-Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
-its floating-point numbers in another order than the run it continues. Here the buckets are fixed by the
-parameters alone.
+The backward all-to-all has already summed the gradients of experts over their expert group; they are summed
+over their replica group, all other gradients over the data group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.sharded.fsdp import copies_of_shard
 from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
     Groups,
@@ -30,19 +23,10 @@ from lancet_kernels.ops.comm.groups import (
     group_of,
     group_size,
 )
-from lancet_kernels.ops.comm.pending import Started
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.optimizer_step import steps_in_backward
 
 _MARK = "_lancet_gradient_groups"
-
-
-@dataclass
-class _Bucket:
-    parameters: list[nn.Parameter]
-    group: str
-    missing: int
-    pending: Started[list[Tensor]] | None = None
 
 
 def set_gradient_group(
@@ -110,49 +94,6 @@ def as_backward_finishes(
     for parameter, group in reversed([*group_of_parameter.items()]):
         if parameter.requires_grad and group:
             yield parameter, parameter.dtype, group, parameter.numel() * parameter.element_size()
-
-
-class GradientBuckets:
-    """Sums gradients over the groups of `gradient_groups`, each bucket as soon as it is complete.
-
-    Args: bucket_bytes: larger buckets use the wire better, smaller ones start earlier (DDP's default is 25
-        MiB).
-    """
-
-    def __init__(self, model: nn.Module, groups: Groups, bucket_bytes: int = 4 << 20) -> None:
-        buckets = cut_into_buckets(as_backward_finishes(gradient_groups(model, groups)), bucket_bytes)
-        self._buckets = [_Bucket(parameters, group, len(parameters)) for group, parameters in buckets]
-        self._next = 0
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
-
-    def _ready(self, bucket: _Bucket) -> None:
-        if bucket.pending is not None:
-            # What is under way was copied from the first backward: the second gradient would be lost.
-            raise RuntimeError("second backward before GradientBuckets.finish; call finish after each one")
-        bucket.missing -= 1
-        # In bucket order on every rank, independent of the order in which backward finished them, because the
-        # collectives of all ranks must match.
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            self._start(self._buckets[self._next])
-            self._next += 1
-
-    def _start(self, bucket: _Bucket) -> None:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-        bucket.pending = start_all_reduce(gradients, bucket.group)
-
-    def finish(self) -> None:
-        """Wait for all buckets and put the sums into `.grad`. Parameters without a gradient count as zero."""
-        for bucket in self._buckets[self._next :]:
-            self._start(bucket)
-        for bucket in self._buckets:
-            pending = bucket.pending
-            assert pending is not None
-            for parameter, gradient in zip(bucket.parameters, pending.wait(), strict=True):
-                parameter.grad = gradient
-            bucket.pending, bucket.missing = None, len(bucket.parameters)
-        self._next = 0
 
 
 @torch.no_grad()

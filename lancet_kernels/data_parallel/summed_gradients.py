@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.data_parallel.gradients import gradient_groups
+from lancet_kernels.data_parallel.gradients import as_backward_finishes, gradient_groups
 from lancet_kernels.data_parallel.outside_gradients import GradientWatch
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.ops.comm.accumulated import Accumulation
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
 from lancet_kernels.ops.comm.pending import Started
 from lancet_kernels.ops.comm.waiting import waiting
@@ -126,6 +126,33 @@ class PlannedSums:
         return [self._accumulation.take(parameter) for parameter in self._parameters[bucket]]
 
 
+class SummedModule(nn.Module):
+    """A module whose gradients are summed over the ranks while backward runs.
+
+    Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
+    its floating-point numbers in another order than the run it continues; and it would not use an emulated
+    link. Here the parameters alone say what the buckets are.
+
+    Args: divide_by: as of `PlannedSums`. bucket_bytes: larger buckets use the wire better, smaller ones start
+        earlier.
+    """
+
+    def __init__(
+        self, module: nn.Module, groups: Groups, divide_by: int, bucket_bytes: int = 25 << 20
+    ) -> None:
+        super().__init__()
+        self.module = module
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        buckets = cut_into_buckets(as_backward_finishes(gradient_groups(module, groups)), bucket_bytes)
+        named = [(group, [names[parameter] for parameter in bucket]) for group, bucket in buckets]
+        accumulation = Accumulation()
+        self.no_sync = accumulation.without_sums
+        self._sums = PlannedSums(module, groups, named, divide_by, accumulation, early=True)
+
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        return self._sums.call(self.module, inputs, by_name)
+
+
 class _Summed(torch.autograd.Function):
     """The tensors themselves; the sums over the ranks for their gradients, once all of them are there."""
 
@@ -164,6 +191,10 @@ class _EarlySums:
         """The same tensors, whose gradients are noticed, bucket by bucket, on their way."""
         self._tensors = _in_buckets(self._buckets, tensors)
         noticed = [t for k, bucket in enumerate(self._tensors) for t in _Noticed.apply(self, k, *bucket)]
+        for node in {tensor.grad_fn for tensor in noticed if tensor.grad_fn is not None}:
+            # The engine runs what is ready by this number, the largest first, as it does for leaves. Its own
+            # number, from before the forward, would come behind the whole backward.
+            node._set_sequence_nr(2**64 - 1)
         return [*noticed, *tensors[len(noticed) :]]
 
     def arrived(self, bucket: int, grads: Sequence[Tensor | None]) -> None:

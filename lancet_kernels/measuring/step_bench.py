@@ -22,21 +22,20 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from lancet_kernels.data_parallel.ddp import ddp
-from lancet_kernels.data_parallel.gradients import as_backward_finishes, gradient_groups, groups_of
-from lancet_kernels.data_parallel.summed_gradients import PlannedSums
+from lancet_kernels.data_parallel.gradients import groups_of
+from lancet_kernels.data_parallel.summed_gradients import SummedModule
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
-from lancet_kernels.ops.comm.accumulated import Accumulation
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
-from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.ops.comm.groups import group_name, group_size
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.paired import loss_of
+from lancet_kernels.optimization.rank_agreement import values_of_ranks
 from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.schedules.plan import Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
@@ -45,8 +44,6 @@ from lancet_kernels.schedules.time.timeline import save_picture
 Inputs = Sequence | Mapping[str, object]
 """The inputs of one step, by position or by name."""
 DDP, DDP_LIKE = "ddp", "ddp-like"
-BUCKET_BYTES = 25 << 20
-"""As DistributedDataParallel's."""
 BASELINES = ("none", "tutel")
 COUNTS = "exchange_counts"
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -104,30 +101,13 @@ def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
     if not dist.is_initialized():
         return {PLAIN: step}
     if link.gbps is not None:
-        return {PLAIN: step, DDP_LIKE: _Summed(step)}
+        groups = groups_of(step)
+        return {PLAIN: step, DDP_LIKE: SummedModule(step, groups, group_size(groups.data))}
     iteration(step, inputs)
     unused = [p for p in step.parameters() if p.requires_grad and p.grad is None]
     (ranks_with_unused,) = _mean_over_ranks([float(bool(unused))])
     wrapped = ddp(copy.deepcopy(step), find_unused_parameters=ranks_with_unused > 0)
     return {PLAIN: step, DDP: wrapped}
-
-
-class _Summed(nn.Module):
-    """A step whose gradients are summed while backward runs."""
-
-    def __init__(self, step: nn.Module) -> None:
-        super().__init__()
-        self.module = step
-        groups = groups_of(step)
-        names = {parameter: name for name, parameter in step.named_parameters()}
-        buckets = cut_into_buckets(as_backward_finishes(gradient_groups(step, groups)), BUCKET_BYTES)
-        named = [(group, [names[parameter] for parameter in bucket]) for group, bucket in buckets]
-        accumulation = Accumulation()
-        self.no_sync = accumulation.without_sums
-        self._sums = PlannedSums(step, groups, named, group_size(groups.data), accumulation, early=True)
-
-    def forward(self, *inputs: object, **by_name: object) -> object:
-        return self._sums.call(self.module, inputs, by_name)
 
 
 def planned(
@@ -209,7 +189,8 @@ def _measured(
     module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int, stepped_behind: bool
 ) -> Measured:
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
-    waits = sorted({what for of_rank in _of_all_ranks([*iterations[-1].waited_ms]) for what in of_rank})
+    of_ranks = _of_all_ranks([*iterations[-1].waited_ms])
+    waits = sorted({what for of_rank in of_ranks for what in of_rank})
     times = [
         (
             *(i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, i.late_ms, i.no_core_ms),
@@ -304,20 +285,8 @@ def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
     no_sync = getattr(module, "no_sync", contextlib.nullcontext)
     for number in range(accumulate):
         with no_sync() if number < accumulate - 1 else contextlib.nullcontext():
-            loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()
-
-
-def loss_of(outputs: object) -> Tensor:
-    """The first number with a gradient among what a step returns. Raises: UserError if there is none."""
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
-            return leaf
-    raise UserError(
-        "result of the step",
-        got=f"{type(outputs).__name__} without a number that has a gradient",
-        expected="the loss, or a tuple with it",
-        do="let the module compute the loss, and return it",
-    )
+            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+            loss_of(result, "the step").backward()
 
 
 def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4, rounds: int = 5) -> float:
@@ -447,15 +416,9 @@ def _width(collective: str) -> int:
 
 
 def _mean_over_ranks(values: Iterable[float]) -> list[float]:
-    numbers = torch.tensor(list(values), dtype=torch.float64)
-    of_all = _of_all_ranks(numbers)
-    return (torch.stack(of_all).sum(0) / len(of_all)).tolist()
+    of_all = _of_all_ranks([*values])
+    return [statistics.fmean(column) for column in zip(*of_all, strict=True)]
 
 
 def _of_all_ranks(value: object) -> list:
-    if not dist.is_initialized():
-        return [value]
-    values: list = [None] * dist.get_world_size()
-    with waiting("figures of all ranks"):
-        dist.all_gather_object(values, value)
-    return values
+    return values_of_ranks(group_name(None), value, "figures of all ranks")

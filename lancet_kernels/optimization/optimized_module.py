@@ -25,7 +25,7 @@ from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments, Guards, bind
-from lancet_kernels.optimization.paired import PairedMicrobatches, no_loss
+from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
@@ -214,7 +214,7 @@ class OptimizedModule(nn.Module):
         for number, (inputs, by_name) in enumerate(batches):
             with contextlib.nullcontext() if number == len(batches) - 1 else self.no_sync():
                 result = self(*inputs, **by_name)
-                self._loss_of(result).mul(scale).backward()
+                loss_of(result, type(self.module).__name__).mul(scale).backward()
             results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return results
 
@@ -241,12 +241,6 @@ class OptimizedModule(nn.Module):
         results = self._pairs(batches, scale)
         self._steps.finish()
         return results
-
-    def _loss_of(self, result: object) -> Tensor:
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
-                return leaf
-        raise no_loss(type(self.module).__name__)
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""

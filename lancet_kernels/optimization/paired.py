@@ -177,6 +177,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def loss_of(result: object, name: str) -> Tensor:
+    """The first number with a gradient among what a step called `name` returns. Raises: UserError."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
+            return leaf
+    raise no_loss(name)
+
+
 def no_loss(name: str) -> UserError:
     """The error for a step without a loss."""
     return UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,36 +20,56 @@ from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 
+Value = TypeVar("Value")
+
 
 def capture_alike(captured: CapturedStep) -> Step:
     """The step, with example values of its inputs. Compares the graphs of all ranks before anything runs.
 
     Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
     """
-    digest, refusal = "", None
-    try:
+
+    def make() -> tuple[Step, str]:
         step = replace(captured.step(), inputs=captured.graph_inputs())
         tensors = [*captured.model.named_parameters(), *captured.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
         # A digest, because all ranks gather it from all ranks.
-        digest = fingerprint(step.program) + hashlib.sha256(repr(state).encode()).hexdigest()
+        return step, fingerprint(step.program) + hashlib.sha256(repr(state).encode()).hexdigest()
+
+    return alike(
+        make,
+        captured.groups.world,
+        "training step",
+        "give every rank the same model and the same input shapes",
+    )
+
+
+def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str) -> Value:
+    """What `make` gives beside a digest, which has to be the same on all ranks. Collective.
+
+    Args: what: it gives. do: the advice.
+    Raises: the UserError of `make` on this rank; UserError that names the ranks with another digest, or none.
+    """
+    value, refusal, digest = None, None, ""
+    try:
+        value, digest = make()
     except UserError as error:
         refusal = error
-    fingerprints = values_of_ranks(captured.groups.world, digest)
+    digests = values_of_ranks(group, digest)
     if refusal is not None:
         raise refusal
-    for others, what in (
-        ([peer for peer, other in enumerate(fingerprints) if not other], "no graph"),
-        ([peer for peer, other in enumerate(fingerprints) if other != fingerprints[0]], "another one"),
+    for others, got in (
+        ([rank for rank, other in enumerate(digests) if not other], "no graph"),
+        ([rank for rank, other in enumerate(digests) if other != digests[0]], "another one"),
     ):
         if others:
             raise UserError(
-                "training step across ranks",
-                got=f"{what} on rank(s) {', '.join(map(str, others))}",
-                expected=f"the graph of rank 0 on all {len(fingerprints)} ranks",
-                do="give every rank the same model and the same input shapes",
+                f"{what} across ranks",
+                got=f"{got} on rank(s) {', '.join(map(str, others))}",
+                expected=f"the graph of rank 0 on all {len(digests)} ranks",
+                do=do,
             )
-    return step
+    return cast("Value", value)
 
 
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
@@ -99,12 +120,17 @@ def result_of_first_rank(group: str, make: Callable[[], list]) -> list:
     return result
 
 
-def values_of_ranks(group: str, value: object) -> list:
-    """The values of all ranks of the group; without a group, only that of this process."""
+def values_of_ranks(
+    group: str, value: object, what: str = "comparison of the ranks' graphs and plans"
+) -> list:
+    """The values of all ranks of the group; without a group, only that of this process.
+
+    Args: what: is done with them, for the message if a rank stays away.
+    """
     if not group:
         return [value]
     values: list = [None] * group_size(group)
     process_group = group_of(group)
-    with waiting("comparison of the ranks' graphs and plans", process_group):
+    with waiting(what, process_group):
         dist.all_gather_object(values, value, group=process_group)
     return values

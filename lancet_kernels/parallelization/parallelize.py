@@ -29,7 +29,7 @@ from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_name, group_
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.optimization.rank_agreement import result_of_first_rank, values_of_ranks
+from lancet_kernels.optimization.rank_agreement import alike, result_of_first_rank
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
 from lancet_kernels.parallelization.parallel_linears import (
     DEFAULT_CLUSTER,
@@ -203,25 +203,12 @@ def _refuse_experts(model: nn.Module) -> None:
 
 def _alike(make: Callable[[], OneDeviceModel], groups: Groups) -> OneDeviceModel:
     """The model on one device, the same one on every rank. Raises: UserError on every rank otherwise."""
-    model, refusal, digest = None, None, ""
-    try:
+
+    def with_digest() -> tuple[OneDeviceModel, str]:
         model = make()
-        digest = fingerprint(model.microbatch_program())
-    except UserError as error:
-        refusal = error
-    digests = values_of_ranks(groups.world, digest)
-    if refusal is not None:
-        raise refusal
-    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
-    if others or not digests[0]:
-        raise UserError(
-            "model to parallelize",
-            got=f"another one, or other inputs, on rank(s) {', '.join(others) or '0'}",
-            expected="the same model and the same batch on every rank",
-            do="give every rank the whole batch, and see what the other ranks say",
-        )
-    assert model is not None
-    return model
+        return model, fingerprint(model.microbatch_program())
+
+    return alike(with_digest, groups.world, "model to parallelize", "give every rank the same whole batch")
 
 
 def _strategy(

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.data_parallel.gradients import GradientBuckets, broadcast_replicated, clip_gradients
+from lancet_kernels.data_parallel.gradients import broadcast_replicated, clip_gradients
+from lancet_kernels.data_parallel.summed_gradients import SummedModule
 from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
 from lancet_kernels.ops.comm.groups import Groups, group_of
 from lancet_kernels.ops.comm.link import emulate_link, link
@@ -43,7 +44,6 @@ class Trainer:
         self.groups = build_groups(rank, options.expert_ranks)
         self.model = GPT2MoE(config, self.groups).to(rank.device)
         self.optimizer = build_optimizer(options, self.model)
-        self.buckets: GradientBuckets | None = None
         broadcast_replicated(self.model, self.groups)
         self.module: nn.Module = TrainingStep(
             self.model,
@@ -81,7 +81,8 @@ class Trainer:
                 backend=self.options.backend,
             )
         elif self.rank.world > 1:
-            self.buckets = GradientBuckets(self.model, self.groups)
+            # The objective is divided by the number of ranks already.
+            self.module = SummedModule(self.module, self.groups, divide_by=1)
 
     def batch(self, step: int, tokens: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Tokens and targets of a step on this rank, [B, S] int64 each; `tokens`: to be read from."""
@@ -105,8 +106,6 @@ class Trainer:
         set_routing_step(self.model, step)
         result = self.module(*tokens)
         result.objective.backward()
-        if self.buckets is not None:
-            self.buckets.finish()
         norm = clip_gradients(self.model, options.clip, self.groups)
         rate = learning_rate(options, step)
         for group in self.optimizer.param_groups:

@@ -13,11 +13,11 @@ from lancet_kernels.measuring.step_bench import (
     PLAIN,
     Measured,
     baselines,
-    loss_of,
     measure,
     planned,
 )
 from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.optimization.paired import loss_of
 from lancet_kernels.schedules.plan import Prediction
 from tests.setups import Model, batch
 
@@ -121,6 +121,9 @@ def test_table_compares_with_ddp() -> None:
 
 def test_the_loss_is_the_first_number_with_a_gradient() -> None:
     loss = torch.ones((), requires_grad=True)
-    assert loss_of({"logits": torch.ones(3, requires_grad=True), "loss": loss, "z": loss + 1}) is loss
-    with pytest.raises(UserError, match=r"result of the step: got tuple without a number .* return it"):
-        loss_of((loss.detach(), torch.ones(2, requires_grad=True)))
+    assert (
+        loss_of({"logits": torch.ones(3, requires_grad=True), "loss": loss, "z": loss + 1}, "the step")
+        is loss
+    )
+    with pytest.raises(UserError, match=r"result of the step: got no number .* return the loss"):
+        loss_of((loss.detach(), torch.ones(2, requires_grad=True)), "the step")
