@@ -31,6 +31,4 @@ def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
         name=contender,
         ours=contender == "ours",
         workload=w,
-        flops=2.0 * kept * w.width if kernel == "combine" else 0.0,
-        moved_bytes=dtype.itemsize * w.width * (kept + w.tokens) + 8 * w.tokens * w.choices,
     )

@@ -28,10 +28,8 @@ def test_benchmarks_are_collected_and_some_run(tmp_path) -> None:
     # Everything is imported and collected; two of it run.
     chosen = "middle-permute-ours or middle-permute-torch"
     said = run("bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", chosen)
-    assert int(re.search(r"(\d+) deselected", said)[1]) > 100
+    assert int(re.search(r"(\d+) deselected", said)[1]) > 10
     ours, theirs = json.loads(saved.read_text())["benchmarks"]
     assert ours["group"] == theirs["group"] == "permute middle"
     assert (ours["extra_info"]["contender"], theirs["extra_info"]["contender"]) == ("ours", "torch ops")
-    for found in (ours, theirs):
-        assert found["extra_info"]["bytes"] > 0
-        assert "label" in found["extra_info"] or "roofline_share" in found["extra_info"]
+    assert all(found["stats"]["median"] > 0 for found in (ours, theirs))
