@@ -6,7 +6,7 @@ installs one gets it in the same table. None drops a token.
 
 To bring them to a machine without a network, where there is one
 
-    pip download -d wheels --no-deps liger-cute-kernels quack-kernels scattermoe ...
+    pip download -d wheels --no-deps liger-cute-kernels quack-kernels
 
 and there `pip install --no-index --no-deps --target peers wheels/*.whl`, then PEERS=peers make gpu.
 """
@@ -70,40 +70,6 @@ class _Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-def _scattermoe(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """github.com/shawntan/scattermoe: takes the router's choice."""
-    mlp = importlib.import_module("scattermoe.mlp")
-    kind, activation = (mlp.GLUMLP, nn.SiLU()) if w.activation == "swiglu" else (mlp.MLP, nn.GELU())
-    experts = kind(w.width, w.hidden, w.experts, w.choices, activation=activation).to(device, dtype)
-    router = nn.Linear(w.width, w.experts, bias=False, device=device, dtype=dtype)
-
-    def layer(x: Tensor) -> Tensor:
-        weight, expert = router(x).softmax(-1).topk(w.choices)
-        return experts(x, weight, expert)
-
-    return _Called(layer, router, experts)
-
-
-def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """github.com/databricks/megablocks: dropless MoE, grouped GEMMs."""
-    arguments = importlib.import_module("megablocks.layers.arguments")
-    dmoe = importlib.import_module("megablocks.layers.dmoe")
-    layer = dmoe.dMoE(
-        arguments.Arguments(
-            hidden_size=w.width,
-            ffn_hidden_size=w.hidden,
-            moe_num_experts=w.experts,
-            moe_top_k=w.choices,
-            mlp_type="glu" if w.activation == "swiglu" else "mlp",
-            mlp_impl="grouped",
-            fp16=dtype == torch.float16,
-            bf16=dtype == torch.bfloat16,
-        )
-    ).to(device, dtype)
-    # It takes [sequence, batch, width].
-    return _Called(lambda x: layer(x[:, None])[0], layer)
 
 
 class _LigerCuteExperts(torch.autograd.Function):
@@ -177,8 +143,6 @@ def quack_gemm(device: torch.device) -> Callable[..., Tensor]:
 PEERS = {
     "torch grouped_mm": TorchGrouped,
     "liger-cute-kernels": _liger_cute,
-    "scattermoe": _scattermoe,
-    "megablocks": _megablocks,
 }
 
 

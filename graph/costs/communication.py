@@ -120,24 +120,6 @@ class CommunicationModel:
             for (c, g), points in self.points.items()
         ]
 
-    @classmethod
-    def from_json(cls, data: list[dict[str, Any]]) -> CommunicationModel:
-        """The model that `to_json` wrote.
-
-        Raises:
-            UserError: the data are not such a list.
-        """
-        try:
-            samples = {(d["collective"], d["group"]): [tuple(p) for p in d["points"]] for d in data}
-            return cls.measured(samples)
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                "communication points",
-                got=repr(error),
-                expected="collective, group, points",
-                do="measure again",
-            ) from error
-
 
 def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]]) -> Points:
     by_size: dict[float, list[float]] = {}

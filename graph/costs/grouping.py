@@ -63,21 +63,13 @@ def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -
     return np.stack([tiles, tiles + 1], axis=-1) / slices[:, None]
 
 
-def redistribution_ms(cluster: Cluster, held: Boxes, needed: Boxes, size: float) -> float:
-    """Milliseconds of a redistribution: every device gets the missing part of its tile of a tensor of `size`
-    bytes, from its own node if a device there holds it (interCost of the slides). The slower link counts.
-
-    Example: 8 GPUs of one p3dn node hold rows of a tensor of 64 MB and need columns: each gets 7/8 of 8 MB
-    over 104 GB/s, 0.07 ms, plus 0.02 ms of latency.
-    """
-    inside, outside = travelling_shares(held[None], needed[None], cluster.gpus_per_node)
-    return float(redistributions_ms(cluster, inside, outside, size)[0, 0])
-
-
 def travelling_shares(
     held: np.ndarray, needed: np.ndarray, gpus_per_node: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The traffic of redistributions between layouts [layouts, devices, dimensions, 2], for all pairs.
+
+    Every device gets the missing part of its tile, from its own node if a device there holds it (interCost of
+    the slides).
 
     Returns: two arrays [held layouts, needed layouts]: the largest fraction of the tensor that a device gets
         from its own node, and the largest that a node gets from other nodes.
@@ -102,7 +94,12 @@ def travelling_shares(
 
 
 def redistributions_ms(cluster: Cluster, inside: np.ndarray, outside: np.ndarray, size: float) -> np.ndarray:
-    """Milliseconds for a tensor of `size` bytes. Args: inside, outside: from `travelling_shares`."""
+    """Milliseconds for a tensor of `size` bytes; the slower link counts.
+
+    Example: 8 GPUs of one p3dn node hold rows of a tensor of 64 MB and need columns: each gets 7/8 of 8 MB
+    over 104 GB/s, 0.07 ms, plus 0.02 ms of latency.
+    Args: inside, outside: from `travelling_shares`.
+    """
     link = cluster.link_efficiency * 1e9
     inside_ms = inside * size / (cluster.intra_node_gb_per_s * link) * 1e3
     outside_ms = outside * size / (cluster.inter_node_gb_per_s * link) * 1e3

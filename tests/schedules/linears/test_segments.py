@@ -9,7 +9,13 @@ import pytest
 from bench.papers.transformer_blocks import EDGES, BlockSizes, block, problem
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.grouping import all_reduce_ms, boxes, redistribution_ms, shift_ms
+from lancet_kernels.graph.costs.grouping import (
+    all_reduce_ms,
+    boxes,
+    redistributions_ms,
+    shift_ms,
+    travelling_shares,
+)
 from lancet_kernels.graph.rules.slices import (
     BACKWARD,
     FORWARD,
@@ -213,7 +219,8 @@ def test_redistribution_against_elements(seed: int) -> None:
         latency = 0.0 if not inside + outside else 0.045 if outside else 0.020
         size = 512 * 1e5
         expected = latency + max(inside * 1e5 / 104e9, outside * 1e5 / 10e9) * 1e3
-        assert redistribution_ms(FOUR_A_NODE, *layouts, size) == pytest.approx(expected)
+        shares = travelling_shares(*(layout[None] for layout in layouts), gpus_per_node=4)
+        assert redistributions_ms(FOUR_A_NODE, *shares, size) == pytest.approx(expected)
 
 
 def elements(box: np.ndarray) -> set[tuple[int, ...]]:
