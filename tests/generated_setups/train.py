@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
-from lancet_kernels import CaptureError, OptimizedModule, expert_parameters, set_routing_step
+from lancet_kernels import CaptureError, expert_parameters, set_routing_step
 from lancet_kernels.data_parallel.gradients import clip_gradients
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import Groups
@@ -39,19 +38,15 @@ class Outcome:
     """What became of a set-up on a rank.
 
     kind: "right", "refused" or "failed". why: the message, or what differs. where: of an error, its place.
-    fallbacks: reasons for which calls ran without the plan.
     """
 
     kind: str
     why: str = ""
     where: str = ""
-    fallbacks: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def run_setup(setup: Setup) -> Outcome:
     """On a rank. Every error is an outcome."""
-    begin = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -62,7 +57,6 @@ def run_setup(setup: Setup) -> Outcome:
             refused = isinstance(error, (UserError, CaptureError)) and "\n" not in str(error)
             kind = "refused" if refused else "failed"
             found = Outcome(kind, f"{type(error).__name__}: {error}", _place(error))
-    found.seconds = time.monotonic() - begin
     return found
 
 
@@ -85,8 +79,8 @@ def _compared(setup: Setup) -> Outcome:
         found = planned.step(step)
         for name in [*wanted, *(name for name in found if name not in wanted)]:
             if difference := _difference(wanted.get(name), found.get(name)):
-                return Outcome("failed", f"step {step}: {name} {difference}", fallbacks=planned.fallbacks)
-    return Outcome("right", fallbacks=planned.fallbacks)
+                return Outcome("failed", f"step {step}: {name} {difference}")
+    return Outcome("right")
 
 
 def _difference(wanted: Tensor | None, found: Tensor | None) -> str:
@@ -110,7 +104,6 @@ class Trained:
     def __init__(self, setup: Setup, planned: bool) -> None:
         self.setup, self.loop, self.planned = setup, setup.loop, planned
         self.model = build(setup)
-        self.fallbacks: list[str] = []
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=bool(self.loop.scaler))
         self._start()
 
@@ -191,7 +184,6 @@ class Trained:
         else:
             state, optimizer_state = self.model.state_dict(), before.state_dict()
         state, optimizer_state = copy.deepcopy(state), copy.deepcopy(optimizer_state)
-        self.fallbacks += self._fallbacks()
         self.model = build(self.setup)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -205,9 +197,6 @@ class Trained:
             self.model.load_state_dict(state)
             self.optimizer.load_state_dict(optimizer_state)
         self.schedule.load_state_dict(schedule.state_dict())
-
-    def _fallbacks(self) -> list[str]:
-        return list(self.call.fallbacks) if isinstance(self.call, OptimizedModule) else []
 
     # ---- A step
 
@@ -233,7 +222,6 @@ class Trained:
         found |= {f"buffer {name}": tensor.clone() for name, tensor in self.model.named_buffers()}
         if self.scaler.is_enabled():
             found["scale"] = torch.tensor(self.scaler.get_scale(), dtype=torch.float64)
-        self.fallbacks += [reason for reason in self._fallbacks() if reason not in self.fallbacks]
         return found
 
     def _backward(self, step: int) -> Iterator[Tensor]:
