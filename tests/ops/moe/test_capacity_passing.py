@@ -152,17 +152,6 @@ def test_parts_route_as_the_whole_long(case: Case) -> None:
     check_parts_route_as_the_whole(case)
 
 
-def test_two_parts_by_hand() -> None:
-    """C = 2; experts 0 1 0 | 0 1: the third choice of expert 0 is in the second part, and dropped."""
-    logits_TE = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0], [0, 1]])
-    first = Routing(*ops.gate(logits_TE[:3], no_use(2), None, None, "switch", 1, 2))
-    second = Routing(*ops.gate(logits_TE[3:], first.used_E, None, None, "switch", 1, 2))
-    assert first.slot_TK.tolist() == [[0], [0], [1]]
-    assert first.used_E.tolist() == [2, 1]
-    assert second.slot_TK.tolist() == [[2], [1]]
-    assert second.used_E.tolist() == [3, 2]
-
-
 # Logits [T, 2], capacity 1, cut after the first token: the later token takes the slot in one call.
 WHOLE_BATCH_EXAMPLES = {
     # Token 0 prefers expert 0; expert 1 is the first choice of token 1, which goes before its second choice.

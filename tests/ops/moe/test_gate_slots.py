@@ -27,30 +27,6 @@ def random_choices(tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
     return torch.rand(tokens, experts, generator=generator(seed)).argsort(-1)[:, :top_k].contiguous()
 
 
-def test_by_hand() -> None:
-    slot_N, used_E = slots_in_order(torch.tensor([2, 0, 2, 2]), torch.tensor([5, 0, 1]))
-    assert slot_N.tolist() == [1, 5, 2, 3]
-    assert used_E.tolist() == [6, 0, 4]
-
-
-def test_orders_by_hand() -> None:
-    """Two tokens that choose (0, 1) and (1, 0): only the order of priority tells who is first where."""
-    expert_TK, used_E = torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.int64)
-    assert slots_in_token_order(expert_TK, used_E)[0].tolist() == [[0, 0], [1, 1]]
-    assert slots_in_choice_order(expert_TK, used_E)[0].tolist() == [[0, 1], [0, 1]]
-    same_TK = torch.tensor([[0, 1], [0, 1]])
-    reverse = slots_in_choice_order(same_TK, used_E, torch.tensor([1, 0]))
-    assert reverse[0].tolist() == [[1, 1], [0, 0]]
-
-
-@QUICK
-@given(choices=st.lists(st.integers(0, 5), max_size=60), seed=SEEDS)
-def test_in_order_against_a_loop(choices: list[int], seed: int) -> None:
-    used_E = used_before(6, seed)
-    slot_N, after_E = slots_in_order(torch.tensor(choices, dtype=torch.int64), used_E)
-    assert (slot_N.tolist(), after_E.tolist()) == loop_slots(choices, used_E.tolist())
-
-
 @QUICK
 @given(tokens=st.integers(0, 20), experts=st.integers(1, 8), data=st.data(), seed=SEEDS)
 def test_priorities_against_a_loop(tokens: int, experts: int, data: st.DataObject, seed: int) -> None:
