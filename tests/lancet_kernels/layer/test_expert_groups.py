@@ -151,15 +151,6 @@ def check(by_rank: list[dict[str, dict[str, float]]], strategies: tuple[str, ...
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2])
-def test_gradients_of_expert_groups_equal_one_process(pool, size):
-    case = Case()
-    by_rank = pool.run(train_in_groups, case, size, ranks=RANKS, timeout_s=240)
-    check(by_rank, case.strategies)
-    assert by_rank[0]["lancet"]["parts"] < 0, "nothing was cut"
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -170,8 +161,10 @@ def test_gradients_of_expert_groups_equal_one_process(pool, size):
     ids=["dropless", "random", "capacity"],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_gradients_of_expert_groups_equal_one_process_for_all_strategies(pool, case, size):
-    check(pool.run(train_in_groups, case, size, ranks=RANKS, timeout_s=580), case.strategies)
+def test_gradients_of_expert_groups_equal_one_process(pool, case, size):
+    by_rank = pool.run(train_in_groups, case, size, ranks=RANKS, timeout_s=580)
+    check(by_rank, case.strategies)
+    assert size == 1 or by_rank[0]["lancet"]["parts"] < 0, "nothing was cut"
 
 
 # ---- The groups themselves

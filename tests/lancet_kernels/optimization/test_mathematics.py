@@ -125,19 +125,6 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gate", ["switch", "batch-prioritized", "topk-dropless", "random"])
-def test_plans_keep_the_mathematics(pool, gate):
-    case = replace({**GATE_CASES, **DROPLESS}[gate], layers=2)
-    parts = {"switch": 2, "batch-prioritized": 3, "topk-dropless": 4, "random": 2}[gate]
-    check_case(pool, case, (parts,))
-
-
-@pytest.mark.long
-def test_uneven_parts_keep_the_mathematics(pool):
-    check_case(pool, UNEVEN["switch-uneven"], (3,))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("gate", [*GATE_CASES, *DROPLESS, *UNEVEN])
 def test_all_plans_keep_the_mathematics(pool, gate):
     case = {**GATE_CASES, **DROPLESS, **UNEVEN}[gate]
