@@ -197,10 +197,14 @@ def test_a_rank_that_never_answers_is_named(job, mode):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "code"), few_of([(signal.SIGTERM, 143), (signal.SIGINT, 130)]))
-def test_a_signal_to_the_launcher_ends_all_quietly(job, number, code):
+@pytest.mark.parametrize(
+    ("send", "number", "code"),
+    [(os.kill, signal.SIGTERM, 143), (os.kill, signal.SIGINT, 130), (os.killpg, signal.SIGINT, 130)],
+)
+def test_a_signal_to_the_launcher_ends_all_quietly(job, send, number, code):
+    """Also Ctrl-C, which goes to the whole process group."""
     launcher = start_hanging_job(job)
-    launcher.send_signal(number)
+    send(launcher.pid, number)
     _, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (code, "")
     assert not any(running(pid) for pid in pids(job))
@@ -215,15 +219,6 @@ def test_impatient_ctrl_c_leaves_nobody_behind(job):
     # The last of the signals may hit the interpreter when it is as good as gone.
     assert launcher.returncode in (130, -signal.SIGINT)
     assert launcher.communicate()[1] == ""
-    assert not any(running(pid) for pid in pids(job))
-
-
-@pytest.mark.long
-def test_ctrl_c_to_the_process_group_ends_all_quietly(job):
-    launcher = start_hanging_job(job)
-    os.killpg(launcher.pid, signal.SIGINT)
-    _, errors = launcher.communicate(timeout=60)
-    assert (launcher.returncode, errors) == (130, "")
     assert not any(running(pid) for pid in pids(job))
 
 
