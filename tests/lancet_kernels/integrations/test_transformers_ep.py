@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import CausalLMStep
 from lancet_kernels.errors import UserError
+from tests.grids import few_of
 from tests.optimized import optimized
 from tests.ranks import RankPool
 from tests.transformers_models import EXPERT_PARALLEL, PLANNED, tiny_batch, tiny_model
@@ -132,7 +133,8 @@ def names_and_kinds(folder: str) -> list[tuple[str, bool, str]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "activation"), [("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")]
+    ("family", "activation"),
+    few_of([("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")], 1),
 )
 def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
     expected = [(f"experts {i}", True, activation) for i in range(2)]
@@ -283,7 +285,7 @@ def test_ranks_in_other_layers_are_named(pool):
         assert "\n" not in message
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(("dtype", "bound"), few_of([(torch.float32, 1e-4), (torch.bfloat16, 0.05)], 1))
 def test_autocast_and_lower_precision(pool, saved, dtype, bound):
     """In float32 beside transformers' grouped products; in autocast the experts compute in bfloat16."""
     options = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}

@@ -89,6 +89,7 @@ def test_both_are_measured_here(monkeypatch, times) -> None:
     assert group.why.endswith("launches measured here)")
 
 
+@pytest.mark.long
 def test_in_the_interpreter_the_formula_stands_in_for_times(times) -> None:
     step, graph = chosen("auto", None, times)
     (group,) = step.fused

@@ -79,7 +79,7 @@ def disturbed(setup: Setup, how: str) -> Outcome:
         return run_setup(setup)
 
 
-@pytest.mark.parametrize("how", ["numbers", "error", "two lines"])
+@pytest.mark.parametrize("how", few_of(["numbers", "error", "two lines"]))
 def test_what_is_wrong_fails(pool, how: str) -> None:
     expected = {"numbers": "off by 1.0e-07", "error": "RuntimeError: no", "two lines": "this\nthat"}
     for outcome in pool.run(disturbed, Setup((Block(),), strategy="none"), how, leave_together=False):

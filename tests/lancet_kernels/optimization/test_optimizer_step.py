@@ -191,5 +191,6 @@ def alone() -> None:
     assert distance(model, reference, Case(), of_gradients=False) < BOUND
 
 
+@pytest.mark.long
 def test_one_rank(pool: RankPool) -> None:
     pool.run(alone, ranks=1)

@@ -32,6 +32,11 @@ def small_step() -> SmallStep:
     return SmallStep(StepCase(layers=2))
 
 
+@pytest.fixture(scope="module")
+def plan(small_step) -> Plan:
+    return library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
+
+
 def plans_on_rank(cache: str, kinds: list[str]) -> list[tuple[bool, str, float]]:
     """For each kind of plan file: whether anything was planned, what was said, how far from the module."""
     module, inputs = build_step(StepCase(layers=2))
@@ -100,21 +105,18 @@ def write_plan_file(path: Path, kind: str) -> None:
         ["fitting", "damaged", "binary", "list", "foreign", "reordered", "strange parts", "other strategy"],
         0,
         1,
-        4,
     ),
 )
-def test_plan_files(small_step, tmp_path, caplog, kind):
+def test_plan_files(small_step, plan, tmp_path, caplog, kind):
     path = tmp_path / "plan.json"
-    arguments = small_step.costed(), "lancet", IN_TWO_PARTS, path, 1
+    plan.save(path)
+    write_plan_file(path, kind)
     with counted_plans() as planned:
-        first = library.plans_for(*arguments)[0]
-        first.save(path)
-        write_plan_file(path, kind)
-        second = library.plans_for(*arguments)[0]
-        second.save(path)
-    assert first.ranges, "nothing was cut, so no part can be strange"
-    assert second.fingerprint == first.fingerprint == Plan.load(path, small_step.program).fingerprint
-    assert len(planned) == (1 if kind == "fitting" else 2)
+        again = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, path, 1)[0]
+    again.save(path)
+    assert plan.ranges, "nothing was cut, so no part can be strange"
+    assert again.fingerprint == plan.fingerprint == Plan.load(path, small_step.program).fingerprint
+    assert len(planned) == (kind != "fitting")
     ignored = kind not in ("fitting", "other strategy")
     assert [message.startswith("planning anew: ") for message in caplog.messages] == [True] * ignored
 
@@ -140,9 +142,8 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
     assert plan(replace(two, memory_limit_gb=1e3))
 
 
-def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
+def test_plan_is_saved_whole_or_not_at_all(plan, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    plan = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
     plan.save(path)
     before = path.read_bytes()
 
@@ -159,13 +160,12 @@ def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind", few_of(["fitting", "damaged", "foreign", "reordered", "other strategy"], 0, 2)
 )
-def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
+def test_given_plan_is_used_or_refused(small_step, plan, tmp_path, kind):
     path = tmp_path / "plan.json"
-    made = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
-    made.save(path)
+    plan.save(path)
     write_plan_file(path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
-        assert library.plan_of_file(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
+        assert library.plan_of_file(path, small_step.costed(), "lancet").fingerprint == plan.fingerprint
 
 
 @pytest.mark.long

@@ -131,6 +131,7 @@ def checkpointed_errors() -> dict[str, float]:
     return gradient_errors(step, model)
 
 
+@pytest.mark.long
 def test_checkpointed_blocks_are_right_but_saved(pool):
     for errors in pool.run(checkpointed_errors, timeout_s=120):
         assert max(errors.values()) < 1e-12

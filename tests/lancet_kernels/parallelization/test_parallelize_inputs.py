@@ -236,6 +236,7 @@ def dropout_errors() -> list[float]:
     return errors
 
 
+@pytest.mark.long
 def test_dropout_keyed_by_token_drops_what_it_drops_on_one_device(pool):
     for errors in pool.run(dropout_errors, timeout_s=120):
         assert max(errors) < 1e-12

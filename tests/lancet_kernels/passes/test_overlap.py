@@ -123,8 +123,12 @@ def same_costs(node: fx.Node) -> float:
     return 2.0 if "_c10d_functional" in target and "wait" not in target else 1.0 if "mm" in target else 0.01
 
 
-def test_waits_stand_right_before_the_first_reader(traced):
-    planned = overlap_pass(copy_of(traced), costs=same_costs, memory_limit=None)
+@pytest.fixture(scope="module")
+def planned(traced) -> fx.GraphModule:
+    return overlap_pass(copy_of(traced), costs=same_costs, memory_limit=None)
+
+
+def test_waits_stand_right_before_the_first_reader(planned):
     nodes = list(planned.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     waits = [node for node in nodes if node.target is WAIT]
@@ -138,19 +142,19 @@ def test_waits_stand_right_before_the_first_reader(traced):
         assert all(node.name in views or node.target is WAIT for node in behind[:first])
 
 
-def test_it_hides_communication_within_the_memory_limit(traced):
+def test_it_hides_communication_within_the_memory_limit(traced, planned):
     program = read_graph(traced.graph)
     ms = milliseconds(traced.graph, program, same_costs, load_cluster("p4de"))
     took, exposed = {}, {}
-    for limit in (1.0, 1.2, None):
-        planned = overlap_pass(copy_of(traced), costs=same_costs, memory_limit=limit)
-        order = [program.index[name] for name in instruction_order(planned.graph)]
+    limited = overlap_pass(copy_of(traced), costs=same_costs, memory_limit=1.0)
+    for limit, module in ((1.0, limited), (None, planned)):
+        order = [program.index[name] for name in instruction_order(module.graph)]
         assert limit is None or peak_memory(program, order) <= limit * peak_memory(program)
         times = run(program, ms, order)
         took[limit], exposed[limit] = times.iteration_ms, times.exposed_ms
     before = run(program, ms, range(len(program)))
-    assert before.iteration_ms > took[1.0] >= took[1.2] - 0.1 >= took[None] - 0.2
-    assert exposed[1.2] < 0.7 * before.exposed_ms
+    assert before.iteration_ms > took[1.0] >= took[None] - 0.2
+    assert exposed[None] < 0.7 * before.exposed_ms
 
 
 def test_weight_gradients_are_known_in_a_step_without_tangents(traced):

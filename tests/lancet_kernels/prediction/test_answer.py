@@ -179,6 +179,7 @@ def test_bad_configurations_are_one_line(question, capsys, changes, message):
     assert re.search(message, error)
 
 
+@pytest.mark.long  # by default: test_outputs.py, layouts that fit
 def test_what_does_not_fit_is_one_line(tmp_path):
     from lancet_kernels.prediction.answer import check_fits
 
@@ -189,6 +190,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
         check_fits(answer(asked.but(sequence=64), ["none"]))
 
 
+@pytest.mark.long
 def test_tied_embeddings_are_counted_once(tmp_path):
     """512 x 64 numbers of the embedding, which the head reads, too, in every kind of sharding."""
     counted = []

@@ -14,7 +14,7 @@ from lancet_kernels.prediction.chakra import COLLECTIVES, save_chakra
 from lancet_kernels.prediction.published import published_rows
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.report import report
-from lancet_kernels.prediction.search import layouts, search
+from lancet_kernels.prediction.search import Found, layouts, search
 from tests.lancet_kernels.prediction.small_models import QWEN3, written
 
 pytest.importorskip("transformers")
@@ -25,6 +25,12 @@ def question(tmp_path_factory):
     return Question(
         written(tmp_path_factory.mktemp("qwen3"), QWEN3), "dgx-h100", 8, 8, sequence=64, accumulate=4
     )
+
+
+@pytest.fixture(scope="module")
+def found(question) -> Found:
+    """The best layouts of two GPUs."""
+    return search(question.but(gpus=2, expert_ranks=1, accumulate=1))
 
 
 class Page(HTMLParser):
@@ -46,9 +52,8 @@ class Page(HTMLParser):
             self.scripts[kind] = self.scripts.get(kind, "") + data
 
 
-def test_report_loads_nothing_and_has_the_figures(question):
+def test_report_loads_nothing_and_has_the_figures(question, found):
     result = answer(question)
-    found = search(question.but(gpus=1, expert_ranks=1, accumulate=1))
     text = report(result, found, published_rows())
     page = Page(text)
     assert not [
@@ -140,10 +145,9 @@ def read_chakra(data: bytes) -> list:
     return found[1:]
 
 
-def test_the_search_finds_what_all_layouts_give(question):
+def test_the_search_finds_what_all_layouts_give(question, found):
     """Against every layout simulated."""
     asked = question.but(gpus=2, expert_ranks=1, accumulate=1)
-    found = search(asked)
     every = {layout: answer(layout) for layout in layouts(asked)}
     times = sorted(one.strategies[one.best].step_ms for one in every.values())
     assert [one.step_ms for one in found.best] == pytest.approx(times[: len(found.best)])
@@ -166,8 +170,8 @@ def test_a_search_without_time_says_so(question):
         search(asked, 0.0)
 
 
-def test_what_a_bound_promises(question):
-    for layout in search(question.but(gpus=2, expert_ranks=1, accumulate=1)).best:
+def test_what_a_bound_promises(found):
+    for layout in found.best:
         assert layout.bound_ms <= layout.step_ms
         assert layout.peak_memory_gib <= gib(80e9)
 
