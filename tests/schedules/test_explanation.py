@@ -12,6 +12,7 @@ from lancet_kernels.graph.program.program import Kind, original_name
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.explanation import PLAIN, layers_text
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
 from tests.grids import few_of
 
@@ -32,7 +33,7 @@ ROUNDING = 0.0051
 def simulated(request: pytest.FixtureRequest) -> Simulated:
     """All strategies of a setting: with all settings, more than 20 plans."""
     setting, limit = SETTINGS[request.param]
-    found = simulate_setting(setting, limit)
+    found = simulate_setting(setting, limit, PartitionOptions(most_parts=2))
     assert len(found.plans) >= 7
     return found
 

@@ -297,7 +297,7 @@ class Tied(nn.Module):
 
 def tied_weights(_setup: Setup) -> None:
     """Tied weights, of layers and experts, and a module under two names: a gradient is summed once."""
-    own = Setup(Tied(), strategy="lancet")  # in copies, too: selective_checkpointing
+    own = Setup(Tied(), strategy="lancet-dw")  # in copies, too: selective_checkpointing
     own.compare(*batch(1))
     assert not own.ready.fallbacks
     own.ready.eval()

@@ -189,7 +189,7 @@ def three_steps(case: Case, strategies: Iterable[str]) -> dict[str, float]:
 STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex")
 CASES = [
     (2, Case(), ("lancet",)),
-    (2, Case(expert_ranks=2), ("lancet+duplex",)),
+    (2, Case(expert_ranks=2), ("duplex",)),
     (2, Case(expert_ranks=2, reshard=False, checkpointed=True), ("none",)),
     (2, Case(expert_ranks=2, dtype=torch.float32), ("lancet",)),
 ]

@@ -19,7 +19,7 @@ from lancet_kernels.schedules.partition.partition_range import (
     forward_length,
     group_instructions,
 )
-from lancet_kernels.schedules.partition.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
+from lancet_kernels.schedules.partition.pipeline import IMPOSSIBLE, PipelineCosts
 from lancet_kernels.schedules.partition.ranges import PartitionRange, positions, stages
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
@@ -46,42 +46,10 @@ def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Progr
     return Program("chain", tuple(instructions), tensors, ("t0",), outputs)
 
 
-def spans(p, forms, parts, cost):
-    result = simulate_pipeline(p, 0, len(p) - 1, forms, parts, cost)
-    return [
-        (p.instructions[t.position].name, t.part, t.start_ms, t.end_ms) for t in result.times
-    ], result.end_ms
-
-
 def test_stages():
     p = program("A c f 1", "B c f 1 A", "X a f 1 B", "Y a f 1 X", "C c f 1 Y")
     forms = {t: cut_along(0) for t in p.producer}
     assert [stage.in_parts for stage in stages(p, 0, 4, forms)] == [[0, 1], [2, 3], [4]]
-
-
-def test_pipeline_of_two_parts_by_hand():
-    p = moe_chain(4, 4, 4)
-    forms = {f"t{n}": cut_along(0) for n in range(4)}
-    assert spans(p, forms, 2, GivenCosts()) == (
-        [
-            ("i1", 0, 0, 2), ("i1", 1, 2, 4),
-            ("i2", 0, 2, 4), ("i2", 1, 4, 6),
-            ("i3", 0, 4, 6), ("i3", 1, 6, 8),
-        ],
-        8,
-    )  # fmt: skip
-
-
-def test_pipeline_with_overhead_and_a_slow_link_by_hand():
-    p = moe_chain(2, 8, 2, 8, 2)
-    forms = {f"t{n}": cut_along(0) for n in range(6)}
-    found, end = spans(p, forms, 2, GivenCosts(overhead_ms=1.0))
-    # Parts: computation 2, all-to-all 5. The link runs 2-7-12, then from max(12, 12)=12 17-22; 22 + 2.
-    assert [f for f in found if f[0] == "i2"] == [("i2", 0, 2, 7), ("i2", 1, 7, 12)]
-    assert [f for f in found if f[0] == "i3"] == [("i3", 0, 7, 9), ("i3", 1, 12, 14)]
-    assert [f for f in found if f[0] == "i4"] == [("i4", 0, 12, 17), ("i4", 1, 17, 22)]
-    assert [f for f in found if f[0] == "i5"] == [("i5", 0, 17, 19), ("i5", 1, 22, 24)]
-    assert end == 24
 
 
 NORM, ADD, GATE, COMBINE = "aten.native_layer_norm", "aten.add", "lancet.gate", "lancet.combine"
@@ -244,20 +212,6 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
         assert gate == "switch" or not gates
 
 
-def test_partitioning_pays_where_the_link_is_slow():
-    p = moe_chain(4, 4, 4)
-    found = choose_ranges(
-        PipelineCosts(p, GivenCosts(0.1)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
-    )
-    # Two parts: computation 4 x (2 + 0.1), the link hidden. Four would be 8 x (1 + 0.1) = 8.8.
-    assert found.forward_ms == pytest.approx(8.4)
-    assert [r.parts for r in found.ranges] == [2]
-    costly = choose_ranges(
-        PipelineCosts(p, GivenCosts(5.0)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
-    )
-    assert (costly.forward_ms, costly.ranges) == (12, ())
-
-
 def test_options_from_the_environment(monkeypatch):
     for name in ("LANCET_RHO", "LANCET_GAMMA", "LANCET_IOTA"):
         monkeypatch.delenv(name, raising=False)
@@ -274,11 +228,3 @@ def test_options_from_the_environment(monkeypatch):
     monkeypatch.setenv("LANCET_RHO", "0")
     with pytest.raises(UserError, match="rho"):
         PartitionOptions.from_environment()
-
-
-def test_most_parts_is_kept():
-    p = moe_chain(8, 8, 8)
-    found = choose_ranges(
-        PipelineCosts(p, GivenCosts()), PartitionOptions(most_parts=2, group_ms=1.0, longest_range_ms=100)
-    )
-    assert [r.parts for r in found.ranges] == [2]
