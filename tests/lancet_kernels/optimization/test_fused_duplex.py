@@ -69,13 +69,18 @@ def numbers(outputs: tuple[Tensor, ...], by_parameter: dict[str, Tensor]) -> dic
     return {f"output {n}": output.detach() for n, output in enumerate(outputs)} | by_parameter
 
 
-def routing_of(calls: list) -> list[tuple[Tensor, Tensor]]:
-    """The routing of each layer, from the forward launches of its copies."""
-    by_layer: dict[int, list] = {}
-    for call in calls:
-        by_layer.setdefault(id(call.args[10]), []).append(call.args)
+def routing_of(calls: list, graph: fx.Graph) -> list[tuple[Tensor, Tensor]]:
+    """The routing of each layer, from the forward launches of its copies, in whatever order those run."""
+    launches = [node.name for node in graph.nodes if node.target is fused_graph.FORWARD]
+    by_layer: dict[int, dict[str, tuple]] = {}
+    for name, call in zip(launches, calls, strict=True):
+        (copy,) = copies_in([name])
+        by_layer.setdefault(id(call.args[10]), {})[copy] = call.args
     return [
-        (torch.cat([a[1] for a in copies]), torch.cat([a[2] >= 0 for a in copies]))
+        (
+            torch.cat([copies[c][1] for c in sorted(copies)]),
+            torch.cat([copies[c][2] >= 0 for c in sorted(copies)]),
+        )
         for copies in by_layer.values()
     ]
 
@@ -111,7 +116,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
         outputs[0].backward()
     got = numbers(outputs, gradients(step))
     assert got.keys() == expected.keys()
-    fused_routing = routing_of(forward.call_args_list)
+    fused_routing = routing_of(forward.call_args_list, planned_graph.call_args.args[0])
     pairs = [pair for both in zip(routing, fused_routing, strict=True) for pair in zip(*both, strict=True)]
     return Outcome(
         worst=max(map(distance, got.values(), (expected[name] for name in got))),
