@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.published.predict import Checked, check, summary
-from lancet_kernels.prediction.published import FILE
+from lancet_kernels.prediction.report import PUBLISHED
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     if options.save:
         names = ("name", "quantity", "measured", "predicted", "error", "fitted", "source")
         rows = [{name: one.to_json()[name] for name in names} for one in checked]
-        Path(str(FILE)).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        Path(str(PUBLISHED)).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
         return
     if options.json:
         rows = [one.to_json() for one in checked]

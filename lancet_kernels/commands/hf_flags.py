@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lancet_kernels.atomic import file_errors, json_text
@@ -122,18 +123,16 @@ def _write_files(
                 do="plan your own step with --module to save a plan that runs",
             )  # fmt: skip
     if arguments.trace:
-        from lancet_kernels.prediction.timelines import events_of
         from lancet_kernels.schedules.time.timeline import save_trace
 
         with file_errors(arguments.trace):
-            save_trace(events_of(result.strategies[name]), arguments.trace)
+            save_trace(result.strategies[name].events, arguments.trace)
         written["trace"] = arguments.trace
     if arguments.report:
-        from lancet_kernels.prediction.published import published_rows
-        from lancet_kernels.prediction.report import save_report
+        from lancet_kernels.prediction.report import report
 
         with file_errors(arguments.report):
-            save_report(result, arguments.report, found, published_rows())
+            Path(arguments.report).write_text(report(result, found), encoding="utf-8")
         written["report"] = arguments.report
     if arguments.chakra:
         from lancet_kernels.prediction.chakra import save_chakra

@@ -15,7 +15,6 @@ from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.moe.gate import gate
 from lancet_kernels.ops.moe.kept_counts import kept_counts
 from lancet_kernels.ops.moe.send_rows import send_rows
-from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
 
 # Short, so that a peer that fails does not delay tuning for long.
@@ -31,22 +30,11 @@ def most_rows(workload: Workload, world: int) -> dict[str, int]:
 
 class FusedPasses:
     """Random rows, routing and experts of a workload on this rank. The constructor and each pass are
-    collective.
+    collective."""
 
-    Args: memory: symmetric memory; None: a new one over all ranks. name: to tell several workloads in one
-        memory apart.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: SymmetricMemory | None = None,
-        name: str = "",
-    ) -> None:
-        self.workload, self.dtype, self.device, self.name = workload, dtype, device, name
-        self.memory = memory or symmetric.create(None, device, TIMEOUT_S)
+    def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        self.workload, self.dtype, self.device = workload, dtype, device
+        self.memory = symmetric.create(None, device, TIMEOUT_S)
         self.local_experts = workload.experts // self.memory.world
         generator = torch.Generator(device).manual_seed(self.memory.rank)
         make = lambda *shape: (  # noqa: E731
@@ -82,8 +70,8 @@ class FusedPasses:
                 "timeout_s": TIMEOUT_S,
             }
             self._exchanges[rows] = (
-                Exchange(self.memory, f"{self.name}forward{rows}", **sizes),
-                Exchange(self.memory, f"{self.name}backward{rows}", **sizes),
+                Exchange(self.memory, f"forward{rows}", **sizes),
+                Exchange(self.memory, f"backward{rows}", **sizes),
             )
         return self._exchanges[rows]
 

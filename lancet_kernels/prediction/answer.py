@@ -29,7 +29,15 @@ from lancet_kernels.prediction.parts import (
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
-from lancet_kernels.schedules.time.simulate import Host, Times, exposed_intervals, lower_bound_ms, run
+from lancet_kernels.schedules.time.simulate import (
+    Event,
+    Host,
+    Timeline,
+    Times,
+    exposed_intervals,
+    lower_bound_ms,
+    run,
+)
 
 STRATEGIES = ("none", "megatron", "lancet")
 AUTO = "auto"
@@ -80,6 +88,11 @@ class Simulated:
     def host_ms(self) -> float:
         """The time in which the GPU waits for the host, and no message travels."""
         return self.step_ms - self.compute_ms - sum(self.exposed_ms.values())
+
+    @property
+    def events(self) -> list[Event]:
+        """One event per instruction of the longest chain that was simulated."""
+        return Timeline(self.step.program, self.times).events
 
     @cached_property
     def weight_gradients(self) -> list[int]:

@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.prediction.answer import Answer, Simulated
 from lancet_kernels.prediction.search import Found
-from lancet_kernels.prediction.timelines import events_of
 from lancet_kernels.schedules.time.clock import COMPUTE
 from lancet_kernels.schedules.time.timeline import label
 
+_FILES = resources.files("lancet_kernels.prediction")
+PUBLISHED = _FILES / "published.json"
+"""Published measurements with their predictions, as `python -m bench.published --save` wrote them."""
 MOST_EVENTS = 6000
 """Events of a timeline in the page: the first ones of the chain, about one microbatch of 48 layers."""
 
 
-def save_report(
-    answer: Answer, path: str | Path, found: Found | None = None, published: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """Write the page. Args: published: rows of published measurements with `name`, `measured`, `predicted`,
-    `error`, `fitted`."""
-    Path(path).write_text(report(answer, found, published), encoding="utf-8")
-
-
-def report(answer: Answer, found: Found | None = None, published: Sequence[Mapping[str, Any]] = ()) -> str:
+def report(answer: Answer, found: Found | None = None) -> str:
     """The page as HTML."""
     data = {
         "answer": answer.to_json(),
@@ -40,9 +32,9 @@ def report(answer: Answer, found: Found | None = None, published: Sequence[Mappi
             name: _timeline(answer.strategies[name]) for name in dict.fromkeys(("none", answer.best))
         },
         "search": None if found is None else found.to_json(),
-        "published": [dict(row) for row in published],
+        "published": json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"],
     }
-    page = (resources.files("lancet_kernels.prediction") / "report.html").read_text(encoding="utf-8")
+    page = (_FILES / "report.html").read_text(encoding="utf-8")
     # In a script element, only "</" could end the data.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return page.replace("{{question}}", html.escape(answer.question.describe())).replace("{{data}}", text)
@@ -53,7 +45,7 @@ def _timeline(simulated: Simulated) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     held = {simulated.step.program.instructions[i].name for i in simulated.weight_gradients}
     rows = []
-    for event in sorted(events_of(simulated), key=lambda event: event.start_ms)[:MOST_EVENTS]:
+    for event in sorted(simulated.events, key=lambda event: event.start_ms)[:MOST_EVENTS]:
         kind = label(event, frozenset(held))
         if event.kind is Kind.OTHER_COMMUNICATION:
             kind = "all-gather" if "all_gather" in event.name else "reduce-scatter"

@@ -126,7 +126,6 @@ def start_all_to_all(
     receive_count_WL: Tensor,
     group: str,
     to_experts: bool,
-    num_rows: int | None = None,
 ) -> Started[Tensor]:
     """Start to send rows, which must not change until `wait`.
 

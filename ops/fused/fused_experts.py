@@ -410,22 +410,15 @@ def fused_experts(
     w2: Tensor,
     b2: Tensor | None,
     layer: LayerExchange,
-    *,
-    forward_dense: Sequence[DenseGemm] = (),
-    backward_dense: Sequence[DenseGemm] = (),
 ) -> Tensor:
     """-> [T, D]; differentiable in x, the weights of the choices, and the experts' parameters.
 
-    Args: as for the ops of the reference; count_WL: from `kept_counts`. forward_dense, backward_dense:
-        independent GEMMs that the launches compute as fillers.
+    Args: as for the ops of the reference; count_WL: from `kept_counts`.
     Raises: UserError for input that the kernels do not support, CommunicationError if a peer did not take
     part.
     """
     check_fused(x_TD)
-    return _FusedExperts.apply(
-        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
-        layer, tuple(forward_dense), tuple(backward_dense),
-    )  # fmt: skip
+    return _FusedExperts.apply(x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, layer)
 
 
 def check_fused(x_TD: Tensor) -> None:
@@ -488,17 +481,14 @@ def run_backward(
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
-    ):
+    def forward(ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer):
         row = send_rows(expert, slot, count_WL)
         out, forward_pass = run_forward(
-            x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
+            x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, dense=()
         )
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(ticket_of(forward_pass))
-            ctx.dense, ctx.weight_dtype = backward_dense, weight.dtype
-            ctx.group, ctx.layer = layer.process_group, current_layer()
+            ctx.weight_dtype, ctx.group, ctx.layer = weight.dtype, layer.process_group, current_layer()
         else:
             forward_pass.exchanges[0].release(forward_pass.saved.use)
         return out
@@ -510,9 +500,9 @@ class _FusedExperts(torch.autograd.Function):
         forward_pass = take_pass(ticket)
         enter_layer(ctx.layer)
         with waiting("fused_experts_backward", ctx.group, ctx.layer):
-            gradients = run_backward(forward_pass, dy, dense=ctx.dense)
+            gradients = run_backward(forward_pass, dy)
         dweight = gradients.dweight.to(ctx.weight_dtype)
         return (
             gradients.dx, None, None, dweight, None, None, gradients.dw1, gradients.db1, gradients.dw2,
-            gradients.db2, None, None, None,
+            gradients.db2, None,
         )  # fmt: skip

@@ -7,7 +7,6 @@ expert parallel   GShard's: experts on their ranks between two all-to-alls, all 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from lancet_kernels.errors import UserError, check_name
@@ -25,23 +24,13 @@ EXPERT_DIMENSIONS = 3
 """An expert weight has experts, then a matrix."""
 
 
-def baseline(
-    name: str, program: Program, ranks: int, cost: Cost, experts: Collection[str] | None = None
-) -> ShardingStrategy:
+def baseline(name: str, program: Program, ranks: int, cost: Cost) -> ShardingStrategy:
     """The best strategy of that kind, both microbatches in turns.
 
-    Args: experts: names of expert weights, whose first dimension is the expert (default: all parameters with
-        three dimensions). Raises: UserError: unknown name; the program cannot run so.
+    Raises: UserError: unknown name; the program cannot run so.
     """
     check_name("baseline", name, BASELINES)
-    if experts is None:
-        experts = [t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS]
-    restriction = {
-        "replicated": Restriction(_rests_whole, frozenset(), _computes_everything),
-        "data parallel": Restriction(_rests_whole, frozenset()),
-        "expert parallel": _expert_parallel(frozenset(experts)),
-    }[name]
-    return search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    return search_sharding(program, ranks, cost, restriction=_restriction(name, program), name=name)
 
 
 def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> ShardingStrategy:
@@ -50,7 +39,7 @@ def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> Shar
 
     Raises: UserError where the work cannot be shared out.
     """
-    experts = {t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS}
+    experts = _experts(program)
     numbers = sorted({program.tensors[t].shape[0] for t in experts})
     if name == REPLICATED:
         return baseline(name, program, ranks, cost)
@@ -61,11 +50,7 @@ def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> Shar
             expected=f"a number of experts that {ranks} ranks divide",
             do="use strategy 'data parallel' or 'hidup'",
         )
-    rests = (
-        Restriction(_rests_whole, frozenset())
-        if name == "data parallel"
-        else _expert_parallel(frozenset(experts))
-    )
+    rests = _restriction(name, program)
     restriction = replace(
         rests,
         signature=lambda block, signature: _is_shared(block, signature) and rests.signature(block, signature),
@@ -80,6 +65,19 @@ def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> Shar
             expected=f"microbatches that {ranks} ranks divide, through the whole model",
             do="choose another batch, or strategy 'hidup'",
         ) from None
+
+
+def _restriction(name: str, program: Program) -> Restriction:
+    if name == "expert parallel":
+        return _expert_parallel(_experts(program))
+    if name == REPLICATED:
+        return Restriction(_rests_whole, frozenset(), _computes_everything)
+    return Restriction(_rests_whole, frozenset())
+
+
+def _experts(program: Program) -> frozenset[str]:
+    """The expert weights, whose first dimension is the expert: all parameters with three dimensions."""
+    return frozenset(t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS)
 
 
 def _rests_whole(name: str, form: Form) -> bool:

@@ -11,9 +11,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.prediction.answer import answer
 from lancet_kernels.prediction.chakra import COLLECTIVES, save_chakra
-from lancet_kernels.prediction.published import published_rows
 from lancet_kernels.prediction.question import Question, gib
-from lancet_kernels.prediction.report import report
+from lancet_kernels.prediction.report import PUBLISHED, report
 from lancet_kernels.prediction.search import Found, layouts, search
 from tests.lancet_kernels.prediction.small_models import QWEN3, written
 
@@ -54,7 +53,7 @@ class Page(HTMLParser):
 
 def test_report_loads_nothing_and_has_the_figures(question, found):
     result = answer(question)
-    text = report(result, found, published_rows())
+    text = report(result, found)
     page = Page(text)
     assert not [
         tag for tag, attributes in page.tags if {"src", "href", "srcset", "data", "action"} & set(attributes)
@@ -65,16 +64,19 @@ def test_report_loads_nothing_and_has_the_figures(question, found):
     data = json.loads(page.scripts["application/json"])
     assert data["answer"]["strategies"] == json.loads(json.dumps(result.to_json()["strategies"]))
     assert data["search"] == json.loads(json.dumps(found.to_json()))
-    assert [row["name"] for row in data["published"]] == [row["name"] for row in published_rows()]
+    assert data["published"] == json.loads(PUBLISHED.read_text())["rows"]
     for name, chain in data["timelines"].items():
         ends = [start + ms for _, _, start, ms, _ in chain["events"]]
         assert max(ends) == pytest.approx(result.strategies[name].times.iteration_ms, rel=1e-3)
         assert {kind for *_, kind in chain["events"]} <= set(range(len(chain["kinds"])))
 
 
-def test_a_name_cannot_end_the_data(question):
+def test_a_name_cannot_end_the_data(question, monkeypatch, tmp_path):
     """What a page is asked for comes from files of others."""
-    text = report(answer(question), None, [{"name": "</script><b>", "quantity": "gain", "predicted": None}])
+    rows = [{"name": "</script><b>", "quantity": "gain", "predicted": None}]
+    (tmp_path / "published.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr("lancet_kernels.prediction.report.PUBLISHED", tmp_path / "published.json")
+    text = report(answer(question))
     assert len(re.findall("</script>", text)) == 2
     assert json.loads(Page(text).scripts["application/json"])["published"][0]["name"] == "</script><b>"
 
