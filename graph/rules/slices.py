@@ -51,18 +51,6 @@ class SliceIndex:
         value = self.row * r + self.column * c + self.step * t + self.constant
         return (value + self.last_step * (t == steps - 1)) % slices
 
-    def __str__(self) -> str:
-        """Example: `r + c - 1 + delta(t, last)`."""
-        names = {"r": self.row, "c": self.column, "t": self.step, "delta(t, last)": self.last_step}
-        terms = [(n, name) for name, n in names.items() if n]
-        terms.insert(len(terms) - bool(self.last_step), (self.constant, ""))
-        text = ""
-        for n, name in terms:
-            if n:
-                size = name if abs(n) == 1 and name else f"{abs(n)}{name}"
-                text += (" - " if n < 0 else " + ") + size if text else ("-" if n < 0 else "") + size
-        return text or "0"
-
 
 Formulas = Mapping[str, Mapping[str, SliceIndex]]
 """The formulas by phase, then by dimension."""
@@ -114,32 +102,29 @@ def replicate() -> Primitive:
     return Primitive("1", 1, 0, 1, {phase: {} for phase in PHASES})
 
 
-def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
+def square(k: int) -> Primitive:
     """P(2^k x 2^k): a square of 4^k devices, 2^k steps, no collectives and no replicas (slide "Novel
-    Spatial-temporal Tensor Partition Primitive").
-
-    Args: rows, summed, columns: the dimensions M, N, K of the product.
-    """
+    Spatial-temporal Tensor Partition Primitive")."""
     if k < 0:
         raise UserError("square primitive", got=f"k = {k}", expected="k >= 0", do="use 4^k devices")
     own_row, own_column = SliceIndex(row=1), SliceIndex(column=1)
     formulas = {
-        FORWARD: {rows: own_row, summed: SliceIndex(row=1, column=1, step=1), columns: own_column},
+        FORWARD: {"m": own_row, "n": SliceIndex(row=1, column=1, step=1), "k": own_column},
         BACKWARD: {
-            rows: own_row,
-            summed: SliceIndex(row=1, column=1, constant=-1),
-            columns: SliceIndex(column=1, step=1),
+            "m": own_row,
+            "n": SliceIndex(row=1, column=1, constant=-1),
+            "k": SliceIndex(column=1, step=1),
         },
         GRADIENT: {
-            rows: SliceIndex(row=1, step=1),
-            summed: SliceIndex(row=1, column=1, constant=-1, last_step=1),
-            columns: SliceIndex(column=1, constant=-1, last_step=1),
+            "m": SliceIndex(row=1, step=1),
+            "n": SliceIndex(row=1, column=1, constant=-1, last_step=1),
+            "k": SliceIndex(column=1, constant=-1, last_step=1),
         },
     }
     return Primitive(f"P{1 << k}x{1 << k}", k, k, 1 << k, formulas)
 
 
-def home_square(k: int, skewed: str, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
+def home_square(k: int, skewed: str) -> Primitive:
     """P(2^k x 2^k) in which every phase begins with the tiles that a device keeps between the phases: its
     *home*. Not in the slides.
 
@@ -162,9 +147,9 @@ def home_square(k: int, skewed: str, rows: str = "m", summed: str = "n", columns
     r, c, skew = SliceIndex(row=1), SliceIndex(column=1), SliceIndex(row=1, column=1)
     n, o = (skew, c) if skewed == "n" else (c, skew)
     formulas = {
-        FORWARD: {rows: r, summed: replace(n, step=1), columns: o},
-        BACKWARD: {rows: r, summed: n, columns: replace(o, step=1)},
-        GRADIENT: {rows: replace(r, step=1), summed: n, columns: o},
+        FORWARD: {"m": r, "n": replace(n, step=1), "k": o},
+        BACKWARD: {"m": r, "n": n, "k": replace(o, step=1)},
+        GRADIENT: {"m": replace(r, step=1), "n": n, "k": o},
     }
     return Primitive(f"P{1 << k}x{1 << k} skewed {skewed}", k, k, 1 << k, formulas)
 
@@ -258,7 +243,7 @@ class Product:
         return tuple(d for d in every if d not in self.result.dimensions)
 
 
-def products(equation: str, names: Sequence[str] = ("I", "W", "O")) -> dict[str, Product]:
+def products(equation: str) -> dict[str, Product]:
     """The product that each phase computes, from the equation of the forward (`graph.rules.equations`).
 
     Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
@@ -270,7 +255,7 @@ def products(equation: str, names: Sequence[str] = ("I", "W", "O")) -> dict[str,
     parsed = parse(equation, tuple(len(o) for side in sides for o in side))
     dimensions = [tuple(d for d in o if d is not None) for o in (*parsed.inputs, *parsed.outputs)]
     (i, w, o), (di, dw, do) = (
-        [Operand(prefix + name, d) for name, d in zip(names, dimensions, strict=True)] for prefix in ("", "d")
+        [Operand(prefix + name, d) for name, d in zip("IWO", dimensions, strict=True)] for prefix in ("", "d")
     )
     return {
         FORWARD: Product(FORWARD, o, (i, w)),
@@ -347,12 +332,6 @@ def begins_at_home(partition: Partition) -> bool:
         partition.tiles(before, tensor.dimensions, 0) == partition.tiles(after, tensor.dimensions, 0)
         for tensor, before, after in alignments
     )
-
-
-def replicas(partition: Partition, phase: str, tensor: Operand, t: int = 0) -> int:
-    """The number of devices that hold the same tile of a tensor at a step."""
-    tiles = partition.tiles(phase, tensor.dimensions, t)
-    return len(tiles) // len(set(tiles))
 
 
 def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:

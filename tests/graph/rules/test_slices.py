@@ -22,7 +22,6 @@ from lancet_kernels.graph.rules.slices import (
     home_square,
     moves,
     products,
-    replicas,
     shifts,
     sources,
     split,
@@ -45,6 +44,12 @@ ALIGNMENTS = {
 def collective_free(partition: Partition) -> bool:
     """Every device's summed-over slices take all values over t, on the tile of the result that it holds."""
     return not any(all_reduces(partition, product) for product in LINEAR.values())
+
+
+def replicas(partition: Partition, phase: str, tensor: Operand) -> int:
+    """The number of devices that hold the same tile of a tensor at the first step."""
+    tiles = partition.tiles(phase, tensor.dimensions, 0)
+    return len(tiles) // len(set(tiles))
 
 
 def free_of_replicas(partition: Partition) -> bool:
