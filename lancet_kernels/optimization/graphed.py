@@ -12,7 +12,7 @@ stopped. Layers on streams cannot be captured on more than one rank: their all-t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,35 +21,26 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.fused import fused_graph
 from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.paired import loss_of
 
 # torch asks for a few runs before a capture, in which everything that is created on first use is created.
 WARMUP_STEPS = 3
-
-
-def first_output(result: object) -> Tensor:
-    """What is differentiated: the first tensor that the step returns, as `TrainingStep` has it."""
-    return pytree.tree_leaves(result)[0]
 
 
 class GraphedStep:
     """A captured step. A call copies the inputs into the graph and replays it.
 
     Args:
-        step: from `optimize`, on a CUDA device. inputs: with the shapes and dtypes of every later call.
-        objective: returns the scalar to differentiate, given the result of the step.
+        step: from `optimize`, on a CUDA device; its loss is the result, or the first number of it that
+            requires a gradient. inputs: with the shapes and dtypes of every later call.
     Collective: all ranks create and call it together. While it is created, no forward of the step may be
     without its backward. It runs the step `WARMUP_STEPS` times, and clears its gradients.
     Raises: UserError for another device, or if an instruction would make the host wait for the device.
     """
 
-    def __init__(
-        self,
-        step: OptimizedModule,
-        inputs: Sequence[object],
-        *,
-        objective: Callable[[object], Tensor] = first_output,
-    ) -> None:
+    def __init__(self, step: OptimizedModule, inputs: Sequence[object]) -> None:
         check_capturable(step)
+        name = type(step.module).__name__
         self.step = step
         self._inputs = pytree.tree_map_only(Tensor, torch.clone, tuple(inputs))
         self._device = next(step.module.parameters()).device
@@ -57,14 +48,14 @@ class GraphedStep:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_STEPS):
-                objective(step(*self._inputs)).backward()
+                loss_of(step(*self._inputs), name).backward()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         # Gradients that the capture makes live in the graph's memory, and every replay overwrites them.
         step.module.zero_grad(set_to_none=True)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             result = step(*self._inputs)
-            objective(result).backward()
+            loss_of(result, name).backward()
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
 
     def __call__(self, *inputs: object) -> object:
