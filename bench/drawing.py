@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
@@ -75,28 +77,18 @@ def draw(charts: Sequence[tuple[Chart, Sequence[Row]]], title: str, path: str | 
     counts = [len(chart.split(rows)) for chart, rows in charts]
     across = min(sum(counts), 2 if sum(counts) == 4 else 3)
     down = -(-sum(counts) // across)
-    with picture(path, max(8, 5.5 * across), 4 * down, title) as figure:
-        grid = iter(figure.subplots(down, across, squeeze=False).flat)
-        for (chart, rows), count in zip(charts, counts, strict=True):
-            chart.draw([next(grid) for _ in range(count)], rows)
-        for empty in grid:
-            empty.axis("off")
-        legends = [axes.get_legend_handles_labels() for axes in figure.axes]
-        once = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
-        figure.legend(once.values(), once, loc="outside lower center", ncols=min(len(once), 6), frameon=False)
-
-
-@contextmanager
-def picture(path: str | Path, width: float, height: float, title: str, dpi: int = 100) -> Iterator[Any]:
-    """A matplotlib figure of so many inches, which is saved to `path` (.png) at the end."""
     # Not pyplot: it looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(max(8, 5.5 * across), 4 * down), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
-    yield figure
+    grid = iter(figure.subplots(down, across, squeeze=False).flat)
+    for (chart, rows), count in zip(charts, counts, strict=True):
+        chart.draw([next(grid) for _ in range(count)], rows)
+    for empty in grid:
+        empty.axis("off")
+    legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+    once = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
+    figure.legend(once.values(), once, loc="outside lower center", ncols=min(len(once), 6), frameon=False)
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=100)
