@@ -70,7 +70,7 @@ def largest_difference(expected: list[dict[str, Tensor]], got: list[dict[str, Te
     return worst
 
 
-@pytest.mark.parametrize("options", few_of(CASES, 0, 1), ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
+@pytest.mark.parametrize("options", few_of(CASES, 1), ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
 def test_fused_equals_torch(pool, options) -> None:
     assert max(pool.run(both, options, 1, 1)) < 2e-5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from lancet_kernels.optimization import captured_step
@@ -40,5 +41,6 @@ def small_buckets(folder: str) -> None:
     assert numbers[0] == numbers[1] > 1
 
 
+@pytest.mark.long  # by default: schedules/order/test_bucket_sizes.py
 def test_buckets_are_those_of_the_plan(pool: RankPool, tmp_path: Path) -> None:
     pool.run(small_buckets, str(tmp_path))

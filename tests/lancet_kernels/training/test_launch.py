@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.training.launch import launch, root_cause
 from lancet_kernels.training.ranks import Rank, _one_line, report_errors, start_ranks, under_launcher
-from tests.grids import few_of
 
 RANKS_TIMEOUT_S = 240
 WORKER = """
@@ -153,7 +152,8 @@ def expected_by(rank: int) -> str:
     return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
 
 
-@pytest.mark.parametrize(("mode", "text"), few_of([("raise", "boom second line"), ("early", "early")]))
+@pytest.mark.long  # by default: test_train_loop.py, a killed rank
+@pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
     line = failure_of(job, mode, *REST, environment={"EXTRA": "1"})
