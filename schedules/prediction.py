@@ -12,7 +12,7 @@ from lancet_kernels.schedules.time.simulate import Timeline, exposed_intervals, 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The simulated iteration of a plan."""
+    """The simulated iteration of a plan; of several microbatches, that of one in the mean."""
 
     iteration_ms: float
     exposed_ms: float
@@ -27,12 +27,13 @@ class Prediction:
 
     @classmethod
     def of(cls, timeline: Timeline) -> Prediction:
-        times = timeline.times
-        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
+        times, instructions = timeline.times, timeline.program.instructions
+        ms = timeline.durations_ms
         bound = lower_bound_ms(timeline.program, ms)
         exposed_by: dict[str, float] = defaultdict(float)
-        for i, idle in exposed_intervals(times).items():
-            exposed_by[collective_of(timeline.program.instructions[i])] += idle
+        for one, number in ((times, 1), (times.before, times.others)):
+            for i, idle in exposed_intervals(one).items() if one else ():
+                exposed_by[collective_of(instructions[i])] += idle * number / (1 + times.others)
         return cls(
             timeline.iteration_ms,
             timeline.exposed_ms,

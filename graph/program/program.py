@@ -95,6 +95,8 @@ class Instruction:
     `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
     overwritten: readers of the old value stay before this instruction, readers of the new value after it.
     `after` names an earlier instruction that must have run before, although nothing of it is read; "": none.
+    `microbatches` share the instruction, a sum of gradients that only the last of them runs; its costs are the
+    share of one.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Instruction:
     mutates: tuple[str, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     after: str = ""
+    microbatches: int = 1
 
     def __post_init__(self):
         for name in ("inputs", "outputs", "mutates"):
@@ -181,6 +184,11 @@ class Program:
             for t in dict.fromkeys(instruction.inputs):
                 readers[t].append(i)
         return readers
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many microbatches share the sums of gradients."""
+        return max((instruction.microbatches for instruction in self.instructions), default=1)
 
     @cached_property
     def parameter_set(self) -> frozenset[str]:

@@ -38,6 +38,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 "mutates": list(i.mutates),
                 "attributes": dict(i.attributes),
                 **({"after": i.after} if i.after else {}),
+                **({"microbatches": i.microbatches} if i.microbatches > 1 else {}),
             }
             for i in program.instructions
         ],
@@ -79,6 +80,7 @@ def fingerprint(program: Program) -> str:
     for instruction in structure["instructions"]:
         for cost in ("flops", "bytes", "milliseconds"):
             del instruction[cost]
+        instruction.pop("microbatches", None)
     text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -225,7 +225,7 @@ def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
     one, pair_ms = module.plan.predicted, module.plan.pair_ms
     several = one.iteration_ms * accumulate
     if module.plan.pair:
-        several = one.iteration_ms + pair_ms * (accumulate - 1)
+        several = module.timeline.times.last_ms + pair_ms * (accumulate - 1)
     return replace(one, iteration_ms=several, exposed_ms=one.exposed_ms * accumulate)
 
 

@@ -294,7 +294,11 @@ class CapturedStep:
         return replace(
             program,
             instructions=tuple(
-                replace(i, milliseconds=cost(i, program.tensors) / self.accumulate) if i.name in sums else i
+                replace(
+                    i, milliseconds=cost(i, program.tensors) / self.accumulate, microbatches=self.accumulate
+                )
+                if i.name in sums
+                else i
                 for i in program.instructions
             ),
         )

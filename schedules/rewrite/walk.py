@@ -156,9 +156,7 @@ class Step:
         and what it is for."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
-        times = timeline.times
-        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
-        bounds = exposed_bounds(timeline.program, ms)
+        bounds = exposed_bounds(timeline.program, timeline.durations_ms)
         return replace(
             plan,
             hidings=hidings,

@@ -10,8 +10,8 @@ order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lancet_kernels.graph.costs.costs import Cost, durations
@@ -35,28 +35,49 @@ class Event:
 @dataclass(frozen=True)
 class Times:
     """Start and end by position in the Program; the simulated order; its computations, in order; its
-    messages, in the order in which they arrived."""
+    messages, in the order in which they arrived.
+
+    Of several microbatches that share sums of gradients: of the last one, which sums. before: of each of the
+    others, as many as `others`.
+    """
 
     start: list[float]
     end: list[float]
     order: list[int]
     compute: list[int]
     messages: list[int]
+    before: Times | None = None
+    others: int = 0
+
+    def mean(self, of: Callable[[Times], float]) -> float:
+        """The mean over the microbatches."""
+        if self.before is None:
+            return of(self)
+        return (of(self) + self.others * of(self.before)) / (1 + self.others)
+
+    @cached_property
+    def iteration_ms(self) -> float:
+        """Of one microbatch, in the mean."""
+        return self.mean(lambda one: one.last_ms)
 
     @property
-    def iteration_ms(self) -> float:
+    def last_ms(self) -> float:
+        """Of the last microbatch."""
         return max(self.end, default=0.0)
 
     @property
     def exposed_ms(self) -> float:
-        """Communication time during which compute idles."""
+        """Communication time during which compute idles, of one microbatch in the mean."""
+        return self.mean(Times._exposed_ms)
+
+    def _exposed_ms(self) -> float:
         busy = [(self.start[i], self.end[i]) for i in self.messages]
         return _uncovered(_joined(busy), [(self.start[i], self.end[i]) for i in self.compute])
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated iteration."""
+    """A simulated iteration; its events are of the last microbatch, which sums gradients."""
 
     program: Program
     times: Times
@@ -68,6 +89,12 @@ class Timeline:
     @cached_property
     def exposed_ms(self) -> float:
         return self.times.exposed_ms
+
+    @property
+    def durations_ms(self) -> list[float]:
+        """Durations by position; of sums that microbatches share, the share of one."""
+        occupied = zip(self.times.start, self.times.end, self.program.instructions, strict=True)
+        return [(end - start) / instruction.microbatches for start, end, instruction in occupied]
 
     @cached_property
     def peak_memory_bytes(self) -> int:
@@ -117,6 +144,30 @@ def run(
     Args: ms: durations by position. host: None issues computation in no time, and messages when the
         computation before them is done; with a host, a message waits for its own inputs only (an event).
     """
+    *before, last = _by_microbatch(program, ms)
+    times = _run_once(program, last, order, blocking, host)
+    if not before:
+        return times
+    others = program.microbatches - 1
+    return replace(times, before=_run_once(program, before[0], order, blocking, host), others=others)
+
+
+def _by_microbatch(program: Program, ms: Sequence[float]) -> list[Sequence[float]]:
+    """Durations in all microbatches but the last, which do not sum, and in the last one; or only these."""
+    if program.microbatches == 1:
+        return [ms]
+    shared = [instruction.microbatches for instruction in program.instructions]
+    without_sums = [0.0 if n > 1 else one for n, one in zip(shared, ms, strict=True)]
+    return [without_sums, [n * one for n, one in zip(shared, ms, strict=True)]]
+
+
+def _run_once(
+    program: Program,
+    ms: Sequence[float],
+    order: Sequence[int],
+    blocking: Collection[str],
+    host: Host | None,
+) -> Times:
     clock: Clock[int] = Clock()
     issued = 0.0
     instructions, dependencies = program.instructions, program.dependencies
@@ -195,11 +246,17 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
 
 
 def lower_bound_ms(program: Program, ms: Sequence[float]) -> float:
-    """max(compute, each link, critical path), in milliseconds, for durations by position.
+    """max(compute, each link, critical path), in milliseconds, for durations by position; the mean of it over
+    microbatches.
 
     No order is faster: compute is one resource and each link another, and the instructions on a path of
     dependencies run one after the other. Perhaps none is as fast.
     """
+    *before, last = (_lower_bound_ms(program, one) for one in _by_microbatch(program, ms))
+    return (last + (program.microbatches - 1) * sum(before)) / program.microbatches
+
+
+def _lower_bound_ms(program: Program, ms: Sequence[float]) -> float:
     busy: dict[str, float] = {}
     for instruction, duration in zip(program.instructions, ms, strict=True):
         resource = COMPUTE if instruction.kind is Kind.COMPUTE else link_of(instruction)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.schedules.order.ordering import issue_early
+from lancet_kernels.schedules.prediction import Prediction
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages, alive_bytes, peak_memory
 from lancet_kernels.schedules.time.simulate import simulate
@@ -38,6 +39,18 @@ def test_blocking_overlaps_nothing():
     timeline = simulate(p, given, blocking={"X"})
     # X waits for B, D waits for X: 2 + 1 + 3 + 1 + 1.
     assert (timeline.iteration_ms, timeline.exposed_ms) == (8, 3)
+
+
+def test_microbatches_sum_gradients_in_the_last_one():
+    p = program("A c b 2", "R r b 1 A", "B c b 3")
+    shared = tuple(replace(i, microbatches=4) if i.name == "R" else i for i in p.instructions)
+    timeline = simulate(replace(p, instructions=shared), given)
+    # Three without R, which then takes 4 ms: 2-6, beside B.
+    assert spans(timeline)["R", LINK] == (2, 6)
+    assert (timeline.times.last_ms, timeline.iteration_ms, timeline.exposed_ms) == (6, (3 * 5 + 6) / 4, 1 / 4)
+    predicted = Prediction.of(timeline)
+    assert predicted.exposed_by == {"all_reduce": 1 / 4}
+    assert predicted.lower_bound_ms == (3 * 5 + 6) / 4
 
 
 def test_all_to_alls_keep_their_issue_order():
