@@ -95,7 +95,7 @@ class Instruction:
     `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
     overwritten: readers of the old value stay before this instruction, readers of the new value after it.
     `after` names an earlier instruction that must have run before, although nothing of it is read; "": none.
-    `microbatches` share the instruction, a sum of gradients that only the last of them runs; its costs are the
+    `microbatches` share the instruction, a sum of gradients that only the last of them runs; costs are the
     share of one.
     """
 
