@@ -57,12 +57,12 @@ class Times:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Of one microbatch, in the mean."""
+        """Milliseconds of one microbatch, in the mean."""
         return self.mean(lambda one: one.last_ms)
 
     @property
     def last_ms(self) -> float:
-        """Of the last microbatch."""
+        """Milliseconds of the last microbatch."""
         return max(self.end, default=0.0)
 
     @property
