@@ -126,10 +126,11 @@ def start_all_to_all(
     receive_count_WL: Tensor,
     group: str,
     to_experts: bool,
+    num_rows: int | None = None,
 ) -> Started[Tensor]:
     """Start to send rows, which must not change until `wait`.
 
-    Args: as of `all_to_all`.
+    Args: as of `all_to_all`, whose call in a graph this one takes the place of, with the same arguments.
     """
     if not group:
         # With one rank, both sides have the same order.
