@@ -123,7 +123,7 @@ class MeasuredCosts:
             )
         whole_ms = instruction.attributes.get("whole_milliseconds")
         if whole_ms is None:
-            return self.device.copy_ms(instruction.bytes)
+            return self.device.added_ms(instruction.op, instruction.bytes)
         part_ms = self.device.part_ms(instruction, tensors, whole_ms)
         return part_of_measured(instruction, self.device.launch_ms) if part_ms is None else part_ms
 

@@ -16,7 +16,7 @@ from lancet_kernels.graph.costs.communication import Points, interpolated
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 
 FORMAT = "lancet-device-costs"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DeviceCosts:
 
     launch_ms: the time of an op on one element.
     copies: (bytes read and written, milliseconds) of concatenating two tensors, sorted by bytes.
+    counting: the same by name of an op that only partitioned graphs have, and that copies no rows.
     shares: by `cut_key`: (number of parts, time of one part as a fraction of the time of the whole op).
     """
 
@@ -32,15 +33,19 @@ class DeviceCosts:
     torch: str
     launch_ms: float
     copies: Points
+    counting: Mapping[str, Points] = field(default_factory=dict)
     shares: Mapping[str, Points] = field(default_factory=dict)
     source: str = "measured"
 
     def __str__(self) -> str:
         return f"{self.source} on {self.device}, torch {self.torch}"
 
-    def copy_ms(self, bytes: float) -> float:
-        """Milliseconds to join parts. Args: bytes: read and written; 0 takes no time."""
-        return interpolated(self.copies, bytes) if bytes > 0 else 0.0
+    def added_ms(self, op: str, bytes: float) -> float:
+        """Milliseconds of an op that only partitioned graphs have: counting rows, or copying them.
+
+        Args: bytes: read and written; 0 takes no time.
+        """
+        return interpolated(self.counting.get(op, self.copies), bytes) if bytes > 0 else 0.0
 
     def part_ms(self, part: Instruction, tensors: Mapping[str, TensorSpec], whole_ms: float) -> float | None:
         """Milliseconds of one part of an op that takes `whole_ms` uncut; None if it was not measured.
@@ -104,9 +109,13 @@ class DeviceCostsFile:
 
 def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:
     """The costs from the JSON values of `dataclasses.asdict`. Raises: TypeError, ValueError."""
-    shares = {key: _points(points) for key, points in data["shares"].items()}
-    costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})
-    points = [*costs.copies, *(point for share in shares.values() for point in share)]
+    by_name = {
+        field: {key: _points(points) for key, points in data[field].items()}
+        for field in ("counting", "shares")
+    }
+    costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), **by_name})
+    named = (points for of_field in by_name.values() for points in of_field.values())
+    points = [*costs.copies, *(point for of_name in named for point in of_name)]
     numbers = [costs.launch_ms, *(number for point in points for number in point)]
     if not costs.copies or not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
         raise ValueError(f"{costs.device}: times must be finite numbers >= 0")

@@ -5,9 +5,13 @@ Timed by events on a GPU, and by the CPU time of the computing thread on a CPU (
 measured together with its whole op on the same operands, and only the ratio of the two is kept, so that both
 times have equally warm caches.
 
+Ops that only partitioned graphs have are timed alone, by the bytes they read and write.
+
 Why it matters: cutting a layer of gpt2-bench-moe into 2, 4, 8 parts adds 3, 13, 29 ms on a CPU rank. Measured
 shares predict 5, 16, 40 ms; a launch plus 1/k of the whole op predicted 1 ms each (2-core CPU under other
-load, two sequences, 2026-11-22).
+load, two sequences, 2026-11-22). Three exchanges of counts and three gates in eight parts take 18.4 and
+10.5 ms, of which a launch and 1/k had predicted 2.4 and 2.7; the slots and counts of a part take 0.10 ms,
+forty times what their bytes say (the same CPU under other load, eight sequences, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -29,17 +33,21 @@ from lancet_kernels.graph.program.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
-from lancet_kernels.ops.moe.parts import window_counts
+from lancet_kernels.ops.moe.parts import merge_rows, part_rows, window_counts
 
 PARTS = (2, 4, 8)
 MEASURED_OPS = frozenset(
     ["aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear"]
     + [op for op, rule in RULES.items() if rule.derived == "attention"]
     + [f"lancet.{op}" for op in ("grouped_gemm", "grouped_gemm_dx", "grouped_gemm_dw", "dispatch", "combine")]
+    + [f"lancet.{op}" for op in ("gate", "exchange_counts", "expert_activation")]
+    + ["lancet.expert_activation_backward", "aten.native_layer_norm"]
 )
-"""The ops that dominate the time of a step; the times of parts of other ops are estimated."""
+"""The ops that dominate the time of a step, and those of which a part takes nearly as long as the whole; the
+times of parts of other ops are estimated."""
 _LARGEST_COPY = {"cuda": 1 << 28, "cpu": 1 << 26}
 _SMALLEST_COPY = 1 << 12
+_TOKENS, _EXPERTS = (128, 1024, 8192), 8
 _LAUNCHES = 32
 _REPEATS = 3
 
@@ -84,6 +92,28 @@ def measure_copies(device: torch.device) -> Points:
         points.append((float(size), milliseconds_of(partial(torch.cat, [half, half]), device)))
         size *= 4
     return tuple(points)
+
+
+def measure_counting(device: torch.device) -> dict[str, Points]:
+    """By op that only partitioned graphs have, and that copies no rows: (bytes read and written,
+    milliseconds). It is many small kernels, so its bytes alone say too little."""
+    part, merge = [], []
+    for tokens in _TOKENS:
+        expert_TK = torch.arange(tokens, device=device).remainder(_EXPERTS).unsqueeze(1)
+        slot_TK = torch.arange(tokens, device=device).div(_EXPERTS, rounding_mode="floor").unsqueeze(1)
+        one_part = partial(part_rows, expert_TK, slot_TK, _EXPERTS, tokens)
+        row_TK, count_E = one_part()
+        two_parts = partial(merge_rows, [expert_TK] * 2, [row_TK] * 2, [count_E] * 2)
+        # Experts, slots and rows of one part; experts and rows of two, and the merged ones.
+        part.append((3.0 * row_TK.nbytes, milliseconds_of(one_part, device)))
+        merge.append((6.0 * row_TK.nbytes, milliseconds_of(two_parts, device)))
+    window_ms = milliseconds_of(partial(window_counts, count_E, 0, 2), device)
+    window = ((2.0 * count_E.nbytes, window_ms),)
+    return {
+        "lancet.part_rows": tuple(part),
+        "lancet.merge_rows": tuple(merge),
+        "lancet.window_counts": window,
+    }
 
 
 @dataclass(frozen=True)

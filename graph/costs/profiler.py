@@ -27,6 +27,7 @@ from lancet_kernels.graph.costs.measure import measure_communication, measure_no
 from lancet_kernels.graph.costs.measure_device import (
     cuts_to_measure,
     measure_copies,
+    measure_counting,
     measure_launch,
     measure_parts,
 )
@@ -202,7 +203,8 @@ class Profiler:
             return costs
         # Every rank runs the graph, because of its collectives; the times of rank 0 count.
         if costs is None:
-            base = measure_launch(self.device), measure_copies(self.device)
+            device = self.device
+            base = measure_launch(device), measure_copies(device), measure_counting(device)
             costs = DeviceCosts(self.device_model, torch.__version__, *base)
         shares = measure_parts(module, inputs, missing, self.device)
         costs = self._from_first(replace(costs, shares={**costs.shares, **shares}))
