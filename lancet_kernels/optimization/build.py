@@ -85,7 +85,7 @@ class Builder:
         # Where tensors are trained that are no parameters, nothing runs without the plan.
         summed = {name for _, names in buckets_in_order(module) for name in names}
         return None, GradientWatch(
-            {name: p for name, p in captured.model.named_parameters() if name in summed},
+            {n: p for n, p in captured.model.named_parameters(remove_duplicate=False) if n in summed},
             lambda: [plain.values()[name] for name in plain.trained],
         )
 
@@ -95,7 +95,8 @@ class Builder:
 
     def _number_of(self) -> Callable[[tuple[object, ...]], int]:
         captured = self.captured
-        trained = {**captured.captured.plain.values(), **dict(captured.model.named_parameters())}
+        names = captured.model.named_parameters(remove_duplicate=False)
+        trained = {**captured.captured.plain.values(), **dict(names)}
 
         def number_of(key: tuple[object, ...]) -> int:
             return captured.accumulation.number_of(key, [trained[name] for name in key if name in trained])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import OptimizedModule, UserError, fsdp
 from lancet_kernels.ops.comm import accumulated
@@ -35,6 +36,36 @@ def planned(shards: bool, strategy: str, reduction: str = "mean") -> OptimizedMo
 
 def microbatches(number: int) -> list[tuple[Tensor]]:
     return [(batch_of(dist.get_rank(), k),) for k in range(number)]
+
+
+class Shared(torch.nn.Module):
+    """One layer under two names, with a checkpoint around the second call, whose graph reads the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=False).square().mean()
+
+
+def a_layer_under_two_names() -> None:
+    inputs = [
+        (torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(k)),)
+        for k in range(2)
+    ]
+    step = optimized(Shared(), inputs[0], "lancet-dw", reduce_gradients="mean", accumulate=2)
+    step.microbatches(inputs)
+    reference = Shared()
+    reference(torch.cat([x for (x,) in inputs])).backward()
+    torch.testing.assert_close(step.module.first.weight.grad, reference.first.weight.grad)
+    torch.testing.assert_close(step.module.first.bias.grad, reference.first.bias.grad)
+
+
+def test_a_layer_under_two_names(pool: RankPool) -> None:
+    pool.run(a_layer_under_two_names)
 
 
 def one_large_batch(number: int) -> Step:
