@@ -69,10 +69,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.long
 def test_the_wire_has_its_speed(script: Path) -> None:
-    """Half a megabyte to the other rank at 0.05 Gbit/s: 84 ms and headers, less what passes at once."""
+    """Half a megabyte to the other rank at 0.05 Gbit/s: 84 ms and headers, less what passes at once (11 ms)."""
     netns.run_on_wire([str(script)], 0.05)
     times = json.loads((script.parent / "times.json").read_text())
-    assert min(times) > 0.075
+    assert min(times) > 0.07
     assert names_of(os.getpid()) == []
 
 
