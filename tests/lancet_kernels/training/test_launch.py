@@ -36,7 +36,7 @@ def main():
     if mode == "late":
         if not fails:
             raise CommunicationError("rank 0 lost its connection")
-        time.sleep(0.7)
+        time.sleep(0.3)
         raise ValueError("late")
     import torch, torch.distributed as dist
     me = start_ranks("cpu", {"timeout": 4, "SIGSTOP": 4}.get(mode, TIMEOUT))
