@@ -61,9 +61,8 @@ def wire(gbps: float) -> Iterator[list[str]]:
 def _set_up(name: str, end: int, gbps: float) -> None:
     """Address and speed of one end."""
     rate = max(1, round(gbps * 1e6))
-    # What passes at once after a pause: half a millisecond of traffic, but a segment of 64 KiB fits in. One
-    # that does not is split by the CPU, packet by packet, which network cards do: 25 MB in each direction at
-    # 0.1 Gbit/s took 0.95 s of CPU time instead of 0.1 s (2-core CPU, 2026-11-24).
+    # What passes at once after a pause: half a millisecond of traffic, but a segment of 64 KiB fits in. The
+    # kernel would split one that does not into packets, on the cores that compute, as network cards do.
     burst = max(70_000, round(gbps * 1e9 / 8 * 0.5e-3))
     inside = ("ip", "netns", "exec", name)
     _call(*inside, "ip", "address", "add", f"{address(end)}/24", "dev", device(end))

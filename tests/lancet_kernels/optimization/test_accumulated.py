@@ -57,6 +57,7 @@ def a_layer_under_two_names() -> None:
         for k in range(2)
     ]
     step = optimized(Shared(), inputs[0], "lancet-dw", reduce_gradients="mean", accumulate=2)
+    assert step.timeline.times.others == 1, "simulated as it runs: one microbatch without sums, then one with"
     step.microbatches(inputs)
     reference = Shared()
     reference(torch.cat([x for (x,) in inputs])).backward()
