@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
@@ -113,6 +113,9 @@ class MeasuredCosts:
     communication: CommunicationModel
     where: str
     """Device, ranks, torch, link."""
+    slowdown: float = 1.0
+    """How many times as long computation takes in the step as it runs as op by op: colder caches, cores that
+    communication takes, ranks that come late."""
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
@@ -123,9 +126,21 @@ class MeasuredCosts:
             )
         whole_ms = instruction.attributes.get("whole_milliseconds")
         if whole_ms is None:
-            return self.device.added_ms(instruction.op, instruction.bytes)
+            return self.slowdown * self.device.added_ms(instruction.op, instruction.bytes)
         part_ms = self.device.part_ms(instruction, tensors, whole_ms)
         return part_of_measured(instruction, self.device.launch_ms) if part_ms is None else part_ms
+
+    def as_it_runs(self, program: Program) -> Program:
+        """The Program whose ops were measured one by one, with the times they take in the step."""
+        return replace(
+            program,
+            instructions=tuple(
+                replace(i, milliseconds=self.slowdown * i.milliseconds)
+                if i.kind is Kind.COMPUTE and i.milliseconds is not None
+                else i
+                for i in program.instructions
+            ),
+        )
 
     @property
     def source(self) -> str:

@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from lancet_kernels.graph.capture.captured_graph import with_any_strides
+from lancet_kernels.graph.capture.captured_graph import copy_of, with_any_strides
+from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.program.from_fx import is_collective, is_functional_collective, is_instruction
+from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.comm.link import link
@@ -85,6 +87,30 @@ def measure_nodes(
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
         times[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
     return times
+
+
+def milliseconds_as_it_runs(
+    module: fx.GraphModule, inputs: Sequence[object], group: str, device: torch.device, repeats: int = 3
+) -> float:
+    """Wall time of a whole graph in its own order, with its collectives over the link as it is: the median
+    over runs (without the first), the mean over the ranks. The states of the random generators are restored.
+
+    Args: as of `measure_nodes`.
+    """
+
+    runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
+
+    def run() -> float:
+        _finish(device)
+        begin = time.perf_counter()
+        runner(list(inputs))
+        _finish(device)
+        return (time.perf_counter() - begin) * 1e3
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        elapsed_ms = _median_ms(run, group, repeats)
+    link.read()
+    return elapsed_ms
 
 
 @contextlib.contextmanager

@@ -23,7 +23,11 @@ from lancet_kernels.cache_file import cache_folder
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile
-from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
+from lancet_kernels.graph.costs.measure import (
+    measure_communication,
+    measure_nodes,
+    milliseconds_as_it_runs,
+)
 from lancet_kernels.graph.costs.measure_device import (
     cuts_to_measure,
     measure_copies,
@@ -34,6 +38,7 @@ from lancet_kernels.graph.costs.measure_device import (
 from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Kind, Program
+from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
 
@@ -179,6 +184,20 @@ class Profiler:
             collective, group, size = line.removeprefix(prefix).split()
             samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
+
+    def milliseconds_as_it_runs(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program
+    ) -> float:
+        """Wall time of a step whose communication blocks: its graph, run as a whole.
+
+        Args: as of `program`.
+        """
+        key = f"step {fingerprint(program)} as it runs on {self._where_with_link}"
+        elapsed_ms = self._from_first(self.times.get(key))
+        if elapsed_ms is None:
+            elapsed_ms = milliseconds_as_it_runs(module, inputs, self.groups.world, self.device)
+            self._store({key: elapsed_ms})
+        return elapsed_ms
 
     @property
     def _where_with_link(self) -> str:

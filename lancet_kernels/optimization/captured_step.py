@@ -17,9 +17,9 @@ from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.costs import Cost, CostModel
+from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin, twin_of
 from lancet_kernels.layer.model_layers import moe_layers
@@ -45,6 +45,7 @@ from lancet_kernels.schedules.rewrite.walk import (
     fuse,
     walk,
 )
+from lancet_kernels.schedules.time.simulate import simulate
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.fused.fused_experts import LayerExchange
@@ -271,19 +272,24 @@ class CapturedStep:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
             cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
-            program = step.program
-        else:
-            program = self.profiler.program(step.module, step.inputs, step.program)
-            layers = moe_layers(self.model)
-            width = layers[0].d_model if layers else 1
-            cost = self.profiler.costs(step.module, step.inputs, program, width)
-        return replace(step, timed=self._shared(program, cost), cost=cost)
+            return replace(step, timed=self._shared(step.program, cost), cost=cost)
+        layers = moe_layers(self.model)
+        width = layers[0].d_model if layers else 1
+        op_by_op = self.profiler.program(step.module, step.inputs, step.program)
+        costs = self.profiler.costs(step.module, step.inputs, op_by_op, width)
+        if all(instruction.milliseconds is None for instruction in step.program.instructions):
+            # Times that an instruction already has are those of fused launches in the interpreter.
+            run_ms = self.profiler.milliseconds_as_it_runs(step.module, step.inputs, step.program)
+            costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms))
+        return replace(step, timed=self._shared(costs.as_it_runs(op_by_op), costs), cost=costs)
 
     def measured(self, step: Step, plan: Plan) -> Program:
         """The Program of a costed step with the plan's ranges cut, with measured times of its
         instructions."""
+        assert isinstance(step.cost, MeasuredCosts)
         module = fx.GraphModule(step.module, step.cutter.graph(plan.ranges))
-        return self._shared(self.profiler.program(module, step.inputs), step.cost)
+        op_by_op = self.profiler.program(module, step.inputs)
+        return self._shared(step.cost.as_it_runs(op_by_op), step.cost)
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches that share the sums of gradients: each has its share of
@@ -302,3 +308,18 @@ class CapturedStep:
                 for i in program.instructions
             ),
         )
+
+
+def slowdown(program: Program, costs: MeasuredCosts, run_ms: float) -> float:
+    """How many times as long computation takes in a step as it runs as op by op (`MeasuredCosts.slowdown`).
+
+    Example: ops of 900 ms and blocking communication of 600 ms, but a step of 1,700: 1 + 200 / 900 = 1.22.
+
+    Args: program: with times op by op. run_ms: the step as it runs, all communication of which blocks.
+    """
+    ms = durations(program, costs)
+    compute_ms = sum(t for i, t in zip(program.instructions, ms, strict=True) if i.kind is Kind.COMPUTE)
+    names = [i.name for i in program.instructions if i.kind.is_communication]
+    blocking_ms = simulate(program, costs, blocking=frozenset(names)).iteration_ms
+    # A step of next to no computation says nothing about it.
+    return max(0.5, 1 + (run_ms - blocking_ms) / compute_ms) if compute_ms > 0 else 1.0

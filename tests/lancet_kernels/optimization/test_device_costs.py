@@ -64,6 +64,7 @@ def fake_gpu(monkeypatch):
         raise AssertionError(f"priced by cluster file {name}")
 
     monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
+    monkeypatch.setattr(captured_step, "slowdown", lambda *_: 1.0)
     monkeypatch.setattr(captured_step, "load_cluster", no_cluster)
     return calls
 

@@ -1,0 +1,28 @@
+"""Computation is priced as the step runs, which takes longer than its ops one by one."""
+
+import pytest
+
+from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.costs import MeasuredCosts
+from lancet_kernels.graph.costs.device_costs import DeviceCosts
+from lancet_kernels.optimization.captured_step import slowdown
+from lancet_kernels.schedules.time.simulate import simulate
+from tests.schedules.made_programs import program
+
+COSTS = MeasuredCosts(DeviceCosts("CPU", "2.13", 0.1, ((1.0, 0.1),)), CommunicationModel({}), "here")
+
+
+@pytest.mark.parametrize("run_ms", [1500.0, 1700.0, 1400.0])
+def test_the_blocking_step_is_then_predicted_as_it_runs(run_ms: float) -> None:
+    # B would hide a third of X if communication did not block.
+    step = program("A c f 600", "X a f 600 A", "B c f 200", "C c f 100 X")
+    factor = slowdown(step, COSTS, run_ms)
+    assert factor == pytest.approx(1 + (run_ms - 1500) / 900)
+    costs = MeasuredCosts(COSTS.device, COSTS.communication, "here", factor)
+    blocking = simulate(costs.as_it_runs(step), costs, blocking=["X"])
+    assert blocking.iteration_ms == pytest.approx(run_ms)
+    assert simulate(costs.as_it_runs(step), costs).iteration_ms < run_ms
+
+
+def test_a_step_without_computation_says_nothing() -> None:
+    assert slowdown(program("X a f 5"), COSTS, 100.0) == 1.0
