@@ -40,8 +40,12 @@ def missing() -> str | None:
     probe = f"lancet-{os.getpid()}-probe"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
         return "the right to make network namespaces"
+    tc = ["ip", "netns", "exec", probe, "tc"]
+    queue = [*tc, *"qdisc add dev lo root handle 1: htb".split()]
+    filters = [*tc, *"filter add dev lo parent 1: protocol ip u32 match u32 0 0 flowid 1:1".split()]
+    shaped = all(subprocess.run(c, capture_output=True).returncode == 0 for c in (queue, filters))
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
-    return None
+    return None if shaped else "the queue htb and the filter u32 in its kernel"
 
 
 @contextlib.contextmanager
