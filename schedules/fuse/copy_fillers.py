@@ -17,14 +17,15 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.graph.program.reachability import bitset
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.ops.fused import fused_graph
 from lancet_kernels.schedules.fuse.fused import sort_graph
+from lancet_kernels.schedules.fuse.fused_layers import is_weight_gradient
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.partition.ranges import LaunchFillers
+from lancet_kernels.schedules.rewrite.inserter import call_op
 
 
 def choose_fillers(
@@ -86,7 +87,8 @@ def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
     for fillers in chosen:
         launch = nodes.get(fillers.launch)
         gradients = [nodes.get(name) for name in fillers.gradients]
-        if launch is None or launch.target is not fused_graph.BACKWARD or not all(map(_can_ride, gradients)):
+        can_ride = all(node is not None and is_weight_gradient(node) for node in gradients)
+        if launch is None or launch.target is not fused_graph.BACKWARD or not can_ride:
             raise UserError(
                 "fillers of a plan",
                 got=f"{', '.join(fillers.gradients)} in {fillers.launch}, which this graph does not have",
@@ -96,10 +98,6 @@ def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
         _add(graph, launch, [node for node in gradients if node is not None])
     if chosen:
         sort_graph(graph)
-
-
-def _can_ride(node: fx.Node | None) -> bool:
-    return node is not None and op_name(node) == "aten.mm" and op_name(node.args[0]) == "aten.t"
 
 
 def _add(graph: fx.Graph, launch: fx.Node, gradients: Sequence[fx.Node]) -> None:
@@ -112,8 +110,7 @@ def _add(graph: fx.Graph, launch: fx.Node, gradients: Sequence[fx.Node]) -> None
     set_value(launch, [*before, *(node.meta["val"] for node in gradients)])
     for index, node in enumerate(gradients, len(before)):
         with graph.inserting_after(launch):
-            element = graph.call_function(operator.getitem, (launch, index))
-        set_value(element, node.meta["val"])
+            element = call_op(graph, operator.getitem, launch, index)
         node.replace_all_uses_with(element)
         transposed = node.args[0]
         graph.erase_node(node)

@@ -45,23 +45,26 @@ class _Held:
     placeholder: fx.Node
 
 
-def insert_gathers(
-    module: fx.GraphModule,
-    twin: Twin,
-    parameter_of_output: Mapping[int, str],
-    scale_of: Callable[[ShardedParameter], float],
-    cost_group: Mapping[str, str],
-) -> None:
+@dataclass(frozen=True)
+class Shards:
+    """What FSDP shards of a step.
+
+    twin: that was captured. scale_of: gives the number with which the sums of a parameter's gradients are
+    multiplied. cost_group: as of `Inserter`.
+    """
+
+    twin: Twin
+    scale_of: Callable[[ShardedParameter], float]
+    cost_group: Mapping[str, str]
+
+
+def insert_gathers(module: fx.GraphModule, shards: Shards, parameter_of_output: Mapping[int, str]) -> None:
     """Shard the parameters of a joint graph.
 
-    Args:
-        twin: that was captured.
-        parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
-        scale_of: gives the number with which the sums of a parameter's gradients are multiplied.
-        cost_group: by name of a group, the one under which its communication has costs; "world": by default.
+    Args: parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
     """
-    sharding = _Sharding(module, cost_group)
-    by_name, names = {parameter.name: parameter for parameter in twin.parameters}, twin.names
+    sharding = _Sharding(module, shards.cost_group)
+    by_name, names = {parameter.name: parameter for parameter in shards.twin.parameters}, shards.twin.names
     placeholders = module.graph.find_nodes(op="placeholder")
     held = [
         _Held(by_name[name], node)
@@ -71,7 +74,7 @@ def insert_gathers(
     gradients = {
         i: by_name[names[name]] for i, name in parameter_of_output.items() if names.get(name) in by_name
     }
-    sharding.scatter(gradients, scale_of)
+    sharding.scatter(gradients, shards.scale_of)
     sharding.gather(held)
     module.graph.lint()
     module.recompile()
