@@ -30,14 +30,14 @@ from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.hiding import what_hides
 from lancet_kernels.schedules.order.sink import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.prediction import Prediction, exposed_bounds
 from lancet_kernels.schedules.rewrite import apply, buckets, in_place
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
 from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps, insert_optimizer_steps
 from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.exposed_bounds import exposed_bounds
 from lancet_kernels.schedules.time.simulate import Timeline
 
 NumberOf = Callable[[tuple[object, ...]], int]
