@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from test_cut_torch import copy_of, forward_ranges
+from test_cut_torch import forward_ranges
 
+from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.program.forms import WHOLE, Forms, cut_along
 from lancet_kernels.graph.program.from_fx import tensor_names
 from lancet_kernels.graph.program.program import Phase, TensorSpec

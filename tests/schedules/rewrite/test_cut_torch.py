@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx
 
+from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.program.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.graph.program.program import Phase
@@ -46,13 +47,6 @@ def size(gate: str = "topk", dropless: bool = False) -> Size:
         top_k=GATES[gate],
         capacity_factor=capacity,
     )
-
-
-def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(joint.graph, {}))
-    assert [n.name for n in graph.nodes] == [n.name for n in joint.graph.nodes]
-    return fx.GraphModule(joint, graph)
 
 
 def forward_ranges(step: Step) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ def test_overlap_on_a_track_is_refused():
         perfetto_trace([one, two])
 
 
-def test_labels(events):
+def test_labels_those_of_parts_as_of_the_whole(events):
     found = {e.name: label(e, frozenset({"W"})) for e in events}
     assert found == {
         "A": "forward",
@@ -49,9 +49,6 @@ def test_labels(events):
         "R": "all-reduce",
         "S": "optimizer",
     }
-
-
-def test_a_part_has_the_label_of_the_whole():
     part = Event("mm_1_part0", COMPUTE, 0, 2, Kind.COMPUTE, Phase.BACKWARD)
     assert label(part, frozenset({"mm_1"})) == "weight gradient"
     assert label(part, frozenset({"mm"})) == "backward"
