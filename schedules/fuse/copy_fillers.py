@@ -17,7 +17,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.reachability import bitset
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.ops.fused import fused_graph
@@ -40,6 +40,10 @@ def choose_fillers(
     reads depends on it: this keeps the graph without cycles.
     """
     instructions = program.instructions
+
+    def dtype(position: int) -> str:
+        return program.tensors[instructions[position].outputs[0]].dtype
+
     at = [i for i, x in enumerate(instructions) if whole_name(x.name) in launches]
     gradients = [i for i in range(len(program)) if _is_weight_gradient(program, i)]
     needed = 0
@@ -52,9 +56,7 @@ def choose_fillers(
         riders = {
             instructions[g].name: cost(instructions[g], program.tensors)
             for g in gradients
-            if g < i
-            and free >> g & 1
-            and _dtype(program, instructions[g]) == _dtype(program, instructions[i])
+            if g < i and free >> g & 1 and dtype(g) == dtype(i)
         }
         fillers = best_fit(riders, work)
         if fillers:
@@ -72,10 +74,6 @@ def _is_weight_gradient(program: Program, position: int) -> bool:
         return False
     producer = program.producer.get(instruction.inputs[0])
     return producer is not None and program.instructions[producer].op == "aten.t"
-
-
-def _dtype(program: Program, instruction: Instruction) -> str:
-    return program.tensors[instruction.outputs[0]].dtype
 
 
 def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from torch import fx
 
@@ -130,25 +131,14 @@ def _lower(
 
 def sort_graph(graph: fx.Graph) -> None:
     """Stable topological sort: move nodes behind their inputs, and keep the order otherwise."""
-    placed: set[fx.Node] = set()
-    anchor = None
-
-    def place(node: fx.Node) -> None:
-        nonlocal anchor
+    placed: dict[fx.Node, None] = {}
+    for node in graph.nodes:
         stack = [node]
         while stack:
-            top = stack[-1]
-            waiting = [n for n in top.all_input_nodes if n not in placed]
-            if top in placed:
-                stack.pop()
-            elif waiting:
+            waiting = [n for n in stack[-1].all_input_nodes if n not in placed]
+            if waiting:
                 stack.extend(reversed(waiting))
             else:
-                if anchor is not None:
-                    anchor.append(top)
-                anchor = top
-                placed.add(top)
-                stack.pop()
-
-    for node in list(graph.nodes):
-        place(node)
+                placed.setdefault(stack.pop())
+    for before, after in pairwise(placed):
+        before.append(after)
