@@ -157,14 +157,15 @@ class Planner:
         """By the order of a plan, and what it waits for."""
         self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
-            "none": self._none,
-            "tutel": self._tutel,
+            # The original order; computation waits for every all-to-all.
+            "none": lambda: self._in_order((), blocking=self._waited_for(())),
+            "tutel": lambda: self._best(self._tutel_degrees()),
             "lancet-dw": self._lancet_dw,
             "lancet-partition": self._lancet_partition,
             "lancet": self._lancet,
             "duplex": self._duplex,
             "lancet+duplex": self._lancet_duplex,
-            AUTO: self._auto,
+            AUTO: lambda: self._chosen(self._best(self._strategy_plans)),
         }
         self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
@@ -222,14 +223,6 @@ class Planner:
             replace(plan, strategy=strategy) for plan in always if plan.chosen not in {p.chosen for p in best}
         ]
 
-    def _none(self) -> Plan:
-        """The original order; computation waits for every all-to-all."""
-        return self._in_order((), blocking=self._waited_for(()))
-
-    def _tutel(self) -> Plan:
-        """The best degree."""
-        return self._best(self._tutel_degrees())
-
     def _tutel_degrees(self) -> list[Plan]:
         """One plan per degree, as long as more parts are faster; computation waits for the all-to-alls
         outside the pipelines."""
@@ -261,7 +254,8 @@ class Planner:
         return self._best(plans)
 
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
-        backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
+        instructions = self.program.instructions
+        backward = [r for r in self.expert_ranges if instructions[r[0]].phase is Phase.BACKWARD]
         cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
         more = [(), *(cut for cut in cuts if cut)]
         return [
@@ -303,10 +297,6 @@ class Planner:
         """The plans of all strategies but `auto`."""
         return [self.plan(name) for name in STRATEGY_NAMES if name != AUTO and name not in self.impossible]
 
-    def _auto(self) -> Plan:
-        """The best of all strategies."""
-        return self._chosen(self._best(self._strategy_plans))
-
     def _chosen(self, plan: Plan) -> Plan:
         """The plan of another strategy, as the plan of `auto`."""
         compared = {other.strategy: other.predicted for other in self._strategy_plans}
@@ -319,12 +309,9 @@ class Planner:
         for most_parts in self._part_limits():
             candidates = plans_of(most_parts)
             plans += candidates
-            if any(self._fits(plan) for plan in candidates):
+            if any(plan.predicted.peak_memory_gb <= self.limit_gb for plan in candidates):
                 break
         return plans
-
-    def _phase_of(self, position: int) -> Phase:
-        return self.program.instructions[position].phase
 
     @cached_property
     def expert_ranges(self) -> list[tuple[int, int]]:
@@ -432,9 +419,6 @@ class Planner:
         if plan.method.startswith(ORIGINAL_ORDER) or plan.method.endswith(SEARCHED):
             return plan
         return self._with_order(plan, search=True)
-
-    def _fits(self, plan: Plan) -> bool:
-        return plan.predicted.peak_memory_gb <= self.limit_gb
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; if none does, the one that needs least."""
