@@ -13,7 +13,6 @@ launch for each copy, forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.forms import CARRIED, PARTIAL, WHOLE, Form, cut_along, sliced
@@ -47,7 +46,7 @@ def copies_of_batch(program: Program, copies: int = COPIES) -> PartitionRange:
         fewer = ([t for t in best.inputs if t != left_out] for left_out in best.inputs)
         best = _best([best, *(_Forms(program, inputs) for inputs in fewer)])
     if best.refused:
-        raise best.refused[0]
+        raise best.refused
     if not best.in_parts:
         raise _refuse("a step in which nothing can be cut along the batch", "ops with rules", "use one copy")
     batch = program.tensors[best.inputs[0]].shape[0]
@@ -77,35 +76,30 @@ def _best(candidates: list[_Forms]) -> _Forms:
     return max(candidates, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.in_parts)))
 
 
-@dataclass
 class _Forms:
     """The forms of all tensors that follow from the rules if these inputs are cut along their first
     dimension.
 
     in_parts: positions that run part by part. run_whole: positions that read cut tensors, but have no rule to
-    cut them. refused: reasons why the step cannot be duplexed.
+    cut them. refused: the first reason why the step cannot be duplexed.
     """
 
-    program: Program
-    inputs: Sequence[str]
-    forms: dict[str, Form] = field(init=False)
-    in_parts: list[int] = field(init=False, default_factory=list)
-    run_whole: list[int] = field(init=False, default_factory=list)
-    refused: list[UserError] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        program = self.program
-        self._batch = program.tensors[self.inputs[0]].shape[0] if self.inputs else 1
+    def __init__(self, program: Program, inputs: Sequence[str]) -> None:
+        self.program, self.inputs = program, inputs
+        self.in_parts: list[int] = []
+        self.run_whole: list[int] = []
+        self.refused: UserError | None = None
+        self._batch = program.tensors[inputs[0]].shape[0] if inputs else 1
         self._read_whole: set[str] = set()
         self._read: set[str] = set()
-        self.forms = {t: cut_along(0) for t in self.inputs}
+        self.forms = {t: cut_along(0) for t in inputs}
         for i, instruction in enumerate(program.instructions):
             # A gate that reads no activation (the random gate) also routes part by part.
             if any(map(self._is_in_parts, instruction.inputs)) or _is_gate(instruction):
                 self._visit(i, instruction)
         uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.in_parts)
-        if uncut and not self.refused:
-            self._refuse_all_to_all(program.instructions[min(uncut)])
+        if uncut:
+            self.refused = self.refused or _why_refused(program.instructions[min(uncut)])
         # Inputs that no part reads stay whole.
         outside = [t for t in self.forms if t not in program.producer and t not in self._read]
         for t in outside:
@@ -119,7 +113,8 @@ class _Forms:
         rule = rule_for(instruction)
         way = self._best_way(instruction, rule) if rule else None
         if way is None:
-            self._run_whole(i, instruction)
+            self.run_whole.append(i)
+            self.refused = self.refused or _why_refused(instruction)
             return
         self.in_parts.append(i)
         for t, form in zip(instruction.inputs, way, strict=False):
@@ -176,33 +171,25 @@ class _Forms:
         rule = rule_for(self.program.instructions[self.program.producer[tensor]])
         return rule is not None and not rule.carries
 
-    def _run_whole(self, i: int, instruction: Instruction) -> None:
-        self.run_whole.append(i)
-        if instruction.attributes.get("partitionable") is False:
-            spec = instruction.attributes.get("spec")
-            got = f"{instruction.name}, gate {spec!r}, which needs the whole batch"
-            self.refused.append(
-                _refuse(
-                    got, "gates that can route part of a batch", "use strategy lancet: it cuts after the gate"
-                )
-            )
-        elif GENERATOR in instruction.mutates:
-            self.refused.append(
-                _refuse(
-                    f"{instruction.name} ({instruction.op}), whose random numbers depend on the cut",
-                    "random numbers keyed by token",
-                    "use lancet_kernels.Dropout, or strategy lancet",
-                )
-            )
-        elif _is_launch(instruction):
-            got = f"{instruction.name}, a fused launch that cannot be cut along the batch"
-            self.refused.append(_refuse(got, "MoE layers on streams", "use backend='torch' for it"))
-        elif instruction.kind is Kind.ALL_TO_ALL:
-            self._refuse_all_to_all(instruction)
 
-    def _refuse_all_to_all(self, instruction: Instruction) -> None:
-        got = f"{instruction.name} ({instruction.op}), which cannot be cut along the batch"
-        self.refused.append(_refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw"))
+def _why_refused(instruction: Instruction) -> UserError | None:
+    """Why a step cannot be duplexed in which this instruction is not cut; None: it can run once."""
+    name, op = instruction.name, instruction.op
+    if instruction.attributes.get("partitionable") is False:
+        got = f"{name}, gate {instruction.attributes.get('spec')!r}, which needs the whole batch"
+        do = "use strategy lancet: it cuts after the gate"
+        return _refuse(got, "gates that can route part of a batch", do)
+    if GENERATOR in instruction.mutates:
+        got = f"{name} ({op}), whose random numbers depend on the cut"
+        do = "use lancet_kernels.Dropout, or strategy lancet"
+        return _refuse(got, "random numbers keyed by token", do)
+    if _is_launch(instruction):
+        got = f"{name}, a fused launch that cannot be cut along the batch"
+        return _refuse(got, "MoE layers on streams", "use backend='torch' for it")
+    if instruction.kind is Kind.ALL_TO_ALL:
+        got = f"{name} ({op}), which cannot be cut along the batch"
+        return _refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw")
+    return None
 
 
 def _is_launch(instruction: Instruction) -> bool:

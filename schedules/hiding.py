@@ -12,8 +12,9 @@ from typing import Any
 from lancet_kernels.graph.program.program import Kind, Phase, original_name
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.time.simulate import Event, Timeline
+from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
 
-WEIGHT_GRADIENTS, RECOMPUTATION = "weight gradients", "recomputation"
+WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def what_hides(
                     break
                 both = min(event.end_ms, message.end_ms) - max(event.start_ms, message.start_ms)
                 if both > 0:
-                    work = _work(event, weight_gradients)
+                    work = label(event, weight_gradients)
+                    work = WEIGHT_GRADIENTS if work == WEIGHT_GRADIENT else work
                     shares[work][layers.get(_of_graph(event), "")] += both
         fillers = [Filler(work, tuple(of), sum(of.values())) for work, of in shares.items()]
         fillers.sort(key=lambda filler: -filler.ms)
@@ -89,10 +91,3 @@ def _of_graph(event: Event) -> str:
     """The instruction of the graph before it was cut."""
     name = whole_name(event.name)
     return original_name(name) or name
-
-
-def _work(event: Event, weight_gradients: Collection[str]) -> str:
-    name = whole_name(event.name)
-    if original_name(name) is not None:
-        return RECOMPUTATION
-    return WEIGHT_GRADIENTS if name in weight_gradients else event.phase.value

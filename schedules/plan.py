@@ -35,6 +35,12 @@ from lancet_kernels.schedules.prediction import Prediction
 from lancet_kernels.schedules.time.recomputation import Recomputation
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
+_NOT_RUN = {
+    *("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible"),
+    *("memory_limit_gb", "without_limit_ms", "recomputation", "hidings", "setting", "pair_ms"),
+    *("measured_microbatches", "exposed_bounds", "bucket_ms"),
+}
+"""Fields of a plan that do not change what runs."""
 
 
 @dataclass(frozen=True)
@@ -128,20 +134,7 @@ class Plan(SavedJson):
     def fingerprint(self) -> str:
         """64 hex digits that depend on what runs, not on predictions or on how the plan was chosen: ranks
         that run the same plan have the same."""
-        data = self.to_json()
-        not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
-        of_memory = ("memory_limit_gb", "without_limit_ms", "recomputation")
-        for other in (
-            *not_done,
-            *of_memory,
-            "hidings",
-            "setting",
-            "pair_ms",
-            "measured_microbatches",
-            "exposed_bounds",
-            "bucket_ms",
-        ):
-            del data[other]
+        data = {name: value for name, value in self.to_json().items() if name not in _NOT_RUN}
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
@@ -191,11 +184,8 @@ class Plan(SavedJson):
             lines += ["", f"Fused launches: {fused} of {len(self.fused)} MoE layers"]
             lines += [f"  {group.layer}: {group.why}" for group in self.fused]
         if _TORCH_DROPOUT & set(self.without_rule):
-            lines += [
-                "",
-                "torch's dropout is never cut into parts: use lancet_kernels.Dropout, whose numbers",
-            ]
-            lines[-1] += " do not depend on the cut"
+            advice = "use lancet_kernels.Dropout, whose numbers do not depend on the cut"
+            lines += ["", f"torch's dropout is never cut into parts: {advice}"]
         return "\n".join(lines + (self._details() if details else []))
 
     def choice_text(self) -> str:
@@ -224,9 +214,7 @@ class Plan(SavedJson):
 
 def _range_to_json(planned: PartitionRange) -> dict[str, Any]:
     forms = {tensor: str(form) for tensor, form in planned.forms.items()}
-    fillers = [asdict(one) for one in planned.fillers]
-    data = {"first": planned.first, "last": planned.last, "parts": planned.parts, "forms": forms}
-    return {**data, "fillers": fillers}
+    return {**asdict(replace(planned, forms={})), "forms": forms}
 
 
 def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:

@@ -33,7 +33,6 @@ from lancet_kernels.schedules.duplex import duplex
 from lancet_kernels.schedules.order.best_order import SEARCHED, best_order
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
-from lancet_kernels.schedules.partition.axes import AxisInference
 from lancet_kernels.schedules.partition.partition_range import (
     PartitionOptions,
     choose_ranges,
@@ -150,23 +149,23 @@ class Planner:
         self.program, self.cost, self._cut_program, self._with_fillers = program, cost, cut, with_fillers
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
-        self.inference = AxisInference(program)
+        self._costs = PipelineCosts(program, cost)
         self._plans: dict[str, Plan] = {}
-        self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
+        self._partitions: dict[int, list[tuple[PartitionRange, ...]]] = {}
         self._ordered: dict[tuple[object, ...], Plan] = {}
         self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
         """By the order of a plan, and what it waits for."""
-        self._whole_ranges: dict[int, PartitionRange | None] = {}
         self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
-            "none": self._none,
-            "tutel": self._tutel,
+            # The original order; computation waits for every all-to-all.
+            "none": lambda: self._in_order((), blocking=self._waited_for(())),
+            "tutel": lambda: self._best(self._tutel_degrees()),
             "lancet-dw": self._lancet_dw,
             "lancet-partition": self._lancet_partition,
             "lancet": self._lancet,
             "duplex": self._duplex,
             "lancet+duplex": self._lancet_duplex,
-            AUTO: self._auto,
+            AUTO: lambda: self._chosen(self._best(self._strategy_plans)),
         }
         self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
@@ -224,14 +223,6 @@ class Planner:
             replace(plan, strategy=strategy) for plan in always if plan.chosen not in {p.chosen for p in best}
         ]
 
-    def _none(self) -> Plan:
-        """The original order; computation waits for every all-to-all."""
-        return self._in_order((), blocking=self._waited_for(()))
-
-    def _tutel(self) -> Plan:
-        """The best degree."""
-        return self._best(self._tutel_degrees())
-
     def _tutel_degrees(self) -> list[Plan]:
         """One plan per degree, as long as more parts are faster; computation waits for the all-to-alls
         outside the pipelines."""
@@ -263,7 +254,8 @@ class Planner:
         return self._best(plans)
 
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
-        backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
+        instructions = self.program.instructions
+        backward = [r for r in self.expert_ranges if instructions[r[0]].phase is Phase.BACKWARD]
         cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
         more = [(), *(cut for cut in cuts if cut)]
         return [
@@ -305,10 +297,6 @@ class Planner:
         """The plans of all strategies but `auto`."""
         return [self.plan(name) for name in STRATEGY_NAMES if name != AUTO and name not in self.impossible]
 
-    def _auto(self) -> Plan:
-        """The best of all strategies."""
-        return self._chosen(self._best(self._strategy_plans))
-
     def _chosen(self, plan: Plan) -> Plan:
         """The plan of another strategy, as the plan of `auto`."""
         compared = {other.strategy: other.predicted for other in self._strategy_plans}
@@ -321,12 +309,9 @@ class Planner:
         for most_parts in self._part_limits():
             candidates = plans_of(most_parts)
             plans += candidates
-            if any(self._fits(plan) for plan in candidates):
+            if any(plan.predicted.peak_memory_gb <= self.limit_gb for plan in candidates):
                 break
         return plans
-
-    def _phase_of(self, position: int) -> Phase:
-        return self.program.instructions[position].phase
 
     @cached_property
     def expert_ranges(self) -> list[tuple[int, int]]:
@@ -338,54 +323,50 @@ class Planner:
             overlaps = bool(ranges) and ranges[-1][1] == first
             rules = [rule_for(i) for i in self.program.instructions[first : last + 1]]
             only_experts = all(rule is not None and rule.in_experts for rule in rules)
-            if only_experts and not overlaps and self.inference.forms(first, last) is not None:
+            if only_experts and not overlaps and self._costs.inference.forms(first, last) is not None:
                 ranges.append((first, last))
         return ranges
 
     @cached_property
-    def _recomputation(self) -> Recomputation | None:
-        return Recomputation.of(self.program, self.cost)
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint(self.program)
+    def _draft(self) -> Plan:
+        """What all plans for this program and its costs say."""
+        forward = self.program.instructions[: forward_length(self.program)]
+        return Plan(
+            program=self.program.name,
+            program_fingerprint=fingerprint(self.program),
+            strategy="",
+            order=(),
+            ranges=(),
+            predicted=Prediction(0.0, 0.0, 0.0),
+            without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
+            options=self.options.to_json(),
+            costs=source_of(self.cost),
+            memory_limit_gb=self.limit_gb,
+            recomputation=Recomputation.of(self.program, self.cost),
+        )
 
     def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
         """The ranges cut along the capacity, without those that cannot be cut."""
         if parts == 1 or self._cut_program is None:
             return ()
-        names = [i.name for i in self.program.instructions]
-        cuts = ((first, last, self.inference.forms(first, last)) for first, last in pairs)
-        return tuple(
-            PartitionRange(names[first], names[last], parts, dict(forms))
-            for first, last, forms in cuts
-            if forms and can_be_cut(self.program.tensors, forms, parts)
-        )
+        cuts = (self._costs.cut(first, last, parts) for first, last in pairs)
+        return tuple(cut for cut in cuts if can_be_cut(self.program.tensors, cut.forms, parts))
 
     def _part_limits(self) -> list[int]:
         """The maximal numbers of parts to try: rho, then 4 and 2 if memory is short (section 7)."""
         most_parts = self.options.partition.most_parts
         return [most_parts, *(p for p in (4, 2) if p < most_parts)]
 
-    def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
-        if most_parts not in self._partitions:
-            options = replace(self.options.partition, most_parts=most_parts)
-            self._partitions[most_parts] = choose_ranges(self._pipeline_costs, options).ranges
-        return self._partitions[most_parts]
-
     def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
         """The partition that the dynamic program chose, and one range over all layers if that is possible."""
         if self._cut_program is None:
             return []
-        if most_parts not in self._whole_ranges:
-            longest_ms = self.options.partition.longest_range_ms
-            self._whole_ranges[most_parts] = whole_forward(self._pipeline_costs, most_parts, longest_ms)
-        whole = self._whole_ranges[most_parts]
-        return [self._partition(most_parts), *([(whole,)] if whole else [])]
-
-    @cached_property
-    def _pipeline_costs(self) -> PipelineCosts:
-        return PipelineCosts(self.program, self.cost)
+        if most_parts not in self._partitions:
+            options = replace(self.options.partition, most_parts=most_parts)
+            whole = whole_forward(self._costs, most_parts, options.longest_range_ms)
+            chosen = choose_ranges(self._costs, options).ranges
+            self._partitions[most_parts] = [chosen, *([(whole,)] if whole else [])]
+        return self._partitions[most_parts]
 
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
         """The collectives outside the ranges, for which computation waits; not sums of gradients, nor gathers
@@ -422,26 +403,10 @@ class Planner:
 
     def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
         key = range_names(ranges), method, blocking
-        if key in self._ordered:
-            return self._ordered[key]
-        forward = self.program.instructions[: forward_length(self.program)]
-        draft = Plan(
-            program=self.program.name,
-            program_fingerprint=self._fingerprint,
-            strategy="",
-            order=(),
-            ranges=ranges,
-            predicted=Prediction(0.0, 0.0, 0.0),
-            blocking=blocking,
-            method=method,
-            without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
-            options=self.options.to_json(),
-            costs=source_of(self.cost),
-            memory_limit_gb=self.limit_gb,
-            recomputation=self._recomputation,
-        )
-        self._ordered[key] = plan = self._with_order(draft, search=False)
-        return plan
+        if key not in self._ordered:
+            draft = replace(self._draft, ranges=ranges, method=method, blocking=blocking)
+            self._ordered[key] = self._with_order(draft, search=False)
+        return self._ordered[key]
 
     def _with_order(self, plan: Plan, search: bool) -> Plan:
         plan, timeline = ordered(plan, self._with_cut(plan.ranges), self.cost, search)
@@ -454,9 +419,6 @@ class Planner:
         if plan.method.startswith(ORIGINAL_ORDER) or plan.method.endswith(SEARCHED):
             return plan
         return self._with_order(plan, search=True)
-
-    def _fits(self, plan: Plan) -> bool:
-        return plan.predicted.peak_memory_gb <= self.limit_gb
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; if none does, the one that needs least."""

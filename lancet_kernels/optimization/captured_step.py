@@ -35,12 +35,12 @@ from lancet_kernels.schedules.order.bucket_sizes import bucket_sizes_ms
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
+from lancet_kernels.schedules.rewrite.gathers import Shards
+from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps
 from lancet_kernels.schedules.rewrite.walk import (
     CAPTURED,
     UNPLANNED,
     GradientSums,
-    OptimizerSteps,
-    Shards,
     Step,
     fuse,
     walk,

@@ -17,14 +17,15 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import op_name
-from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.reachability import bitset
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.ops.fused import fused_graph
 from lancet_kernels.schedules.fuse.fused import sort_graph
+from lancet_kernels.schedules.fuse.fused_layers import is_weight_gradient
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.partition.ranges import LaunchFillers
+from lancet_kernels.schedules.rewrite.inserter import call_op
 
 
 def choose_fillers(
@@ -39,6 +40,10 @@ def choose_fillers(
     reads depends on it: this keeps the graph without cycles.
     """
     instructions = program.instructions
+
+    def dtype(position: int) -> str:
+        return program.tensors[instructions[position].outputs[0]].dtype
+
     at = [i for i, x in enumerate(instructions) if whole_name(x.name) in launches]
     gradients = [i for i in range(len(program)) if _is_weight_gradient(program, i)]
     needed = 0
@@ -51,9 +56,7 @@ def choose_fillers(
         riders = {
             instructions[g].name: cost(instructions[g], program.tensors)
             for g in gradients
-            if g < i
-            and free >> g & 1
-            and _dtype(program, instructions[g]) == _dtype(program, instructions[i])
+            if g < i and free >> g & 1 and dtype(g) == dtype(i)
         }
         fillers = best_fit(riders, work)
         if fillers:
@@ -73,10 +76,6 @@ def _is_weight_gradient(program: Program, position: int) -> bool:
     return producer is not None and program.instructions[producer].op == "aten.t"
 
 
-def _dtype(program: Program, instruction: Instruction) -> str:
-    return program.tensors[instruction.outputs[0]].dtype
-
-
 def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
     """Let launches of a cut graph compute their chosen fillers, in place.
 
@@ -86,7 +85,8 @@ def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
     for fillers in chosen:
         launch = nodes.get(fillers.launch)
         gradients = [nodes.get(name) for name in fillers.gradients]
-        if launch is None or launch.target is not fused_graph.BACKWARD or not all(map(_can_ride, gradients)):
+        can_ride = all(node is not None and is_weight_gradient(node) for node in gradients)
+        if launch is None or launch.target is not fused_graph.BACKWARD or not can_ride:
             raise UserError(
                 "fillers of a plan",
                 got=f"{', '.join(fillers.gradients)} in {fillers.launch}, which this graph does not have",
@@ -96,10 +96,6 @@ def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
         _add(graph, launch, [node for node in gradients if node is not None])
     if chosen:
         sort_graph(graph)
-
-
-def _can_ride(node: fx.Node | None) -> bool:
-    return node is not None and op_name(node) == "aten.mm" and op_name(node.args[0]) == "aten.t"
 
 
 def _add(graph: fx.Graph, launch: fx.Node, gradients: Sequence[fx.Node]) -> None:
@@ -112,8 +108,7 @@ def _add(graph: fx.Graph, launch: fx.Node, gradients: Sequence[fx.Node]) -> None
     set_value(launch, [*before, *(node.meta["val"] for node in gradients)])
     for index, node in enumerate(gradients, len(before)):
         with graph.inserting_after(launch):
-            element = graph.call_function(operator.getitem, (launch, index))
-        set_value(element, node.meta["val"])
+            element = call_op(graph, operator.getitem, launch, index)
         node.replace_all_uses_with(element)
         transposed = node.args[0]
         graph.erase_node(node)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import KEPT_BYTES
@@ -29,6 +29,7 @@ from lancet_kernels.ops.fused import fused_graph
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer, independent_gradients, match_layers
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.plan import FusedGroup
+from lancet_kernels.schedules.rewrite.inserter import call_op
 
 CHOICES = ("auto", "fused", "streams")
 WORK = "launch_work"
@@ -96,23 +97,23 @@ def _lower(
     graph: fx.Graph, layer: MatchedLayer, fillers: list[fx.Node], number: int, group: FusedGroup
 ) -> None:
     with graph.inserting_before(layer.combine):
-        forward = _call(
+        forward = call_op(
             graph, fused_graph.FORWARD, layer.x, layer.expert, layer.row, layer.weight, layer.count,
             layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number,
         )  # fmt: skip
-        out, ticket = _element(graph, forward, 0), _element(graph, forward, 1)
+        out, ticket = (call_op(graph, operator.getitem, forward, i) for i in range(2))
     layer.combine.replace_all_uses_with(out)
     order = {node: i for i, node in enumerate(graph.nodes)}
     results = [layer.dx, layer.dweight, layer.dw1, layer.dw2]
     results += [layer.db1, layer.db2] if layer.b1 is not None else []
     with graph.inserting_before(min(layer.backward, key=order.__getitem__)):
-        backward = _call(
+        backward = call_op(
             graph, fused_graph.BACKWARD, layer.dy, ticket, layer.weight, layer.w1, layer.b1, layer.w2,
             layer.b2, [node.args[0].args[0] for node in fillers], [node.args[1] for node in fillers], number,
         )  # fmt: skip
         for i, node in enumerate([*results, *fillers]):
             if node is not None:
-                node.replace_all_uses_with(_element(graph, backward, i))
+                node.replace_all_uses_with(call_op(graph, operator.getitem, backward, i))
     backward.meta[WORK] = group.backward
     if not group.measured:
         for launch, work in ((forward, group.forward), (backward, group.backward)):
@@ -128,42 +129,16 @@ def _lower(
             graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, target: Callable, *args: object) -> fx.Node:
-    node = graph.call_function(target, args)
-    mode = fake_mode_of(args[0])
-    with mode:
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
-        node.meta["val"] = target(*values)
-    return node
-
-
-def _element(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    element = graph.call_function(operator.getitem, (node, index))
-    set_value(element, node.meta["val"][index])
-    return element
-
-
 def sort_graph(graph: fx.Graph) -> None:
     """Stable topological sort: move nodes behind their inputs, and keep the order otherwise."""
-    placed: set[fx.Node] = set()
-    anchor = None
-
-    def place(node: fx.Node) -> None:
-        nonlocal anchor
+    placed: dict[fx.Node, None] = {}
+    for node in graph.nodes:
         stack = [node]
         while stack:
-            top = stack[-1]
-            waiting = [n for n in top.all_input_nodes if n not in placed]
-            if top in placed:
-                stack.pop()
-            elif waiting:
+            waiting = [n for n in stack[-1].all_input_nodes if n not in placed]
+            if waiting:
                 stack.extend(reversed(waiting))
             else:
-                if anchor is not None:
-                    anchor.append(top)
-                anchor = top
-                placed.add(top)
-                stack.pop()
-
-    for node in list(graph.nodes):
-        place(node)
+                placed.setdefault(stack.pop())
+    for before, after in pairwise(placed):
+        before.append(after)

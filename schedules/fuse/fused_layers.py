@@ -13,6 +13,7 @@ A layer matches completely or not at all; `Refused` gives the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import fx
 
@@ -131,7 +132,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
 
 
 def _maybe_reader(node: fx.Node, op: str) -> fx.Node | None:
-    readers = [user for user in node.users if user.op == "call_function" and op_name(user) == op]
+    readers = [user for user in node.users if _calls(user, op)]
     return readers[0] if len(readers) == 1 else None
 
 
@@ -143,34 +144,28 @@ def _reader(node: fx.Node, op: str) -> fx.Node:
     return reader
 
 
+def is_weight_gradient(node: fx.Node) -> bool:
+    """Is it `mm(t(dy), x)`, which launches can compute?"""
+    return _calls(node, "aten.mm") and _calls(node.args[0], "aten.t")
+
+
+def _calls(node: fx.Node, op: str) -> bool:
+    return node.op == "call_function" and op_name(node) == op
+
+
 def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]:
-    """Weight gradients `mm(t(dy), x)` of other layers that the layer's backward launch can compute as
-    fillers.
+    """Weight gradients of other layers that the layer's backward launch can compute as fillers.
 
     Their operands are computed before the launch, the launch does not depend on them, and they have the dtype
     of the rows.
     """
-    nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    begin = min(position[node] for node in layer.backward)
-    needed = _ancestors([n for node in layer.backward for n in node.all_input_nodes])
-    dtype = layer.dispatch.meta["val"].dtype
-    gradients = []
-    for node in nodes[:begin]:
-        if node.op != "call_function" or op_name(node) != "aten.mm" or node in needed:
-            continue
-        left = node.args[0]
-        if left.op == "call_function" and op_name(left) == "aten.t" and node.meta["val"].dtype == dtype:
-            gradients.append(node)
-    return gradients
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    backward, dtype = set(layer.backward), layer.dispatch.meta["val"].dtype
+    needed: set[fx.Node] = set()
+    pending = list(backward)
+    while pending:
+        inputs = set(pending.pop().all_input_nodes) - needed
+        needed |= inputs
+        pending += inputs
+    before = takewhile(lambda node: node not in backward, graph.nodes)
+    gradients = filter(is_weight_gradient, before)
+    return [node for node in gradients if node not in needed and node.meta["val"].dtype == dtype]

@@ -23,6 +23,7 @@ from lancet_kernels.graph.program.forms import (
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.program.reachability import connected
 from lancet_kernels.graph.rules.rules import rule_for
+from lancet_kernels.schedules.partition.ranges import is_needed_behind
 
 PREFER_CUT = 1000
 """Objective weight of a cut instruction; the index of an axis weighs 1."""
@@ -36,8 +37,18 @@ class AxisInference:
     def __init__(self, program: Program):
         self.program = program
         self.solved = 0
-        self._by_signature: dict[tuple, tuple[Form, ...] | None] = {}
+        self._numbers: dict[tuple, int] = {}
+        self._structures: dict[tuple[int, int], int] = {}
+        self._solutions: dict[int, tuple[Form, ...] | None] = {}
         self._by_range: dict[tuple[int, int], dict[str, Form] | None] = {}
+
+    def structure(self, first: int, last: int) -> int:
+        """A number that stands for the structure of positions first..last (both included)."""
+        key = first, last
+        if key not in self._structures:
+            signature = _signature(self.program, first, last)
+            self._structures[key] = self._numbers.setdefault(signature, len(self._numbers))
+        return self._structures[key]
 
     def forms(self, first: int, last: int) -> Forms | None:
         """The forms of all tensors in positions first..last (both included) that are not whole, or None.
@@ -47,10 +58,12 @@ class AxisInference:
         """
         key = first, last
         if key not in self._by_range:
-            signature, tensors = range_signature(self.program, first, last)
-            if signature not in self._by_signature:
-                self._by_signature[signature] = self._solve(first, last, tensors)
-            solution = self._by_signature[signature]
+            structure = self.structure(first, last)
+            inside = self.program.instructions[first : last + 1]
+            tensors = list(dict.fromkeys(t for i in inside for t in (*i.inputs, *i.outputs)))
+            if structure not in self._solutions:
+                self._solutions[structure] = self._solve(first, last, tensors)
+            solution = self._solutions[structure]
             self._by_range[key] = None
             if solution is not None:
                 forms = zip(tensors, solution, strict=True)
@@ -139,8 +152,8 @@ def _form(number: int) -> Form:
     return cut_along(number) if number >= 0 else next(form for form, n in _NUMBERS.items() if n == number)
 
 
-def range_signature(program: Program, first: int, last: int) -> tuple[tuple, list[str]]:
-    """The structure of a range without names, and its tensors in order of appearance.
+def _signature(program: Program, first: int, last: int) -> tuple:
+    """The structure of a range, without names.
 
     Ranges with equal signatures have the same ops, shapes, attributes, costs and data flow, and the same
     tensors are read after them.
@@ -154,15 +167,9 @@ def range_signature(program: Program, first: int, last: int) -> tuple[tuple, lis
             spec = program.tensors[t]
             number.setdefault(t, len(number))
             operands.append((number[t], spec.shape, spec.dtype, t in program.parameter_set))
-        outside = tuple(_needed_by(program, t, last) for t in instruction.outputs)
+        outside = tuple(is_needed_behind(program, t, last) for t in instruction.outputs)
         attributes = tuple(sorted((k, repr(v)) for k, v in instruction.attributes.items()))
         costs = (instruction.flops, instruction.bytes, instruction.milliseconds)
         what = instruction.op, instruction.kind, len(instruction.inputs)
         rows.append((what, tuple(operands), outside, attributes, costs))
-    return tuple(rows), list(number)
-
-
-def _needed_by(program: Program, tensor: str, last: int) -> bool:
-    """Is the tensor read after the range, or an output of the program?"""
-    readers = program.consumers[tensor]
-    return bool(readers and readers[-1] > last) or tensor in program.output_set
+    return tuple(rows)

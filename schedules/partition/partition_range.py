@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind, Phase, Program
-from lancet_kernels.schedules.partition.pipeline import PipelineCosts
+from lancet_kernels.schedules.partition.pipeline import IMPOSSIBLE, PipelineCosts
 from lancet_kernels.schedules.partition.ranges import PartitionRange
 
 WHOLE_FORWARD_LAYERS = 4
@@ -89,8 +89,6 @@ class ChosenRanges:
 
     ranges: tuple[PartitionRange, ...]
     forward_ms: float
-    evaluated: int
-    """How many P(i, n, k) were simulated; ranges that look alike count once."""
 
 
 def forward_length(program: Program) -> int:
@@ -99,20 +97,48 @@ def forward_length(program: Program) -> int:
     return next(phases, len(program))
 
 
-def choose_ranges(costs: PipelineCosts, options: PartitionOptions | None = None) -> ChosenRanges:
+def choose_ranges(costs: PipelineCosts, options: PartitionOptions) -> ChosenRanges:
     """The ranges of the forward pass with the least T(N).
 
     A gate that needs the whole batch has no valid cut, so a range around it costs infinitely much: ranges
     then start behind the gate.
     """
-    options, program = options or PartitionOptions(), costs.program
+    program = costs.program
     length = forward_length(program)
     ms = durations(program, costs.cost)[:length]
     moe_layers = max(1, program_gates(program, length))
     group_ms = options.group_ms or sum(ms) / moe_layers / GROUPS_BETWEEN_MOE_LAYERS
     longest_ms = options.longest_range_ms or sum(ms) / moe_layers
     groups = group_instructions(program, ms, group_ms)
-    return _dynamic_program(costs, ms, groups, longest_ms, options.most_parts)
+    compute_ms = [
+        0.0 if x.kind.is_communication else t for x, t in zip(program.instructions, ms, strict=False)
+    ]
+    group_total, group_compute = ([sum(of[a : b + 1]) for a, b in groups] for of in (ms, compute_ms))
+    best = [0.0] + [IMPOSSIBLE] * len(groups)
+    choice: list[tuple[int, int]] = [(0, 1)] * (len(groups) + 1)
+    for n in range(1, len(groups) + 1):
+        total = compute = 0.0
+        for i in reversed(range(n)):
+            total += group_total[i]
+            compute += group_compute[i]
+            if total > longest_ms and i < n - 1:
+                break
+            # Cutting never makes computation shorter, so this range cannot beat what is known.
+            if best[i] + compute >= best[n]:
+                continue
+            has_communication = total > compute
+            for k in range(1, options.most_parts + 1 if has_communication else 2):
+                time = best[i] + costs.milliseconds(groups[i][0], groups[n - 1][1], k)
+                if time < best[n]:
+                    best[n], choice[n] = time, (i, k)
+    ranges = []
+    n = len(groups)
+    while n:
+        i, k = choice[n]
+        if k > 1:
+            ranges.append(costs.cut(groups[i][0], groups[n - 1][1], k))
+        n = i
+    return ChosenRanges(tuple(reversed(ranges)), best[-1])
 
 
 def whole_forward(
@@ -133,23 +159,21 @@ def whole_forward(
         return None
     # The solver cannot do more with a longer range, so the first that works is found by halving.
     starts = range(sends[0] + 1)
-    first = bisect_left(starts, True, key=lambda i: costs.forms(i, sends[-1]) is not None)
+    first = bisect_left(starts, True, key=lambda i: costs.inference.forms(i, sends[-1]) is not None)
     if first > sends[0]:
         return None
     ends = range(sends[-1], length)
-    behind = bisect_left(ends, True, key=lambda i: costs.forms(first, i) is None)
-    best: tuple[float, PartitionRange] | None = None
+    behind = bisect_left(ends, True, key=lambda i: costs.inference.forms(first, i) is None)
+    best_ms, best = IMPOSSIBLE, None
     for parts in (k for k in (2, 4, 8) if k <= most_parts):
         for last in ends[:behind]:
             instruction = program.instructions[last]
             if last > sends[-1] and not (instruction.flops and instruction.kind is Kind.COMPUTE):
                 continue
             time = costs.milliseconds(first, last, parts) + sum(ms[last + 1 :])
-            forms = costs.forms(first, last)
-            if forms is not None and time < (best[0] if best else float("inf")):
-                names = program.instructions[first].name, instruction.name
-                best = time, PartitionRange(*names, parts, dict(forms))
-    return best and best[1]
+            if time < best_ms:
+                best_ms, best = time, costs.cut(first, last, parts)
+    return best
 
 
 def program_gates(program: Program, length: int) -> int:
@@ -166,60 +190,12 @@ def group_instructions(program: Program, ms: list[float], group_ms: float) -> li
     Gates and all-to-alls have groups of their own, so that a range can start or end right beside them.
     """
     groups: list[tuple[int, int]] = []
-    first = 0
-    total = 0.0
-    for i in range(len(ms)):
-        total += ms[i]
-        alone = _stands_alone(program, i) or (i + 1 < len(ms) and _stands_alone(program, i + 1))
-        if alone or total >= group_ms or i + 1 == len(ms):
+    first, total = 0, 0.0
+    instructions = program.instructions[: len(ms)]
+    alone = [i.kind is Kind.ALL_TO_ALL or i.op == "lancet.gate" for i in instructions]
+    for i, one_ms in enumerate(ms):
+        total += one_ms
+        if any(alone[i : i + 2]) or i + 1 == len(ms) or total >= group_ms:
             groups.append((first, i))
             first, total = i + 1, 0.0
     return groups
-
-
-def _stands_alone(program: Program, i: int) -> bool:
-    instruction = program.instructions[i]
-    return instruction.kind is Kind.ALL_TO_ALL or instruction.op == "lancet.gate"
-
-
-def _dynamic_program(
-    costs: PipelineCosts,
-    ms: list[float],
-    groups: list[tuple[int, int]],
-    longest_ms: float,
-    most_parts: int,
-) -> ChosenRanges:
-    program = costs.program
-    computes = [program.instructions[i].kind is Kind.COMPUTE for i in range(len(ms))]
-    group_total = [sum(ms[a : b + 1]) for a, b in groups]
-    group_compute = [sum(ms[i] for i in range(a, b + 1) if computes[i]) for a, b in groups]
-    best = [0.0] + [float("inf")] * len(groups)
-    choice: list[tuple[int, int]] = [(0, 1)] * (len(groups) + 1)
-    for n in range(1, len(groups) + 1):
-        total = compute = 0.0
-        for i in reversed(range(n)):
-            total += group_total[i]
-            compute += group_compute[i]
-            if total > longest_ms and i < n - 1:
-                break
-            # Cutting never makes computation shorter, so this range cannot beat what is known.
-            if best[i] + compute >= best[n]:
-                continue
-            first, last = groups[i][0], groups[n - 1][1]
-            has_communication = total > compute
-            for k in range(1, most_parts + 1 if has_communication else 2):
-                time = best[i] + costs.milliseconds(first, last, k)
-                if time < best[n]:
-                    best[n], choice[n] = time, (i, k)
-    ranges = []
-    n = len(groups)
-    while n:
-        i, k = choice[n]
-        if k > 1:
-            first, last = groups[i][0], groups[n - 1][1]
-            names = program.instructions[first].name, program.instructions[last].name
-            forms = costs.forms(first, last)
-            assert forms is not None, f"{names}: chosen, and cannot be cut"
-            ranges.append(PartitionRange(*names, k, dict(forms)))
-        n = i
-    return ChosenRanges(tuple(reversed(ranges)), best[-1], costs.simulated)

@@ -107,51 +107,29 @@ def pipeline_order(
             yield i, None
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """The tensors of a range that are needed whole, after the range or inside it.
-
-    reassembled: cut tensors whose parts are joined.
-    viewed: positions of views that are repeated on the whole tensor, which is free.
-    """
-
-    reassembled: tuple[str, ...]
-    viewed: tuple[int, ...]
-
-
-def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
-    """The tensors of a range that are needed whole. A view is repeated instead of joined."""
-    in_parts = {
-        t
-        for i in range(first, last + 1)
-        for t in program.instructions[i].outputs
-        if forms.get(t, WHOLE).is_made_in_parts
-    }
-    pending = [t for t in in_parts if program.consumers[t][-1:] > [last] or t in program.output_set]
-    pending += [
-        t
-        for i in range(first, last + 1)
-        for t in program.instructions[i].inputs
-        if t in in_parts and reads_whole(program.instructions[i], t, forms)
-    ]
-    reassembled: set[str] = set()
-    viewed: set[int] = set()
+def reassembled(program: Program, first: int, last: int, forms: Forms) -> set[str]:
+    """The tensors that parts of a range are joined to, because they are needed whole, after the range or
+    inside it. A view that is needed whole is repeated on the joined tensor instead, which is free."""
+    in_range = program.instructions[first : last + 1]
+    in_parts = {t for i in in_range for t in i.outputs if forms.get(t, WHOLE).is_made_in_parts}
+    pending = [t for t in in_parts if is_needed_behind(program, t, last)]
+    pending += [t for i in in_range for t in i.inputs if t in in_parts and reads_whole(i, t, forms)]
+    joined: set[str] = set()
+    repeated: set[int] = set()
     while pending:
         t = pending.pop()
-        if t in reassembled:
-            continue
         i = program.producer[t]
-        # Repeating what is free on the whole tensor is cheaper than joining its parts.
         if not program.instructions[i].is_free:
-            reassembled.add(t)
-        elif i not in viewed:
-            viewed.add(i)
-            inputs = program.instructions[i].inputs
-            pending += [s for s in inputs if s in in_parts]
-    in_order = sorted(
-        reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
-    )
-    return Outgoing(tuple(in_order), tuple(sorted(viewed)))
+            joined.add(t)
+        elif i not in repeated:
+            repeated.add(i)
+            pending += [source for source in program.instructions[i].inputs if source in in_parts]
+    return joined
+
+
+def is_needed_behind(program: Program, tensor: str, last: int) -> bool:
+    """Is the tensor read behind position `last`, or an output of the program?"""
+    return program.consumers[tensor][-1:] > [last] or tensor in program.output_set
 
 
 def reassembly_instruction(program: Program, tensor: str, form: Form, parts: int) -> Instruction:
@@ -181,7 +159,3 @@ def positions(program: Program, planned: PartitionRange) -> tuple[int, int]:
             do="plan again for this program",
         )
     return first, last
-
-
-def _first_reader_outside(program: Program, tensor: str, last: int) -> int:
-    return next((i for i in program.consumers[tensor] if i > last), len(program))

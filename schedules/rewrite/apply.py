@@ -95,11 +95,9 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
     nodes = [in_graph[name] for name in order if name in in_graph]
     for early, late in pairwise(nodes):
         if early not in forward and late in forward:
-            raise UserError(
-                "order of a plan",
-                got=f"{early.name} before {late.name}",
-                expected=f"{late.name} first: it belongs to the forward, {early.name} to the backward",
-                do="plan again for this graph",
+            raise _invalid_order(
+                f"{early.name} before {late.name}",
+                f"{late.name} first: it belongs to the forward, {early.name} to the backward",
             )
     place(graph, order)
 
@@ -114,11 +112,9 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
     present = instruction_order(graph)
     if sorted(order) != sorted(present):
         difference = sorted(set(order) ^ set(present))[:3]
-        raise UserError(
-            "order of a plan",
-            got=f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
-            expected=f"each of the graph's {len(present)} instructions once",
-            do="plan again for this graph",
+        raise _invalid_order(
+            f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
+            f"each of the graph's {len(present)} instructions once",
         )
     given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     reordered = given + [each for node in given for each in with_elements(node)[1:]]
@@ -127,19 +123,23 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
         node = nodes[name]
         missing = [source.name for source in node.all_input_nodes if source not in available]
         if missing:
-            raise UserError(
-                "order of a plan",
-                got=f"{name} before {missing[0]}",
-                expected=f"{missing[0]} first, whose result {name} reads",
-                do="plan again for this graph",
+            raise _invalid_order(
+                f"{name} before {missing[0]}", f"{missing[0]} first, whose result {name} reads"
             )
         elements = with_elements(node)
         reordered += elements
         available.update(elements)
     _check_draws(graph, reordered)
-    _place(graph, reordered)
+    cursor = graph._root
+    for node in reordered:
+        cursor.append(node)
+        cursor = node
     graph.lint()
     assert instruction_order(graph) == list(order)
+
+
+def _invalid_order(got: str, expected: str) -> UserError:
+    return UserError("order of a plan", got=got, expected=expected, do="plan again for this graph")
 
 
 def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
@@ -148,20 +148,7 @@ def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
     planned = [node.name for node in reordered if draws_random_numbers(node)]
     for first, early in zip(present, planned, strict=True):
         if first != early:
-            raise UserError(
-                "order of a plan",
-                got=f"{early} before {first}",
-                expected=f"{first} first: both draw random numbers",
-                do="plan again for this graph",
-            )
-
-
-def _place(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Move nodes to the front of the graph, in this order."""
-    cursor = graph._root
-    for node in nodes:
-        cursor.append(node)
-        cursor = node
+            raise _invalid_order(f"{early} before {first}", f"{first} first: both draw random numbers")
 
 
 def start_early_wait_late(

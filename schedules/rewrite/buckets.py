@@ -13,17 +13,11 @@ import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import (
-    fake_mode_of,
-    is_gradient_of_input,
-    is_tangent,
-    output_node,
-    set_value,
-)
+from lancet_kernels.graph.capture.captured_graph import is_gradient_of_input, is_tangent, output_node
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
-from lancet_kernels.schedules.rewrite.inserter import Inserter
+from lancet_kernels.schedules.rewrite.inserter import Inserter, call_op
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
 BUCKET_BYTES = 1 << 20
@@ -35,7 +29,7 @@ def insert_all_reduces(
     group_of_parameter: Mapping[str, str],
     replica_group: str = "",
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[str]:
+) -> None:
     """Sum the gradients of a joint graph over the ranks.
 
     Args:
@@ -43,7 +37,6 @@ def insert_all_reduces(
         group_of_parameter: parameter -> the group over which its gradient is summed; "": it is not summed.
         replica_group: the replica group, whose collectives have costs of their own (group "replica").
         bucket_bytes: a bucket is closed once it has this many bytes.
-    Returns: names of the new instructions.
     Raises: UserError for a sparse gradient.
     """
     graph, output = module.graph, output_node(module)
@@ -68,7 +61,7 @@ def insert_all_reduces(
         return i, value.dtype, group, value.numel() * value.element_size()
 
     in_order = sorted(summed, key=lambda i: place[results[i]])
-    inserter, names = Inserter(graph, {replica_group: "replica"}), []
+    inserter = Inserter(graph, {replica_group: "replica"})
     for group, bucket in cut_into_buckets(map(finished, in_order), bucket_bytes):
         gradients, parameters = [results[i] for i in bucket], [parameter_of_output[i] for i in bucket]
         last = max(gradients, key=place.__getitem__)
@@ -76,11 +69,9 @@ def insert_all_reduces(
             start = inserter.start(ALL_REDUCE, gradients, "sum", group=group, gradients_of=parameters)
             for k, i in enumerate(bucket):
                 results[i] = inserter.arrived(inserter.call(operator.getitem, start, k))
-        names.append(start.name)
     output.args = (results,)
     graph.lint()
     module.recompile()
-    return names
 
 
 def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
@@ -93,23 +84,18 @@ def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if is_tangent(node) and node.users:
             users = sorted(node.users, key=place.__getitem__)
-            scaled = _times(graph, node, 1.0 / divide_by, users[0])
+            with graph.inserting_before(users[0]):
+                scaled = call_op(graph, torch.ops.aten.mul.Tensor, node, 1.0 / divide_by)
             for user in users:
                 user.replace_input_with(node, scaled)
     results = list(output.args[0])
     for i, descriptor in enumerate(output.meta["desc"]):
         if is_gradient_of_input(descriptor) and isinstance(results[i], fx.Node):
-            results[i] = _times(graph, results[i], float(divide_by), output)
+            with graph.inserting_before(output):
+                results[i] = call_op(graph, torch.ops.aten.mul.Tensor, results[i], float(divide_by))
     output.args = (results,)
     graph.lint()
     module.recompile()
-
-
-def _times(graph: fx.Graph, node: fx.Node, factor: float, before: fx.Node) -> fx.Node:
-    with graph.inserting_before(before), fake_mode_of(node):
-        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
-        set_value(scaled, node.meta["val"] * factor)
-    return scaled
 
 
 def buckets_in_order(module: fx.GraphModule) -> list[tuple[str, list[str]]]:

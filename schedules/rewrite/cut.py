@@ -15,54 +15,43 @@ each part has its own counts, its own exchange of counts and its own rows. If a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from torch import fx
 
 from lancet_kernels.graph.program.forms import PARTIAL, Forms, any_made_in_parts
-from lancet_kernels.graph.program.from_fx import is_instruction, tensor_names, with_elements
+from lancet_kernels.graph.program.from_fx import tensor_names, with_elements
 from lancet_kernels.schedules.rewrite.cut_nodes import CutError, Routing, refuse, rule_of
 from lancet_kernels.schedules.rewrite.cut_parts import Parts, Values
 from lancet_kernels.schedules.rewrite.cut_wholes import Reassembly
 from lancet_kernels.schedules.rewrite.in_place import mark_join
 
-
-@dataclass(frozen=True)
-class RangeToCut:
-    """The instructions to cut (names, in any order), the number of parts, and the forms of all their tensors
-    that are not whole.
-
-    empty_parts: the last parts may have no elements: a batch that is smaller than the one that was planned
-    is cut into as many parts, because its collectives must be those of the plan.
-    """
-
-    instructions: tuple[str, ...]
-    parts: int
-    forms: Forms
-    empty_parts: bool = False
+Order = Sequence[tuple[str, int | None]]
+"""(instruction, part) in execution order; part None for an instruction that is not cut."""
 
 
 def cut_range(
     graph: fx.Graph,
-    cut: RangeToCut,
-    order: Sequence[tuple[str, int | None]] | None = None,
+    order: Order,
+    parts: int,
+    forms: Forms,
     values: Values | None = None,
-) -> list[str]:
+    *,
+    empty_parts: bool = False,
+) -> None:
     """Replace the instructions of a range by those of its parts.
 
     Args:
-        order: (instruction, part) in execution order; part None for an instruction that is not cut. Default:
-            all parts of an instruction, then the next instruction.
+        order: of the parts of all its instructions.
+        forms: of all their tensors that are not whole.
         values: cache of fake results, only for a graph that will not run: nodes then share their
             `meta["val"]`, so torch believes that they share storage. None: each node gets its own.
-    Returns: names of the new instruction nodes, in order.
+        empty_parts: the last parts may have no elements: a batch that is smaller than the one that was
+            planned is cut into as many parts, because its collectives must be those of the plan.
     Raises: CutError.
     """
-    before = {node.name for node in graph.nodes}
-    _Cutter(graph, cut, values).run(order)
-    return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
+    _Cutter(graph, {name for name, _ in order}, parts, forms, values, empty_parts).run(order)
 
 
 class _Cutter:
@@ -72,60 +61,57 @@ class _Cutter:
         and rows of the whole batch, which each part computes for itself.
     """
 
-    def __init__(self, graph: fx.Graph, cut: RangeToCut, values: Values | None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        names: Collection[str],
+        parts: int,
+        forms: Forms,
+        values: Values | None,
+        empty_parts: bool,
+    ) -> None:
         self.graph = graph
-        names = set(cut.instructions)
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
             raise refuse(f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph")
-        dispatches = [node for node in self.inside if rule_of(node).row_argument is not None]
-        routings = [Routing.of(node) for node in dispatches]
+        routings = [Routing.of(node) for node in self.inside if rule_of(node).row_argument is not None]
         self.routing_nodes = [node for node in self.inside if rule_of(node).routing]
         self.in_parts = [
             node
             for node in self.inside
-            if node not in self.routing_nodes and any_made_in_parts(cut.forms, tensor_names(node))
+            if node not in self.routing_nodes and any_made_in_parts(forms, tensor_names(node))
         ]
         self.parts = Parts(
             graph,
             self.in_parts,
-            cut.forms,
-            cut.parts,
+            forms,
+            parts,
             routings,
             values,
             lambda node: self.reassembly.whole(node),
-            cut.empty_parts,
+            empty_parts,
         )
         self.reassembly = Reassembly(self.parts)
 
-    def run(self, order: Sequence[tuple[str, int | None]] | None) -> None:
+    def run(self, order: Order) -> None:
         """Insert the parts in order, redirect the readers of cut tensors, erase the original nodes."""
         nodes = {node.name: node for node in self.inside if node not in self.routing_nodes}
-        in_parts = set(self.in_parts)
-        if order is None:
-            order = [
-                (n.name, p)
-                for n in self.inside
-                for p in (range(self.parts.count) if n in in_parts else (None,))
-            ]
-        order = [(name, part) for name, part in order if name in nodes]
-        expected: list[tuple[str, int | None]] = [
-            (n.name, p) for n in nodes.values() if n in in_parts for p in range(self.parts.count)
-        ]
-        expected += [(n.name, None) for n in nodes.values() if n not in in_parts]
-        if Counter(order) != Counter(expected):
+        in_parts, count = set(self.in_parts), self.parts.count
+        ordered = [(nodes[name], part) for name, part in order if name in nodes]
+        expected = [(n, p) for n in nodes.values() for p in (range(count) if n in in_parts else (None,))]
+        if Counter(ordered) != Counter(expected):
             raise refuse("an order that is not every instruction once per part", "all of them")
         end = with_elements(self.inside[-1])[-1].next
         before = list(self.graph.nodes)
         try:
             with self.graph.inserting_before(end):
-                for name, part in order:
+                for node, part in ordered:
                     if part is None:
-                        self._move(nodes[name], end)
+                        self._move(node, end)
                     else:
-                        self.parts.copy(nodes[name], part)
-                        if part + 1 == self.parts.count:
-                            self._add_summands(nodes[name])
+                        self.parts.copy(node, part)
+                        if part + 1 == count:
+                            self._add_summands(node)
                 rows = {routing.row: routing for routing in self.parts.routings}.values()
                 replacements = [r for routing in rows for r in self.reassembly.merged_rows(routing)]
                 replacements += [r for node in self.in_parts for r in self.reassembly.replacements(node)]

@@ -31,11 +31,16 @@ def refuse(got: str, expected: str) -> CutError:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of an MoE layer whose dispatch (or fused launch) is in the range: this op and its
-    send_rows."""
+    """The routing of an MoE layer whose dispatch (or fused launch) is in the range: this op, its send_rows,
+    and what that reads."""
 
     dispatch: fx.Node
     row: fx.Node
+    expert: fx.Node
+    slot: fx.Node
+    count: fx.Node
+    num_experts: int
+    capacity: int
 
     @classmethod
     def of(cls, dispatch: fx.Node) -> Routing:
@@ -43,27 +48,8 @@ class Routing:
         row = dispatch.args[rule_of(dispatch).row_argument]
         if rule_of(row).routing != "rows" or rule_of(row.args[2]).routing != "counts":
             raise refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
-        return cls(dispatch, row)
-
-    @property
-    def expert(self) -> fx.Node:
-        return self.row.args[0]
-
-    @property
-    def slot(self) -> fx.Node:
-        return self.row.args[1]
-
-    @property
-    def count(self) -> fx.Node:
-        return self.row.args[2]
-
-    @property
-    def num_experts(self) -> int:
-        return self.count.meta["val"].numel()
-
-    @property
-    def capacity(self) -> int:
-        return self.count.args[1]
+        expert, slot, count = row.args
+        return cls(dispatch, row, expert, slot, count, count.meta["val"].numel(), count.args[1])
 
 
 def rule_of(node: fx.Node) -> Rule:

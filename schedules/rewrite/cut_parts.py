@@ -102,9 +102,6 @@ class Parts:
         if KEPT_BYTES in node.meta:
             copy.meta[KEPT_BYTES] = node.meta[KEPT_BYTES] // self.count
         self.env[part][node] = copy
-        self._copy_elements(node, copy, part)
-
-    def _copy_elements(self, node: fx.Node, copy: fx.Node, part: int) -> None:
         for user in node.users:
             if user.target is operator.getitem:
                 element = self.call(operator.getitem, (copy, user.args[1]), {}, part_name(user.name, part))
@@ -123,10 +120,10 @@ class Parts:
             raise refuse(
                 f"{node.name} of part {part} read before it is computed", "an order that computes it first"
             )
-        routing = self._routing_of(node)
-        if routing is not None:
-            row, count = self.rows_and_counts(routing, part)
-            return row if node is routing.row else count
+        for routing in self.routings:
+            if node in (routing.row, routing.count):
+                row, count = self.rows_and_counts(routing, part)
+                return row if node is routing.row else count
         form = self.form(node)
         own = node
         if form == WINDOW and reader is not None:
@@ -160,10 +157,6 @@ class Parts:
         """Start and end index (exclusive) of a part in a dimension of this size."""
         scale = size // max(1, self._units)
         return self._bounds[part] * scale, self._bounds[part + 1] * scale
-
-    def _routing_of(self, node: fx.Node) -> Routing | None:
-        """The routing whose rows or counts `node` computes; None for any other node."""
-        return next((routing for routing in self.routings if node in (routing.row, routing.count)), None)
 
     def rows_and_counts(self, routing: Routing, part: int) -> tuple[fx.Node, fx.Node]:
         """The nodes of a part's row_TK and counts[W, E_l]."""

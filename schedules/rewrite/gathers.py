@@ -37,42 +37,35 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 
-@dataclass(eq=False)
-class _Held:
-    """A sharded parameter, and the placeholder of the graph that it is handed to."""
+@dataclass(frozen=True)
+class Shards:
+    """What FSDP shards of a step.
 
-    parameter: ShardedParameter
-    placeholder: fx.Node
+    twin: that was captured. scale_of: gives the number with which the sums of a parameter's gradients are
+    multiplied. cost_group: as of `Inserter`.
+    """
+
+    twin: Twin
+    scale_of: Callable[[ShardedParameter], float]
+    cost_group: Mapping[str, str]
 
 
-def insert_gathers(
-    module: fx.GraphModule,
-    twin: Twin,
-    parameter_of_output: Mapping[int, str],
-    scale_of: Callable[[ShardedParameter], float],
-    cost_group: Mapping[str, str],
-) -> None:
+def insert_gathers(module: fx.GraphModule, shards: Shards, parameter_of_output: Mapping[int, str]) -> None:
     """Shard the parameters of a joint graph.
 
-    Args:
-        twin: that was captured.
-        parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
-        scale_of: gives the number with which the sums of a parameter's gradients are multiplied.
-        cost_group: by name of a group, the one under which its communication has costs; "world": by default.
+    Args: parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
     """
-    sharding = _Sharding(module, cost_group)
-    by_name, names = {parameter.name: parameter for parameter in twin.parameters}, twin.names
+    sharding = _Sharding(module, shards.cost_group)
+    by_name, names = {parameter.name: parameter for parameter in shards.twin.parameters}, shards.twin.names
     placeholders = module.graph.find_nodes(op="placeholder")
-    held = [
-        _Held(by_name[name], node)
-        for node in placeholders
-        if (name := names.get(state_name(node) or "")) in by_name
-    ]
+    parameters = {
+        node: by_name[name] for node in placeholders if (name := names.get(state_name(node) or "")) in by_name
+    }
     gradients = {
         i: by_name[names[name]] for i, name in parameter_of_output.items() if names.get(name) in by_name
     }
-    sharding.scatter(gradients, scale_of)
-    sharding.gather(held)
+    sharding.scatter(gradients, shards.scale_of)
+    sharding.gather(parameters)
     module.graph.lint()
     module.recompile()
 
@@ -186,33 +179,28 @@ class _Sharding(Inserter):
 
     # Parameters.
 
-    def gather(self, held: Sequence[_Held]) -> None:
-        """Make the placeholders shards, which are gathered before they are read."""
+    def gather(self, parameters: Mapping[fx.Node, ShardedParameter]) -> None:
+        """Make placeholders shards, which are gathered before they are read."""
         place = {node: i for i, node in enumerate(self.graph.nodes)}
         forward = forward_nodes(list(place))
-        derived = _derived(held, forward)
+        derived = _derived(parameters, forward)
         source_of = {n: n.all_input_nodes[0] for n in derived if n.op != "placeholder"}
         reads: dict[bool, list[_Read]] = {False: [], True: []}
-        for source, one in derived.items():
+        for source, placeholder in derived.items():
+            one = parameters[placeholder]
+            if not one.group and one.compute_dtype is one.dtype and source is placeholder:
+                continue  # What one rank has as it is read needs nothing.
             for user in source.users:
                 if user not in derived:
-                    late = one.parameter.regathers and user.op != "output" and user not in forward
-                    reads[late].append(_Read(user, source, one))
-        for one in held:
-            self._make_shard(one)
+                    late = one.regathers and user.op != "output" and user not in forward
+                    reads[late].append(_Read(user, source, placeholder, one))
+        for placeholder, one in parameters.items():
+            _make_shard(placeholder, one)
         for in_backward, of_phase in reads.items():
             self._gather_units(of_phase, source_of, place, in_backward)
         for node in reversed(source_of):
             if not node.users:
                 self.graph.erase_node(node)
-
-    def _make_shard(self, held: _Held) -> None:
-        shape = list(held.parameter.shape)
-        shape[held.parameter.dim] = held.parameter.shard_size
-        whole = held.placeholder.meta["val"]
-        with fake_mode_of(held.placeholder):
-            shard = torch.empty(shape, dtype=held.parameter.dtype, device=whole.device)
-        set_value(held.placeholder, shard.requires_grad_(whole.requires_grad))
 
     def _gather_units(
         self,
@@ -222,9 +210,8 @@ class _Sharding(Inserter):
         in_backward: bool,
     ) -> None:
         of_unit: dict[int, list[_Read]] = {}
-        # What one rank has as it is read needs nothing.
-        for read in sorted(filter(_Read.is_gathered, reads), key=lambda read: place[read.user]):
-            of_unit.setdefault(read.held.parameter.unit, []).append(read)
+        for read in sorted(reads, key=lambda read: place[read.user]):
+            of_unit.setdefault(read.parameter.unit, []).append(read)
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
             first = of_it[0].user
@@ -232,11 +219,11 @@ class _Sharding(Inserter):
                 UNIT: ("backward" if in_backward else "forward", unit),
                 **({IN_BACKWARD: True} if in_backward else {}),
             }
-            held = list(dict.fromkeys(read.held for read in of_it))
+            parameters = {read.placeholder: read.parameter for read in of_it}
             sources = {read.source for read in of_it}
             here = first if before in (None, first) else before.next
             with self.graph.inserting_before(here):
-                of = self._whole(held)
+                of = self._whole(parameters)
                 for node in _with_sources(sources, source_of):
                     source = of[source_of[node]]
                     if in_backward:
@@ -251,28 +238,26 @@ class _Sharding(Inserter):
                 read.user.replace_input_with(read.source, of[read.source])
             before = first
 
-    def _whole(self, held: Sequence[_Held]) -> dict[fx.Node, fx.Node]:
+    def _whole(self, parameters: Mapping[fx.Node, ShardedParameter]) -> dict[fx.Node, fx.Node]:
         """By placeholder, the gathered parameter."""
         whole: dict[fx.Node, fx.Node] = {}
-        for bucket in _buckets(held, lambda h: h.parameter, lambda p: p.compute_dtype):
-            group, ranks = bucket[0].parameter.group, group_size(bucket[0].parameter.group)
-            shards = [self._cast(h.placeholder, h.parameter.compute_dtype) for h in bucket]
+        for bucket in _buckets(parameters, parameters.__getitem__, lambda p: p.compute_dtype):
+            first = parameters[bucket[0]]
+            group, ranks = first.group, group_size(first.group)
+            shards = [self._cast(node, parameters[node].compute_dtype) for node in bucket]
             if len(bucket) == 1:
-                (shard,), parameter = shards, bucket[0].parameter
-                all_rows = self._gathered(shard, parameter.dim, group) if group else shard
-                whole[bucket[0].placeholder] = self._rows(
-                    all_rows, parameter.dim, 0, parameter.shape[parameter.dim]
-                )
+                all_rows = self._gathered(shards[0], first.dim, group) if group else shards[0]
+                whole[bucket[0]] = self._rows(all_rows, first.dim, 0, first.shape[first.dim])
                 continue
             flat = [self.shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
             joined = self._gathered(self.call(aten.cat.default, flat), 0, group)
             by_rank = self.shaped(joined, [ranks, joined.meta["val"].numel() // ranks])
             begin = 0
-            for one, shard in zip(bucket, flat, strict=True):
-                end = begin + shard.meta["val"].numel()
-                shape = [ranks * one.parameter.shard_size, *one.parameter.shape[1:]]
+            for node, shard in zip(bucket, flat, strict=True):
+                end, one = begin + shard.meta["val"].numel(), parameters[node]
+                shape = [ranks * one.shard_size, *one.shape[1:]]
                 rows = self.shaped(self._rows(by_rank, 1, begin, end), shape)
-                whole[one.placeholder] = self._rows(rows, 0, 0, one.parameter.shape[0])
+                whole[node] = self._rows(rows, 0, 0, one.shape[0])
                 begin = end
         return whole
 
@@ -282,25 +267,28 @@ def _first(source: fx.Node, _before: fx.Node) -> fx.Node:
 
 
 class _Read(NamedTuple):
-    """A node that reads a sharded parameter, itself or a view or cast of it."""
+    """A node that reads a sharded parameter: the placeholder itself, or a view or cast of it."""
 
     user: fx.Node
     source: fx.Node
-    held: _Held
-
-    def is_gathered(self) -> bool:
-        """Does it read anything but what this rank has?"""
-        one = self.held.parameter
-        return (
-            bool(one.group) or one.compute_dtype is not one.dtype or self.source is not self.held.placeholder
-        )
+    placeholder: fx.Node
+    parameter: ShardedParameter
 
 
-def _derived(held: Sequence[_Held], forward: Collection[fx.Node]) -> dict[fx.Node, _Held]:
+def _make_shard(placeholder: fx.Node, parameter: ShardedParameter) -> None:
+    shape = list(parameter.shape)
+    shape[parameter.dim] = parameter.shard_size
+    whole = placeholder.meta["val"]
+    with fake_mode_of(placeholder):
+        shard = torch.empty(shape, dtype=parameter.dtype, device=whole.device)
+    set_value(placeholder, shard.requires_grad_(whole.requires_grad))
+
+
+def _derived(placeholders: Collection[fx.Node], forward: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The placeholders, and the views and casts that the forward takes of them alone, in the order of the
-    graph: where the backward reads one, it takes it anew, instead of keeping it."""
-    derived = {one.placeholder: one for one in held}
-    for node in held[0].placeholder.graph.nodes if held else ():
+    graph, with their placeholders: where the backward reads one, it takes it anew, instead of keeping it."""
+    derived = {placeholder: placeholder for placeholder in placeholders}
+    for node in next(iter(derived)).graph.nodes if derived else ():
         if node.op == "call_function" and node in forward and len(node.all_input_nodes) == 1:
             (source,) = node.all_input_nodes
             if source in derived and (is_view(node) or op_name(node) in _CASTS):

@@ -15,6 +15,15 @@ from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 aten = torch.ops.aten
 
 
+def call_op(graph: fx.Graph, target: Any, *args: object, **kwargs: object) -> fx.Node:
+    """A new node at the graph's place of insertion that calls an op, with its fake result."""
+    node = graph.call_function(target, args, kwargs)
+    values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with fake_mode_of(node.all_input_nodes[0]):
+        set_value(node, target(*values, **named))
+    return node
+
+
 class Inserter:
     """Writes nodes at the graph's place of insertion.
 
@@ -27,11 +36,8 @@ class Inserter:
         self.marks: dict[str, object] = {}
 
     def call(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
-        """A new node, with its fake result."""
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode_of(next(iter(node.all_input_nodes))):
-            set_value(node, target(*values[0], **values[1]))
+        """`call_op`, with the marks."""
+        node = call_op(self.graph, target, *args, **kwargs)
         node.meta.update(self.marks)
         return node
 

@@ -7,6 +7,7 @@ gradients and behind whatever still reads their parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,18 +20,22 @@ from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, OPTIMIZER_STEP
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 
 
+@dataclass(frozen=True)
+class OptimizerSteps:
+    """The optimizer's steps. parameter: gives a parameter of the model by name."""
+
+    steps: BucketSteps
+    parameter: Callable[[str], torch.Tensor]
+
+
 def insert_optimizer_steps(
-    module: fx.GraphModule,
-    parameter_of_output: Mapping[int, str],
-    steps: BucketSteps,
-    parameter: Callable[[str], torch.Tensor],
+    module: fx.GraphModule, optimizer: OptimizerSteps, parameter_of_output: Mapping[int, str]
 ) -> None:
     """Step each parameter that the optimizer trains.
 
-    Args:
-        parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
-        parameter: gives a parameter of the model by name.
+    Args: parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
     """
+    steps, parameter = optimizer.steps, optimizer.parameter
     graph, output = module.graph, output_node(module)
     place = {node: i for i, node in enumerate(graph.nodes)}
     given = {name: n for n in graph.find_nodes(op="placeholder") if (name := state_name(n))}

@@ -46,13 +46,12 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
         copies: dict[fx.Node, fx.Node] = {}
         for node in half.graph.find_nodes(op="placeholder"):
             # A joint graph's placeholder of a parameter or buffer; saved, it has the same name.
-            of_state = node.name in state or state_name(node) is not None
-            if of_state and node.name in state:
+            if node.name in state:
                 copies[node] = state[node.name]
             else:
                 copies[node] = graph.node_copy(node)
                 copies[node].target = copies[node].name  # both halves may read an input
-                if of_state:
+                if state_name(node) is not None:
                     state[node.name] = copies[node]
             inputs[node.name] = copies[node].name
         for node in half.graph.nodes:
@@ -67,16 +66,12 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
                 copies[node].meta[UNIT] = ((microbatch, node.meta[UNIT][0]), node.meta[UNIT][1])
         results += fx.map_arg(list(output_node(half).args[0]), copies.__getitem__)
     graph.output(results)
-    _placeholders_first(graph)
-    graph.lint()
-    pair.module.recompile()
-    return pair
-
-
-def _placeholders_first(graph: fx.Graph) -> None:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):
         first.prepend(node)
+    graph.lint()
+    pair.module.recompile()
+    return pair
 
 
 def program_of_pair(pair: Pair, step: Program) -> Program:

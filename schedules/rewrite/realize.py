@@ -22,7 +22,7 @@ from lancet_kernels.schedules.fuse.copy_fillers import add_fillers, choose_fille
 from lancet_kernels.schedules.fuse.fused import WORK
 from lancet_kernels.schedules.partition.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.cut import RangeToCut, Values, cut_range
+from lancet_kernels.schedules.rewrite.cut import Values, cut_range
 from lancet_kernels.schedules.rewrite.cut_wholes import JOIN_STEP
 
 
@@ -36,17 +36,16 @@ def cut_ranges(
 ) -> None:
     """Partition ranges of a joint graph, in pipeline order.
 
-    Args: program: the Program of the graph. values: as in `cut_range`. empty_parts: as in `RangeToCut`.
+    Args: program: the Program of the graph. values: empty_parts: as in `cut_range`.
     Raises: UserError (a range is not in the program), CutError.
     """
     for planned in ranges:
         first, last = positions(program, planned)
-        names = tuple(i.name for i in program.instructions[first : last + 1])
         order = [
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
         ]
-        cut_range(graph, RangeToCut(names, planned.parts, planned.forms, empty_parts), order, values)
+        cut_range(graph, order, planned.parts, planned.forms, values, empty_parts=empty_parts)
         add_fillers(graph, planned.fillers)
     if ranges:
         forward_first(graph)

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import split_joint
@@ -25,45 +25,25 @@ from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.graph.sharded.fsdp import ShardedParameter
-from lancet_kernels.graph.sharded.twin import Twin
-from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.schedules.fuse.fused import lower
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.hiding import what_hides
 from lancet_kernels.schedules.order.sink import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.rewrite import apply, buckets, gathers, in_place
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.prediction import Prediction, exposed_bounds
+from lancet_kernels.schedules.rewrite import apply, buckets, in_place
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
-from lancet_kernels.schedules.rewrite.optimizer_steps import insert_optimizer_steps
+from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
+from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps, insert_optimizer_steps
 from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.exposed_bounds import exposed_bounds
 from lancet_kernels.schedules.time.simulate import Timeline
 
 NumberOf = Callable[[tuple[object, ...]], int]
 """Gives the number of a sum of gradients (`ops.comm.accumulated`)."""
 UNPLANNED = Plan("", "", "", (), (), Prediction(0.0, 0.0, 0.0))
 """The plan of the passes before costs are known; with `fused`, the layers to try as fused launches."""
-
-
-@dataclass(frozen=True)
-class Shards:
-    """What FSDP shards of a step: as the arguments of `gathers.insert_gathers`."""
-
-    twin: Twin
-    scale_of: Callable[[ShardedParameter], float]
-    cost_group: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class OptimizerSteps:
-    """The optimizer's steps, which are part of the step. parameter: gives a parameter of the model by
-    name."""
-
-    steps: BucketSteps
-    parameter: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -187,9 +167,7 @@ def shard_parameters(step: Step, _plan: Plan) -> Step:
     """Shards are gathered before they are read, and their gradients reduce-scattered."""
     if step.sums is None or (shards := step.sums.shards) is None:
         return step
-    gathers.insert_gathers(
-        step.module, shards.twin, step.sums.parameter_of_output, shards.scale_of, shards.cost_group
-    )
+    insert_gathers(step.module, shards, step.sums.parameter_of_output)
     return replace(step)
 
 
@@ -213,7 +191,7 @@ def step_optimizer(step: Step, _plan: Plan) -> Step:
     """The optimizer steps each bucket of parameters, at the end of the graph until it is ordered."""
     if step.sums is None or (optimizer := step.sums.optimizer) is None:
         return step
-    insert_optimizer_steps(step.module, step.sums.parameter_of_output, optimizer.steps, optimizer.parameter)
+    insert_optimizer_steps(step.module, optimizer, step.sums.parameter_of_output)
     return replace(step)
 
 

@@ -68,11 +68,7 @@ class Times:
     @property
     def exposed_ms(self) -> float:
         """Communication time during which compute idles, of one microbatch in the mean."""
-        return self.mean(Times._exposed_ms)
-
-    def _exposed_ms(self) -> float:
-        busy = [(self.start[i], self.end[i]) for i in self.messages]
-        return _uncovered(_joined(busy), [(self.start[i], self.end[i]) for i in self.compute])
+        return self.mean(lambda one: sum(exposed_intervals(one).values()))
 
 
 @dataclass(frozen=True)
@@ -192,31 +188,6 @@ def _run_once(
     return Times(start, end, list(order), computations, clock.sent)
 
 
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals (those of different links may overlap), as sorted disjoint intervals."""
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _uncovered(busy: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:
-    """Total length of `busy` outside `cover`; both are sorted and disjoint."""
-    total, k = 0.0, 0
-    for start, end in busy:
-        total += end - start
-        while k < len(cover) and cover[k][1] <= start:
-            k += 1
-        n = k
-        while n < len(cover) and cover[n][0] < end:
-            total -= max(0.0, min(end, cover[n][1]) - max(start, cover[n][0]))
-            n += 1
-    return total
-
-
 def exposed_intervals(times: Times) -> dict[int, float]:
     """By position of each message: milliseconds of it during which compute idles.
 
@@ -229,7 +200,8 @@ def exposed_intervals(times: Times) -> dict[int, float]:
         if end > start:
             first = bisect_left(covered, start, key=lambda interval: interval[1])
             last = bisect_left(covered, end, key=lambda interval: interval[0])
-            exposed[i] = _uncovered([(start, end)], covered[first:last])
+            hidden = sum(min(end, b) - max(start, a) for a, b in covered[first:last])
+            exposed[i] = end - start - hidden
         until = max(until, end)
     return exposed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.simulate import Event
 
+WEIGHT_GRADIENT, RECOMPUTATION = "weight gradient", "recomputation"
 COLOURS = {
     "forward": "#4c78a8",
     "backward": "#72b7b2",
-    "weight gradient": "#54a24b",
-    "recomputation": "#bab0ac",
+    WEIGHT_GRADIENT: "#54a24b",
+    RECOMPUTATION: "#bab0ac",
     "optimizer": "#9d9d9d",
     "all-to-all": "#e45756",
     "all-reduce": "#f2b25c",
@@ -33,39 +34,36 @@ _KIND_LABELS = {
 }
 
 
-def label(event: Event, weight_gradients: frozenset[str] = frozenset()) -> str:
+def label(event: Event, weight_gradients: Collection[str]) -> str:
     """The legend entry of an event: on the link its kind; on compute its phase, "weight gradient" or
     "recomputation"."""
     if event.kind is not Kind.COMPUTE:
         return _KIND_LABELS[event.kind]
     if original_name(whole_name(event.name)) is not None:
-        return "recomputation"
+        return RECOMPUTATION
     if event.phase is Phase.BACKWARD and whole_name(event.name) in weight_gradients:
-        return "weight gradient"
+        return WEIGHT_GRADIENT
     return event.phase.value
 
 
 def perfetto_trace(
-    events_by_rank: Mapping[int, Sequence[Event]], weight_gradients: Sequence[str] = ()
+    events: Sequence[Event], ranks: int = 1, weight_gradients: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Chrome trace JSON: a process per rank, a track per resource, times in microseconds.
+    """Chrome trace JSON: a process for each of `ranks`, which all have these events; a track per resource,
+    times in microseconds.
 
     Args: weight_gradients: names of the instructions that are categorized as dW.
-    Raises:
-        UserError: two events overlap on a track.
+    Raises: UserError: two events overlap on a track.
     """
     gradients = frozenset(weight_gradients)
     entries: list[dict[str, Any]] = []
-    for rank, events in events_by_rank.items():
-        entries.append(
-            {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}}
-        )
+    for rank in range(ranks):
+        of_rank = {"ph": "M", "pid": rank, "tid": 0}
+        entries.append({**of_rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         for track, resource in enumerate((COMPUTE, LINK)):
-            entries.append(
-                {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": resource}}
-            )
+            entries.append({**of_rank, "tid": track, "name": "thread_name", "args": {"name": resource}})
             on_track = sorted((e for e in events if e.resource == resource), key=lambda e: e.start_ms)
-            _refuse_overlap(on_track, rank)
+            _refuse_overlap(on_track)
             entries += [
                 {
                     "ph": "X",
@@ -82,16 +80,10 @@ def perfetto_trace(
 
 
 def save_trace(
-    events: Sequence[Event],
-    path: str | Path,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    weight_gradients: Sequence[str] = (),
+    events: Sequence[Event], path: str | Path, *, ranks: int = 1, weight_gradients: Sequence[str] = ()
 ) -> None:
-    """Write a trace in which ranks `rank` to `rank + ranks - 1` have the same events; open it at
-    ui.perfetto.dev or chrome://tracing."""
-    trace = perfetto_trace({rank + i: events for i in range(ranks)}, weight_gradients)
+    """Write the trace of `perfetto_trace`; open it at ui.perfetto.dev or chrome://tracing."""
+    trace = perfetto_trace(events, ranks, weight_gradients)
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
@@ -143,12 +135,12 @@ def save_picture(
     figure.savefig(path, dpi=110)
 
 
-def _refuse_overlap(events: Sequence[Event], rank: int) -> None:
+def _refuse_overlap(events: Sequence[Event]) -> None:
     # Timestamps are sums of floats: a difference below a picosecond is no overlap.
     for before, after in pairwise(events):
         if after.start_ms < before.end_ms - 1e-9:
             raise UserError(
-                f"timeline of rank {rank}",
+                "timeline",
                 got=f"{before.name} and {after.name} at {after.start_ms} ms",
                 expected="one event at a time on a track",
                 do="give each stream a resource of its own",

@@ -15,9 +15,10 @@ from lancet_kernels.graph.program.program import Instruction, Program, TensorSpe
 from lancet_kernels.graph.rules.part_instruction import part_instruction, part_name, reads_whole
 from lancet_kernels.schedules.partition.ranges import (
     PartitionRange,
-    outgoing,
+    is_needed_behind,
     pipeline_order,
     positions,
+    reassembled,
     reassembly_instruction,
 )
 
@@ -60,7 +61,7 @@ def _expand_range(
         if cut.forms.get(t, WHOLE).is_made_in_parts
     }
     sliced = {t for t in cut.forms if t not in in_parts}
-    handed_on = outgoing(program, first, last, cut.forms)
+    joined = reassembled(program, first, last, cut.forms)
     whole: set[str] = set()
     split: set[str] = set()
 
@@ -69,7 +70,7 @@ def _expand_range(
         if t in whole or t not in in_parts:
             return
         i = program.producer[t]
-        if i in handed_on.viewed and t not in handed_on.reassembled:
+        if t not in joined:
             for source in program.instructions[i].inputs:
                 make_whole(source)
             instructions.append(program.instructions[i])
@@ -97,11 +98,10 @@ def _expand_range(
             _add_part(spec, part, cut, in_parts, slices, tensors)
         inputs = tuple(_slice_name(slices[t], part, cut) if t in slices else t for t in instruction.inputs)
         instructions.append(replace(instruction, inputs=inputs))
-    for t in handed_on.reassembled:
-        make_whole(t)
-    for i in handed_on.viewed:
-        for t in program.instructions[i].outputs:
-            make_whole(t)
+    for i in program.instructions[first : last + 1]:
+        for t in i.outputs:
+            if is_needed_behind(program, t, last):
+                make_whole(t)
 
 
 def _split(tensor: str, reader: Instruction, cut: PartitionRange) -> Instruction:

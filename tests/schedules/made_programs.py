@@ -6,9 +6,10 @@ from functools import lru_cache
 from hypothesis import strategies as st
 from torch import fx
 
-from lancet_kernels.graph.costs.costs import Cost, Tensors
+from lancet_kernels.graph.costs.costs import Cost, Tensors, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.weight_gradients import greedy_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
@@ -31,7 +32,7 @@ def program(*lines: str, bytes: int = 100, outputs: tuple[str, ...] = ()) -> Pro
         tensors[name] = TensorSpec(name, (bytes,), "int8")
         instructions.append(
             Instruction(
-                f"{name}",
+                name,
                 "made.up",
                 tuple(inputs) or ("in",),
                 (name,),
@@ -41,11 +42,6 @@ def program(*lines: str, bytes: int = 100, outputs: tuple[str, ...] = ()) -> Pro
             )
         )
     return Program("made", tuple(instructions), tensors, ("in",), outputs)
-
-
-def given(instruction, tensors) -> float:
-    """The cost that the instructions carry themselves."""
-    return instruction.milliseconds
 
 
 @st.composite
@@ -83,13 +79,9 @@ def backward_of_layers(layers: int, all_to_all_ms: float, gradients_ms: list[flo
     return program(*lines)
 
 
+@lru_cache(maxsize=16)
 def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: int = 2) -> Program:
     """A training step of a tiny model, captured on a fake rank; layers 1, 3, ... have experts."""
-    return _tiny_step(gate, gpus, batch, layers)
-
-
-@lru_cache(maxsize=16)
-def _tiny_step(gate: str, gpus: int, batch: int, layers: int) -> Program:
     config = ModelConfig("tiny", layers, 64, 4, 32, vocab=512, num_experts=2 * gpus, gate=gate)
     _, step = captured_program(config, gpus, batch)
     return step
@@ -115,6 +107,9 @@ class GivenCosts:
         return 0.0
 
 
+given = GivenCosts()
+
+
 def make_plan(
     program: Program,
     cost: Cost,
@@ -130,3 +125,8 @@ def make_plan(
 def list_schedule(program: Program, cost: Cost) -> Program:
     """The program in its best order."""
     return program.reordered(best_order(program, cost).order)
+
+
+def schedule_weight_gradients(program: Program, cost: Cost) -> Program:
+    """The program in the order of Algorithm 1."""
+    return program.reordered(greedy_order(program, durations(program, cost)))

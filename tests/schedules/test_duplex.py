@@ -167,11 +167,6 @@ def test_an_input_that_is_as_long_as_the_batch_by_chance_stays_whole():
         assert [step.tensors[t].shape for t in batched] == [(4, 4, 8)]
 
 
-def test_the_batch_need_not_be_the_first_input():
-    step = program_from_fx(capture(WithPositions(), (torch.arange(5), torch.randn(4, 5, 8))).joint)
-    assert len([t for t in step.inputs if t in duplex(step).forms]) >= 1
-
-
 def test_an_all_to_all_that_has_nothing_of_the_batch_is_refused():
     p = program("A c f 1", "X a f 1")
     with pytest.raises(UserError, match=r"X \(made.up\), which cannot be cut"):

@@ -10,9 +10,11 @@ import pytest
 from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.program.program import Kind, original_name
 from lancet_kernels.graph.rules.part_instruction import whole_name
-from lancet_kernels.schedules.explanation import PLAIN, layers_text
+from lancet_kernels.schedules.explanation import PLAIN, hidden_text, layers_text
+from lancet_kernels.schedules.hiding import Filler, Hiding
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.time.simulate import Event
 from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
 from tests.grids import few_of
 
@@ -22,10 +24,6 @@ SETTINGS = {
     "four layers, little memory": (Setting("gpt2-tiny-moe", "p4de", 16, layers=4), 0.0001),
 }
 ROW = re.compile(r"([> ]) (\S+) +([\d.]+) +([\d.]+) +([\d.e-]+) +(-?[\d.]+)%")
-LINE = re.compile(r"  (.*) fills? the (.*) \(([\d.]+) ms, ([\d.]+) ms exposed\)")
-FILLER = re.compile(
-    r"(weight gradients|forward|backward|optimizer|recomputation)(?: of (.*?))? \(([\d.]+) ms\)"
-)
 ROUNDING = 0.0051
 
 
@@ -87,66 +85,49 @@ def test_reason_of_the_choice_is_so(simulated: Simulated) -> None:
 
 
 def test_what_fills_a_message_computes_meanwhile(simulated: Simulated) -> None:
-    """Numbers and blocks of every line, against the simulated iteration."""
+    """Times and layers of what `explain` puts into words, against the simulated iteration."""
     program = simulated.program
     layers = layers_of(simulated.setting.priced.module.graph)
     gradients = {program.instructions[i].name for i in weight_gradients(program)}
+
+    def layer(event: Event) -> str:
+        name = whole_name(event.name)
+        return layers.get(original_name(name) or name, "")
+
     for strategy, plan in simulated.plans.items():
         events = simulated.timelines[strategy].events
         computed = [e for e in events if e.kind is Kind.COMPUTE]
         messages = [e for e in events if e.kind is not Kind.COMPUTE]
-        lines = [m.groups() for m in map(LINE.fullmatch, plan.explain(details=True).splitlines()) if m]
-        assert sum(float(ms) for *_, ms, _ in lines) == pytest.approx(
-            sum(e.end_ms - e.start_ms for e in messages), abs=ROUNDING * len(lines)
-        )
-        for fillers, what, ms, exposed in lines:
-            here = [e for e in messages if _is_of(e, what, layers)]
-            assert sum(e.end_ms - e.start_ms for e in here) == pytest.approx(float(ms), abs=ROUNDING), what
-            found = FILLER.findall(fillers)
-            assert (fillers == "nothing") == (not found)
-            total = float(exposed) + sum(float(f[2]) for f in found)
-            assert total == pytest.approx(float(ms), abs=ROUNDING * (2 + len(found)))
-            for work, places, filled_ms in found:
+        assert sum(hiding.count for hiding in plan.hidings) == len(messages)
+        for hiding in plan.hidings:
+            here = [m for m in messages if (m.kind.value, m.phase.value) == (hiding.kind, hiding.phase)]
+            here = [m for m in here if m.kind is Kind.ALL_REDUCE or layer(m) == hiding.layer]
+            assert sum(m.end_ms - m.start_ms for m in here) == pytest.approx(hiding.ms)
+            assert hiding.exposed_ms + sum(f.ms for f in hiding.fillers) == pytest.approx(hiding.ms)
+            for filler in hiding.fillers:
                 meanwhile = [
                     (c, min(c.end_ms, m.end_ms) - max(c.start_ms, m.start_ms))
                     for m in here
                     for c in computed
-                    if c.start_ms < m.end_ms and m.start_ms < c.end_ms and _work(c, gradients) == work
+                    if c.start_ms < m.end_ms and m.start_ms < c.end_ms
+                    if _work(c, gradients) == filler.work
                 ]
-                assert sum(both for _, both in meanwhile) == pytest.approx(float(filled_ms), abs=ROUNDING)
-                assert places == layers_text(layers.get(_whole(c), "") for c, _ in meanwhile)
+                assert sum(both for _, both in meanwhile) == pytest.approx(filler.ms)
+                assert {layer(c) for c, _ in meanwhile} == set(filler.layers)
 
 
-def _is_of(message, what: str, layers: dict[str, str]) -> bool:
-    if "gradient all-reduce" in what:
-        return message.kind is Kind.ALL_REDUCE
-    place = layers_text([layers.get(_whole(message), "")]) or "the step"
-    said = re.fullmatch(rf"{message.phase.value} all-to-alls? of (.*)", what)
-    return message.kind is Kind.ALL_TO_ALL and said is not None and place in _places(said[1])
-
-
-def _places(text: str) -> set[str]:
-    """Example: `layers 1, 3 to 4`: `layer 1`, `layer 3`, `layer 4`."""
-    several = re.fullmatch(r"(\w+)s ([\d, to]+)", text)
-    if several is None:
-        return {text}
-    numbers = set()
-    for run in several[2].split(", "):
-        first, _, last = run.partition(" to ")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return {f"{several[1]} {number}" for number in numbers}
-
-
-def _whole(event) -> str:
-    name = whole_name(event.name)
-    return original_name(name) or name
-
-
-def _work(event, gradients: set[str]) -> str:
+def _work(event: Event, gradients: set[str]) -> str:
     name = whole_name(event.name)
     if original_name(name) is not None:
         return "recomputation"
     return "weight gradients" if name in gradients else event.phase.value
+
+
+def test_a_line_says_what_fills_a_message() -> None:
+    fillers = (Filler("weight gradients", ("m.blocks.3.a", "m.blocks.5.b"), 1.2),)
+    hiding = Hiding("all_to_all", "backward", "m.blocks.5.moe", 2, 1.3, 0.1, fillers)
+    line = "weight gradients of blocks 3, 5 (1.20 ms) fill the backward all-to-alls of block 5"
+    assert hidden_text([hiding], False)[-1] == f"  {line} (1.30 ms, 0.10 ms exposed)"
 
 
 def test_blocking_plan_says_that_nothing_fills_its_all_to_alls(simulated: Simulated) -> None:

@@ -23,10 +23,6 @@ from tests.examples import examples
 from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs
 
 
-def paper_setting(model, cluster, gpus, gate="switch", layers=None):
-    return Setting(model, cluster, gpus, gate, layers=layers, padded=True).priced
-
-
 def planner(step, options=None):
     options = options or PlanningOptions(PartitionOptions(most_parts=2))
     return Planner(step.program, step.cost, options, step.cutter)
@@ -34,7 +30,7 @@ def planner(step, options=None):
 
 @pytest.fixture(scope="module")
 def small():
-    return paper_setting("gpt2-s-moe", "p4de", 16, layers=2)
+    return Setting("gpt2-s-moe", "p4de", 16, layers=2, padded=True).priced
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +83,6 @@ def test_each_half_helps_and_both_help_more(plans):
 
 
 @pytest.mark.long
-def test_batch_prioritized_gates_are_never_inside_a_range():
-    setting = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized", layers=2)
-    plan, step = planner(setting).plan("lancet"), setting.program
-    assert plan.ranges
-    for r in plan.ranges:
-        inside = step.instructions[step.index[r.first] : step.index[r.last] + 1]
-        assert not any(i.op == "lancet.gate" for i in inside)
-
-
-@pytest.mark.long
 def test_memory_limit(small, plans):
     need = plans["none"].predicted.peak_memory_gb
     options = PlanningOptions(PartitionOptions(most_parts=2), memory_limit_gb=need)
@@ -145,10 +131,6 @@ def test_save_load_and_explain(small, plans, tmp_path):
     assert "irregular" in text
     assert "lancet.sum_over_ranks" in text
     assert len({p.fingerprint for p in plans.values()}) == len(plans)
-
-
-def test_fingerprints_do_not_depend_on_predictions(plans):
-    plan = plans["lancet"]
     other = replace(plan, predicted=replace(plan.predicted, iteration_ms=1.0), compared={})
     assert other.fingerprint == plan.fingerprint
 
@@ -177,16 +159,10 @@ def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
     plans = Planner(p, given).plans()
     for plan in plans.values():
         assert len(p.reordered(plan.order)) == len(p)
-    best_known = min(simulate(p, given).iteration_ms, plans["none"].predicted.iteration_ms)
+    halves = [plans[name].predicted.iteration_ms for name in ("none", "lancet-dw", "lancet-partition")]
+    best_known = min(simulate(p, given).iteration_ms, *halves)
     assert plans["lancet"].predicted.iteration_ms <= best_known + 1e-9
     assert json.loads(json.dumps(plans["lancet"].to_json())) is not None
-
-
-@examples(15)
-@hypothesis_given(random_programs(most=16, all_reduces=False))
-def test_lancet_is_never_worse_than_its_halves(p):
-    times = {name: plan.predicted.iteration_ms for name, plan in Planner(p, given).plans().items()}
-    assert times["lancet"] <= min(times["none"], times["lancet-dw"], times["lancet-partition"]) + 1e-9
 
 
 @pytest.mark.long

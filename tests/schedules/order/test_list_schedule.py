@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.list_schedule import FREE, LIMITED, ListScheduler, Policy, Work
@@ -14,8 +13,14 @@ from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import critical_path, lower_bound_ms, simulate
 from tests.examples import examples
-from tests.schedules.algorithm_1 import schedule_weight_gradients
-from tests.schedules.made_programs import backward_of_layers, given, list_schedule, program, random_programs
+from tests.schedules.made_programs import (
+    backward_of_layers,
+    given,
+    list_schedule,
+    program,
+    random_programs,
+    schedule_weight_gradients,
+)
 from tests.schedules.optimum import optimal_order
 
 
@@ -38,13 +43,6 @@ def test_lower_bound_by_hand():
     assert lower_bound_ms(program(), []) == 0
 
 
-@examples(100)
-@hypothesis_given(random_programs())
-def test_no_order_beats_the_lower_bound(p):
-    bound = lower_bound_ms(p, durations(p, given))
-    assert bound <= best_order(p, given).iteration_ms + 1e-9
-
-
 def test_the_all_to_all_is_reached_before_other_ready_work():
     p = program("B c f 3", "A c f 1", "X a f 3 A", "C c f 1 X")
     assert [i.name for i in list_schedule(p, given).instructions] == ["A", "X", "B", "C"]
@@ -52,9 +50,9 @@ def test_the_all_to_all_is_reached_before_other_ready_work():
 
 @examples(200)
 @hypothesis_given(random_programs())
-def test_never_worse_than_greedy_or_the_original(p):
-    scheduled = list_schedule(p, given)
-    time = simulate(scheduled, given).iteration_ms
+def test_never_worse_than_greedy_or_the_original_nor_better_than_the_bound(p):
+    time = simulate(list_schedule(p, given), given).iteration_ms
+    assert lower_bound_ms(p, durations(p, given)) <= time + 1e-9
     assert time <= simulate(p, given).iteration_ms + 1e-9
     assert time <= simulate(schedule_weight_gradients(p, given), given).iteration_ms + 1e-9
 
@@ -69,15 +67,6 @@ def test_every_list_schedule_is_valid_and_keeps_to_its_limit(p, policy, more):
     assert peak_memory(p.reordered(order)) == peak_memory(p, order) <= limit
 
 
-@examples(150)
-@hypothesis_given(random_programs())
-def test_memory_limit_holds_where_the_original_holds_it(p):
-    limit = simulate(p, given).peak_memory_bytes
-    found = best_order(p, given, memory_limit_bytes=limit)
-    assert found.peak_memory_bytes <= limit
-    assert simulate(p.reordered(found.order), given).peak_memory_bytes <= limit
-
-
 LAYERS = st.builds(
     backward_of_layers,
     st.integers(2, 6),
@@ -88,12 +77,15 @@ LAYERS = st.builds(
 
 @examples(150)
 @hypothesis_given(LAYERS | random_programs(), st.randoms(use_true_random=False))
-def test_more_memory_is_never_worse(p, random):
+def test_more_memory_is_never_worse_and_limits_hold(p, random):
     sizes = {t: replace(spec, bytes=random.randrange(1000)) for t, spec in p.tensors.items()}
     p = replace(p, tensors=sizes)
     limits = [*(peaks * peak_memory(p) for peaks in (0.9, 1.0, 1.02, 1.03, 1.1, 1.24, 1.3, 1.6)), None]
-    found = [best_order(p, given, memory_limit_bytes=limit).iteration_ms for limit in limits]
-    assert found == sorted(found, reverse=True)
+    ordered = [best_order(p, given, memory_limit_bytes=limit) for limit in limits]
+    milliseconds = [one.iteration_ms for one in ordered]
+    assert milliseconds == sorted(milliseconds, reverse=True)
+    for limit, one in zip(limits[:-1], ordered, strict=False):
+        assert peak_memory(p, one.order) == one.peak_memory_bytes <= max(limit, peak_memory(p))
 
 
 @examples(25)
@@ -127,11 +119,6 @@ def test_gap_to_the_optimum(capsys):
     assert max(gaps["greedy"]) < 0.25
     assert max(gaps["list"]) < 0.06
     assert sum(gaps["list"]) <= sum(gaps["greedy"])
-
-
-def test_the_optimum_refuses_long_programs():
-    with pytest.raises(UserError, match="at most 400"):
-        optimal_order(program(*(f"t{i} c f 1" for i in range(401))), given)
 
 
 def test_in_order_means_the_programs_order_as_far_as_inputs_are_there():

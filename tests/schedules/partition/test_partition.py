@@ -113,9 +113,7 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     costs = PipelineCosts(p, cost)
     first, last = moe_block(p, "norm2")
-    forms = costs.forms(first, last)
-    cut = PartitionRange(p.instructions[first].name, p.instructions[last].name, parts, dict(forms))
-    expanded = expand(p, [cut])
+    expanded = expand(p, [costs.cut(first, last, parts)])
     names = [i.name for i in expanded.instructions]
     assert f"gate_part{parts - 1}" in names
     assert "gate" not in names

@@ -1,19 +1,20 @@
 """What cut_range refuses, what it leaves behind, and in which order the parts run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from test_cut_torch import copy_of, forward_ranges
+from test_cut_torch import forward_ranges
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.forms import WHOLE, cut_along
+from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.program.forms import WHOLE, Forms, cut_along
 from lancet_kernels.graph.program.from_fx import tensor_names
 from lancet_kernels.graph.program.program import Phase, TensorSpec
-from lancet_kernels.graph.rules.part_instruction import can_be_cut
+from lancet_kernels.graph.rules.part_instruction import can_be_cut, is_cut
 from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.partition.axes import AxisInference
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.cut import CutError, RangeToCut, cut_range
+from lancet_kernels.schedules.rewrite.cut import CutError, cut_range
 from tests.capturing import Step, read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
@@ -36,70 +37,73 @@ def first_layer(step: Step) -> tuple[tuple[str, ...], dict[str, int]]:
     return names, dict(AxisInference(step.program).forms(first, last))
 
 
+def in_turn(step: Step, names: Sequence[str], parts: int, forms: Forms) -> list[tuple[str, int | None]]:
+    """All parts of an instruction, then the next."""
+    program = step.program
+    return [
+        (name, part)
+        for name in names
+        for part in (range(parts) if is_cut(program.instructions[program.index[name]], forms) else (None,))
+    ]
+
+
 def test_parts_run_in_the_order_asked_for(step):
     names, forms = first_layer(step)
     module = copy_of(step.joint)
     cut_names = [n for n in names if n not in ("kept_counts", "send_rows")]
     by_part = [(name, part) for part in range(2) for name in cut_names]
-    made = cut_range(module.graph, RangeToCut(names, 2, forms), by_part)
+    cut_range(module.graph, [*by_part, ("kept_counts", None), ("send_rows", None)], 2, forms)
     wanted = [f"{name}_part{part}" for name, part in by_part]
-    assert [name for name in made if name in set(wanted)] == wanted
     order = instruction_order(module.graph)
     assert [name for name in order if name in set(wanted)] == wanted
     assert not set(cut_names) & set(order)
+    # Only what somebody reads is put together.
+    assert all(node.users for node in module.graph.nodes if node.name.endswith("_whole"))
 
 
-def test_by_default_all_parts_of_an_instruction_then_the_next(step):
-    names, forms = first_layer(step)
-    module = copy_of(step.joint)
-    made = cut_range(module.graph, RangeToCut(names, 4, forms))
-    parts = [name for name in made if name.startswith("all_to_all_part")]
-    assert parts == [f"all_to_all_part{p}" for p in range(4)]
-
-
-def refuses(step: Step, cut: RangeToCut, why: str, order=None) -> None:
+def refuses(step: Step, names: Sequence[str], parts: int, forms: Forms, why: str, order=None) -> None:
     module = copy_of(step.joint)
     before = [node.name for node in module.graph.nodes]
-    with pytest.raises(CutError, match=why) as caught:
-        cut_range(module.graph, cut, order)
-    assert isinstance(caught.value, UserError)
+    with pytest.raises(CutError, match=why):
+        cut_range(module.graph, order or in_turn(step, names, parts, forms), parts, forms)
     assert [node.name for node in module.graph.nodes] == before
     module.graph.lint()
 
 
 def test_unknown_instructions(step):
     names, forms = first_layer(step)
-    refuses(step, RangeToCut((*names, "nobody"), 2, forms), "1 unknown instructions")
-    refuses(step, RangeToCut((), 2, forms), "unknown instructions")
+    unknown = [*in_turn(step, names, 2, forms), ("nobody", None)]
+    refuses(step, names, 2, forms, "1 unknown instructions", unknown)
+    refuses(step, (), 2, forms, "unknown instructions")
 
 
 def test_more_parts_than_the_batch_has(step):
     names, forms = first_layer(step)
-    refuses(step, RangeToCut(names, 13, forms), "13 parts of dimensions")
+    refuses(step, names, 13, forms, "13 parts of dimensions")
 
 
 def test_dimensions_that_do_not_line_up(step):
     names, forms = first_layer(step)
     view = next(n for n in step.joint.graph.nodes if n.name == names[0]).args[0]
-    refuses(step, RangeToCut(names, 2, {**forms, view.name: cut_along(1)}), "dimensions")
+    refuses(step, names, 2, {**forms, view.name: cut_along(1)}, "dimensions")
 
 
 def test_a_dispatch_without_its_all_to_all(step):
     names, forms = first_layer(step)
     cut = tuple(n for n in names if not n.startswith("all_to_all"))
-    refuses(step, RangeToCut(cut, 2, forms), "outside the range")
+    refuses(step, cut, 2, forms, "outside the range")
 
 
 def test_an_order_that_is_not_every_part_once(step):
     names, forms = first_layer(step)
-    order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
-    refuses(step, RangeToCut(names, 2, forms), "every instruction once per part", order[:-1])
+    order = in_turn(step, names, 2, forms)
+    refuses(step, names, 2, forms, "every instruction once per part", order[:-1])
 
 
 def test_an_order_that_reads_a_part_before_it_is_made(step):
     names, forms = first_layer(step)
-    order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
-    refuses(step, RangeToCut(names, 2, forms), "read before it is computed", order[::-1])
+    order = in_turn(step, names, 2, forms)
+    refuses(step, names, 2, forms, "read before it is computed", order[::-1])
 
 
 def test_a_combine_without_its_dispatch(step):
@@ -107,7 +111,7 @@ def test_a_combine_without_its_dispatch(step):
     instructions = step.program.instructions
     at = step.program.index[names[-1]]
     assert instructions[at].op == "lancet.combine"
-    refuses(step, RangeToCut((names[-1],), 2, {**forms}), "a combine without its dispatch|outside the range")
+    refuses(step, (names[-1],), 2, {**forms}, "a combine without its dispatch|outside the range")
 
 
 def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
@@ -138,7 +142,7 @@ def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
                 continue
             names = tuple(i.name for i in step.program.instructions[first : last + 1])
             try:
-                cut_range(copy_of(step.joint).graph, RangeToCut(names, parts, forms))
+                cut_range(copy_of(step.joint).graph, in_turn(step, names, parts, forms), parts, forms)
             except CutError as error:
                 assert "exchange of counts" in str(error)  # noqa: PT017
                 continue
@@ -154,15 +158,6 @@ def test_sizes_that_do_not_divide_each_other_cannot_be_cut():
     assert not can_be_cut({"a": spec(4), "b": spec(6)}, {"a": cut_along(0), "b": cut_along(0)}, 2)
     assert can_be_cut({"a": spec(5)}, {"a": cut_along(0)}, 3)
     assert not can_be_cut({"a": spec(4), "b": spec(12)}, {"a": cut_along(0), "b": cut_along(0)}, 3)
-
-
-def test_a_view_behind_the_range_costs_nothing_and_unread_wholes_are_not_made(step):
-    names, forms = first_layer(step)
-    module = copy_of(step.joint)
-    cut_range(module.graph, RangeToCut(names, 2, forms))
-    for node in module.graph.nodes:
-        if node.name.endswith("_whole"):
-            assert node.users
 
 
 @pytest.mark.parametrize("gate", few_of(["topk", "random"]))
@@ -186,11 +181,11 @@ def test_axes_that_no_rule_allows_leave_the_graph_as_it_was(step):
     """Refused at different stages: while parts are inserted, and while they are reassembled."""
     names, forms = first_layer(step)
     expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1].args[0]
-    refuses(step, RangeToCut(names, 2, {**forms, tensor_names(expert)[0]: WHOLE}), "range to cut")
-    refuses(step, RangeToCut(names, 2, {**forms, "grouped_gemm": WHOLE}), "reads all of grouped_gemm")
+    refuses(step, names, 2, {**forms, tensor_names(expert)[0]: WHOLE}, "range to cut")
+    refuses(step, names, 2, {**forms, "grouped_gemm": WHOLE}, "reads all of grouped_gemm")
 
     (first, last), program = forward_ranges(step)[0], step.program
     forms = AxisInference(program).forms(first, last)
     residual = next(i for i in program.instructions[first : last + 1] if i.op == "aten.add").inputs[0]
     names = tuple(i.name for i in program.instructions[first : last + 1])
-    refuses(step, RangeToCut(names, 2, {**forms, residual: WHOLE}), "parts that do not fit together")
+    refuses(step, names, 2, {**forms, residual: WHOLE}, "parts that do not fit together")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx
 
+from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.program.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.graph.program.program import Phase
@@ -14,7 +15,7 @@ from lancet_kernels.graph.rules.part_instruction import can_be_cut
 from lancet_kernels.ops.moe.gates import parse_gate
 from lancet_kernels.schedules.partition.axes import AxisInference
 from lancet_kernels.schedules.partition.ranges import pipeline_order
-from lancet_kernels.schedules.rewrite.cut import RangeToCut, cut_range
+from lancet_kernels.schedules.rewrite.cut import cut_range
 from lancet_kernels.schedules.strategies import Planner
 from tests.capturing import Step, read_only_step
 from tests.graph.cut_and_reassemble import Recorder
@@ -46,13 +47,6 @@ def size(gate: str = "topk", dropless: bool = False) -> Size:
         top_k=GATES[gate],
         capacity_factor=capacity,
     )
-
-
-def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(joint.graph, {}))
-    assert [n.name for n in graph.nodes] == [n.name for n in joint.graph.nodes]
-    return fx.GraphModule(joint, graph)
 
 
 def forward_ranges(step: Step) -> list[tuple[int, int]]:
@@ -92,12 +86,11 @@ def cut_copy(step: Step, ranges: list[tuple[int, int]], parts: int) -> tuple[fx.
         forms = inference.forms(first, last)
         assert forms, f"{step.program.instructions[first].name} to {step.program.instructions[last].name}"
         assert can_be_cut(step.program.tensors, forms, parts) or 8 % parts
-        names = tuple(i.name for i in step.program.instructions[first : last + 1])
         order = [
             (step.program.instructions[i].name, part)
             for i, part in pipeline_order(step.program, first, last, forms, parts)
         ]
-        cut_range(module.graph, RangeToCut(names, parts, forms), order)
+        cut_range(module.graph, order, parts, forms)
         used.append(forms)
     module.recompile()
     return module, used

@@ -10,7 +10,7 @@ from lancet_kernels.graph.capture.capture import capture, split_joint
 from lancet_kernels.graph.program.forms import cut_along
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.rewrite.cut import RangeToCut, cut_range
+from lancet_kernels.schedules.rewrite.cut import cut_range
 from lancet_kernels.schedules.rewrite.in_place import write_in_place
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
@@ -42,7 +42,7 @@ def cut_product(transposed: bool, dimension: int):
             t: cut_along(1) for i in inside if i.op in ("aten.transpose", "aten.sinh") for t in i.outputs
         }
     forms[program.inputs[1]] = cut_along(dimension)
-    cut_range(captured.joint.graph, RangeToCut(tuple(i.name for i in inside), 2, forms))
+    cut_range(captured.joint.graph, [(i.name, part) for i in inside for part in range(2)], 2, forms)
     return model, x, captured
 
 

@@ -20,13 +20,13 @@ def events():
 
 
 def test_trace_has_one_track_per_resource(events, tmp_path):
-    save_trace(events, tmp_path / "trace.json", rank=3)
+    save_trace(events, tmp_path / "trace.json", ranks=2)
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["tid"], e["args"]["name"]) for e in entries if e["name"] == "thread_name"}
     assert names == {(0, COMPUTE), (1, LINK)}
-    spans = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"]
+    spans = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X" and e["pid"] == 1]
     assert (1, "X", 2000, 3000) in spans
-    assert {e["pid"] for e in entries} == {3}
+    assert {e["pid"] for e in entries} == {0, 1}
     for track in (0, 1):
         on_track = sorted((s[2], s[2] + s[3]) for s in spans if s[0] == track)
         assert all(a[1] <= b[0] for a, b in pairwise(on_track))
@@ -36,10 +36,10 @@ def test_overlap_on_a_track_is_refused():
     one = Event("one", COMPUTE, 0, 2, Kind.COMPUTE, Phase.FORWARD)
     two = Event("two", COMPUTE, 1, 3, Kind.COMPUTE, Phase.FORWARD)
     with pytest.raises(UserError, match="one and two at 1 ms"):
-        perfetto_trace({0: [one, two]})
+        perfetto_trace([one, two])
 
 
-def test_labels(events):
+def test_labels_those_of_parts_as_of_the_whole(events):
     found = {e.name: label(e, frozenset({"W"})) for e in events}
     assert found == {
         "A": "forward",
@@ -49,9 +49,6 @@ def test_labels(events):
         "R": "all-reduce",
         "S": "optimizer",
     }
-
-
-def test_a_part_has_the_label_of_the_whole():
     part = Event("mm_1_part0", COMPUTE, 0, 2, Kind.COMPUTE, Phase.BACKWARD)
     assert label(part, frozenset({"mm_1"})) == "weight gradient"
     assert label(part, frozenset({"mm"})) == "backward"

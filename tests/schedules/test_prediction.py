@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.best_order import best_order
-from lancet_kernels.schedules.prediction import Prediction
-from lancet_kernels.schedules.time.exposed_bounds import exposed_bounds
+from lancet_kernels.schedules.prediction import Prediction, exposed_bounds
 from lancet_kernels.schedules.time.simulate import Timeline, run
 from tests.schedules.made_programs import given as as_given
 from tests.schedules.made_programs import program, random_programs
