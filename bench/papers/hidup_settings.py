@@ -20,8 +20,8 @@ from lancet_kernels.graph.program.program import Instruction, Program, TensorSpe
 from lancet_kernels.schedules.shard.conversions import ADJOINT, CollectiveCosts
 from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
-from lancet_kernels.schedules.shard.sharding_costs import COPIES, psi_of
-from lancet_kernels.schedules.shard.sharding_strategy import Communication, ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, Communication, psi_of
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 from lancet_kernels.schedules.shard.signatures import signature_ms
 from lancet_kernels.simulation.fake_ranks import without_contents
 
@@ -193,7 +193,7 @@ def repriced(strategy: ShardingStrategy, program: Program, cost: Cost) -> Shardi
         adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
         has_gradient = c.backward_ms > 0
         backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
-        return replace(c, ms=ms, backward_ms=backward)
+        return c._replace(ms=ms, backward_ms=backward)
 
     stages = []
     for stage in strategy.stages:
