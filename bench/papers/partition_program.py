@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.slices import BACKWARD, FORWARD, GRADIENT, Partition
-from lancet_kernels.schedules.linears.partition_costs import phase_times, redistribution_times
+from lancet_kernels.schedules.linears.partition_costs import phase_times, redistributions
 from lancet_kernels.schedules.linears.segments import Problem
 
 
@@ -58,19 +58,22 @@ def partition_program(problem: Problem, partitions: Sequence[Partition], name: s
             writer.step(f"{operator.name} {which}{place}", phase, times.step_ms, travelling)
         writer.waited(f"sum of {operator.name} {which}", Kind.ALL_REDUCE, phase, times.collective_ms)
 
-    def edges(phase: Phase, of: Sequence[tuple[int, int]]) -> None:
-        for i, j in of:
-            times = redistribution_times(cluster, *placed[i], *placed[j])
-            names = placed[i][0].name, placed[j][0].name
-            source, target = names if phase is Phase.FORWARD else names[::-1]
-            ms = times[phase is Phase.BACKWARD]
-            writer.waited(f"{source} to {target}", Kind.OTHER_COMMUNICATION, phase, ms)
+    def edges(phase: Phase, n: int) -> None:
+        """Those by which something comes to operator n."""
+        back = phase is Phase.BACKWARD
+        for ends in problem.edges:
+            if ends[not back] == n:
+                (one, before), (other, after) = (placed[end] for end in ends)
+                ms = redistributions(cluster, one, [before], other, [after])[back].item()
+                source, target = (other, one) if back else (one, other)
+                name = f"{source.name} to {target.name}"
+                writer.waited(name, Kind.OTHER_COMMUNICATION, phase, ms)
 
     for n in range(len(placed)):
-        edges(Phase.FORWARD, [e for e in problem.edges if e[1] == n])
+        edges(Phase.FORWARD, n)
         phase_of(n, FORWARD)
     for n in reversed(range(len(placed))):
-        edges(Phase.BACKWARD, [e for e in problem.edges if e[0] == n])
+        edges(Phase.BACKWARD, n)
         phase_of(n, BACKWARD)
         phase_of(n, GRADIENT)
     return writer.program(name)

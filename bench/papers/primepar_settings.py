@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from bench.papers.partition_program import partition_program
-from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, block, fixed, problem
+from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, block, fixed, problem, spatial
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.rules.slices import Partition, split, square
 from lancet_kernels.schedules.linears.partition_costs import PartitionCost
@@ -73,20 +73,13 @@ def row(setting: Scenario) -> dict[str, Any]:
     Megatron's and PrimePar's alone, as JSON values."""
     model, gpus = setting.model, setting.gpus
     whole = _problem(setting)
-    # Splits alone, what others search.
-    splits = whole.restricted(
-        {
-            o.name: [p for p in partitions if p.steps == 1]
-            for o, partitions in zip(whole.operators, whole.choices, strict=True)
-        }
-    )
     rule = fixed(whole, _rule(whole, gpus), model.layers)
     limit = rule.memory_bytes
     primepar = solve(whole, model.layers, limit)
     ms = {
         "megatron": rule.ms,
         "best megatron": best_megatron(whole, gpus, model.layers, limit).ms,
-        "spatial": solve(splits, model.layers, limit).ms,
+        "spatial": solve(spatial(whole), model.layers, limit).ms,
         "primepar": primepar.ms,
     }
     chosen = _middle_layer(primepar, len(whole.operators) - 1)
@@ -108,7 +101,7 @@ def row(setting: Scenario) -> dict[str, Any]:
 
 def _problem(setting: Scenario) -> Problem:
     sizes, parts = setting.model.sizes, setting.microbatches
-    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, microbatches=parts)
+    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, parts)
 
 
 def _rule(p: Problem, gpus: int) -> list[Partition]:

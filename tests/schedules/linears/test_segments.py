@@ -32,7 +32,7 @@ from lancet_kernels.schedules.linears.partition_costs import (
     intra_cost,
     linear,
     pointwise,
-    redistribution_times,
+    redistributions,
 )
 from lancet_kernels.schedules.linears.segments import (
     Problem,
@@ -230,8 +230,8 @@ def elements(box: np.ndarray) -> set[tuple[int, ...]]:
 def test_redistribution_is_free_between_equal_forms() -> None:
     one, other = block(SIZES, 8, 256)[7:9]
     columns = Partition((split("b"), split("k")))
-    assert redistribution_times(P3DN, one, columns, other, columns) == (0, 0)
-    assert max(redistribution_times(P3DN, one, columns, other, Partition((split("b"), split("m"))))) > 0
+    assert redistributions(P3DN, one, [columns], other, [columns]) == (0, 0)
+    assert max(redistributions(P3DN, one, [columns], other, [Partition((split("b"), split("m")))])) > 0
 
 
 def test_one_line_for_bad_input() -> None:
