@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from bench.papers.hidup_links import links, with_bandwidth
 from bench.papers.hidup_models import HiDupModel, example_batch, hidup_config
@@ -68,19 +69,15 @@ class HiDupSetting:
     @cached_property
     def hidup(self) -> ShardingStrategy:
         """The strategy of the search."""
-        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb)
+        return self._searched()
 
     @cached_property
     def published(self) -> ShardingStrategy:
         """The strategy if the backward is counted without overlap; its prediction counts so, too."""
-        return search_sharding(
-            self.program,
-            self.gpus,
-            self.cost,
-            memory_gb=self.cluster.memory_gb,
-            name="hidup, searched as published",
-            overlaps_backward=False,
-        )
+        return self._searched(name="hidup, searched as published", overlaps_backward=False)
+
+    def _searched(self, **how: Any) -> ShardingStrategy:
+        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb, **how)
 
     @cached_property
     def expert_parallel(self) -> ShardingStrategy:

@@ -64,7 +64,7 @@ def partition_program(problem: Problem, partitions: Sequence[Partition], name: s
         for ends in problem.edges:
             if ends[not back] == n:
                 (one, before), (other, after) = (placed[end] for end in ends)
-                ms = redistributions(cluster, one, [before], other, [after])[back].item()
+                ms = redistributions(cluster, one, [before], other, [after])[int(back)].item()
                 source, target = (other, one) if back else (one, other)
                 name = f"{source.name} to {target.name}"
                 writer.waited(name, Kind.OTHER_COMMUNICATION, phase, ms)

@@ -5,7 +5,6 @@ whole space and under Megatron's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from bench.papers.partition_program import partition_program
@@ -148,16 +147,13 @@ def slides_timelines() -> dict[str, Timeline]:
         "PrimePar: fc1 {K, P2x2}, fc2 {N, P2x2}": ((k, square(1)), (k, m, k), (n, square(1))),
     }
     return {
-        name: simulate(partition_program(p, list(map(Partition, partitions)), name), _given)
+        name: simulate(
+            partition_program(p, list(map(Partition, partitions)), name), lambda i, _: i.milliseconds or 0.0
+        )
         for name, partitions in chosen.items()
     }
 
 
-def _given(instruction, _tensors) -> float:
-    return instruction.milliseconds
-
-
-@cache
 def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[str, float]:
     """Milliseconds of one microbatch on one stage of so many GPUs, by whose partition it runs under."""
     setting = Scenario(replace(model, layers=model.layers // stages), gpus, microbatches=microbatches)
@@ -174,8 +170,8 @@ def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[s
 def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
     """Milliseconds of an iteration, by stages of the pipeline: (microbatches + stages - 1) stage times;
     "computation" is what Megatron's would take if communication took no time."""
-    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}, "computation": {}}
+    iteration: dict[str, dict[int, float]] = {}
     for stages in (1, 2, 4, 8):
         for name, ms in _stage_ms(model, gpus // stages, stages, microbatches).items():
-            iteration[name][stages] = (microbatches + stages - 1) * ms
+            iteration.setdefault(name, {})[stages] = (microbatches + stages - 1) * ms
     return iteration

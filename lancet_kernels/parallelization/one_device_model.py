@@ -95,30 +95,29 @@ class OneDeviceModel:
         return UserError(f"model {self.name} to parallelize", got=got, expected=expected, do=do)
 
     @cached_property
-    def batch(self) -> tuple[int, PartitionRange | None]:
-        """Its size, and how it is cut into microbatches. Raises: UserError where it cannot be."""
+    def microbatches(self) -> PartitionRange | None:
+        """How the batch is cut into them. Raises: UserError where it cannot be."""
         if self.copies == 1:
-            return 0, None
+            return None
         try:
-            microbatches = copies_of_batch(self.program, self.copies)
+            cut = copies_of_batch(self.program, self.copies)
         except UserError as error:
             raise self._refuse(
                 str(error.got), str(error.expected), "choose another batch, or copies=1"
             ) from None
-        sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in microbatches.forms}
-        size = min(sizes)
+        size = min(self.program.tensors[t].shape[0] for t in self.program.inputs if t in cut.forms)
         if size % self.copies:
             raise self._refuse(
                 f"a batch of {size}",
                 f"a multiple of {self.copies}, for microbatches of one size",
                 "choose another batch, or copies=1",
             )
-        return size, microbatches
+        return cut
 
     @cached_property
     def microbatch(self) -> fx.GraphModule:
         """The forward graph of the first microbatch. Raises: UserError where an op wants the whole batch."""
-        module, (_, cut) = forward_graph(self.captured), self.batch
+        module, cut = forward_graph(self.captured), self.microbatches
         if cut is None:
             return module
         try:
@@ -198,9 +197,8 @@ class OneDeviceModel:
         inputs = {name: f"input_{position}" for name, position in self._inputs(graph)}
         forms = self.forms(strategy)
         state = {p: (name, forms.get(name, WHOLE)) for p, name in self.state_names.items()}
-        _, cut = self.batch
-        if cut is not None:
-            cut_ranges(graph, self.program, [cut])
+        if self.microbatches is not None:
+            cut_ranges(graph, self.program, [self.microbatches])
         return shard_graph(graph, strategy, group, self.copies, state, inputs)
 
     def _compare_gradients(self) -> None:

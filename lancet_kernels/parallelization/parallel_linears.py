@@ -11,7 +11,6 @@ is cut along heads, activations along rows and features, and the search is told 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -44,11 +43,11 @@ DEFAULT_CLUSTER = "p3dn"
 @dataclass(frozen=True)
 class Names:
     """Names of the linear layers of a block in their module. kinds: of features out in one fused layer, by
-    kind before head (3: GPT-2's c_attn); 0: otherwise."""
+    kind before head (3: GPT-2's c_attn)."""
 
     inner: tuple[str, ...]
     outer: str
-    kinds: int = 0
+    kinds: int = 1
 
 
 ATTENTION = (
@@ -159,7 +158,14 @@ def parallelize_linears(
         )
     # All ranks have to use one result, also where a search ends in a tie.
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
-    kinds = _kinds(blocks, load_cluster(cluster), rows, sequence, ranks)
+    of_sizes: dict[tuple, list[_Block]] = {}
+    for one in blocks:
+        of_sizes.setdefault(one.sizes, []).append(one)
+    prices = load_cluster(cluster)
+    kinds = [
+        _Kind(alike[0], len(alike), _problem(prices, alike[0], rows, sequence, ranks), rows, ranks)
+        for alike in of_sizes.values()
+    ]
     limit = None if memory_gb is None else 1e9 * memory_gb
     chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
     for one in blocks:
@@ -250,7 +256,7 @@ def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
     limits = _limits(one, rows)
-    choices = {o.name: (_whole(ranks),) for o in operators}
+    choices: dict[str, tuple[Partition, ...]] = {o.name: (_whole(ranks),) for o in operators}
     for operator, partitions in zip(operators, every.choices, strict=True):
         if sizes := limits.get(operator.name):
             choices[operator.name] = tuple(p for p in partitions if _can_run(p, sizes, ranks))
@@ -295,17 +301,8 @@ class _Kind:
     first: _Block
     count: int
     problem: Problem
-    limits: Mapping[str, Mapping[str, int]]
+    rows: int
     ranks: int
-
-
-def _kinds(blocks: Sequence[_Block], cluster: Cluster, rows: int, sequence: int, ranks: int) -> list[_Kind]:
-    counts = Counter(one.sizes for one in blocks)
-    firsts = {one.sizes: one for one in reversed(blocks)}
-    return [
-        _Kind(one, counts[sizes], _problem(cluster, one, rows, sequence, ranks), _limits(one, rows), ranks)
-        for sizes, one in firsts.items()
-    ]
 
 
 def _chosen(
@@ -333,7 +330,7 @@ def _chosen(
 
 
 def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
-    for name, limits in kind.limits.items():
+    for name, limits in _limits(kind.first, kind.rows).items():
         if name in chosen and not _can_run(chosen[name], limits, kind.ranks):
             sizes = ", ".join(f"{d} = {n}" for d, n in limits.items())
             raise UserError(
@@ -349,7 +346,7 @@ def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups
     inner, between, outer = one.operators
     middle = Neighbour(partitions[between], "h" if one.heads else "k")
     around, leading = Neighbour(partitions["add"]), LeadingDimensions()
-    parts = (one.heads, one.names.kinds) if one.names.kinds else None
+    parts = (one.heads, one.names.kinds) if one.names.kinds > 1 else (1, 1)
     for name, layer in zip(one.names.inner, one.inner_layers, strict=True):
         own = PartitionedLinear(layer, partitions[inner], around, middle, groups, leading, parts)
         setattr(one.module, name, own)

@@ -66,8 +66,9 @@ class PartitionedLinear(nn.Module):
         partition: over as many devices as the group has ranks, without `b`: rows are cut as `m`.
         before, after: the operators that it stands between.
         groups: None: all ranks.
-        leading: of its block. parts: (heads, kinds): features out lie by kind, then by head (GPT-2's queries,
-            keys, values); ranks get whole heads of all kinds.
+        leading: of its block.
+        heads_and_kinds: features out lie by kind, then by head (GPT-2's queries, keys, values); ranks get
+            whole heads of all kinds.
     Raises: UserError (sizes that the slices do not divide, a partition that cannot run).
     """
 
@@ -79,11 +80,11 @@ class PartitionedLinear(nn.Module):
         after: Neighbour,
         groups: AnyGroups | None = None,
         leading: LeadingDimensions | None = None,
-        parts: tuple[int, int] | None = None,
+        heads_and_kinds: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
         self._group, self.partition = expert_group_name(groups), partition
-        self._is_transposed, self._heads_and_kinds = not isinstance(linear, nn.Linear), parts or (1, 1)
+        self._is_transposed, self._heads_and_kinds = not isinstance(linear, nn.Linear), heads_and_kinds
         weight = linear.get_parameter("weight")
         weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape

@@ -230,9 +230,9 @@ def redistributions(
     befores: Sequence[Partition],
     consumer: Operator,
     afters: Sequence[Partition],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Milliseconds of redistribution on one edge, of the result in the forward and of its gradient in the
-    backward, for every partition of the producer with every one of the consumer: [befores, afters].
+    backward, for every partition of the producer with every one of the consumer: [2, befores, afters].
 
     Dimensions correspond by position.
     """
@@ -251,7 +251,7 @@ def redistributions(
         [boxes(p, BACKWARD, wanted.dimensions, 0) for p in befores],
         size,
     )
-    return forward, backward.T
+    return np.stack([forward, backward.T])
 
 
 def _between(cluster: Cluster, held: list[Boxes], needed: list[Boxes], size: float) -> np.ndarray:

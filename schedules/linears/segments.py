@@ -177,11 +177,9 @@ class Problem:
             of, every = self._places, self.whole.edge_ms
             return {(i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in every.items()}
         return {
-            (i, j): sum(
-                redistributions(
-                    self.cluster, self.operators[i], self.choices[i], self.operators[j], self.choices[j]
-                )
-            )
+            (i, j): redistributions(
+                self.cluster, self.operators[i], self.choices[i], self.operators[j], self.choices[j]
+            ).sum(axis=0)
             for i, j in self.edges
         }
 

@@ -220,7 +220,12 @@ class _Grouping:
             partial = following
         return tuple(
             BlockSignature(
-                *(tuple(forms[t] for t in of) for of in (reads, parameters, makes)), ways, ms, size
+                tuple(forms[t] for t in reads),
+                tuple(forms[t] for t in parameters),
+                tuple(forms[t] for t in makes),
+                ways,
+                ms,
+                size,
             )
             for forms, ways, ms, size in partial.values()
         )

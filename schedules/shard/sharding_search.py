@@ -55,12 +55,6 @@ DIGITS = 6
 States = dict[State, list[Label]]
 
 
-class Entry(NamedTuple):
-    """The step of a label that enters a segment: which of those it is."""
-
-    number: int
-
-
 class Passage(NamedTuple):
     """A segment passed as `pattern` passes the segment `like`, of the same structure."""
 
@@ -228,8 +222,8 @@ class Search:
                 Label(
                     label.front + low,
                     *label[1:6],
-                    label.bytes - entry.bytes + entering[entry.step.number].bytes,
-                    entering[entry.step.number],
+                    label.bytes - entry.bytes + entering[entry.step].bytes,
+                    entering[entry.step],
                     Passage(label, passed.like, segment),
                 )
                 for label, entry in pairs
@@ -311,7 +305,7 @@ class Search:
         while label is not None and label.step is not None:
             if isinstance(label.step, Passage):
                 steps += reversed(self._steps_of(label.step))
-            elif isinstance(label.step, Entry):
+            elif isinstance(label.step, int):
                 break
             else:
                 steps.append(label.step)
@@ -336,19 +330,17 @@ class Search:
 
 def _entry(label: Label) -> Label:
     """The label that entered the segment."""
-    while not isinstance(label.step, Entry):
+    while not isinstance(label.step, int):
         assert label.before is not None
         label = label.before
     return label
 
 
 def _relative(ordered: list[tuple[State, list[Label]]], low: float) -> States:
-    """The labels as a segment is entered with: times as differences, and numbered."""
+    """The labels as a segment is entered with: times as differences, and their number as step."""
     number = count()
     return {
-        state: [
-            label._replace(front=label.front - low, before=None, step=Entry(next(number))) for label in labels
-        ]
+        state: [label._replace(front=label.front - low, before=None, step=next(number)) for label in labels]
         for state, labels in ordered
     }
 

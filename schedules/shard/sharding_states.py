@@ -245,35 +245,18 @@ class StateSpace:
             if not self.restriction.signature(block, signature):
                 continue
             for option in self.options(b, s):
-                behind = self._behind(after, held, b, signature, option)
-                if behind is None:
-                    continue
-                new_state, communication, more_bytes = behind
-                # The gradient of a weight with several readers is summed once.
-                communication += tuple(
-                    c
-                    for c in option.communication
-                    if c.source != c.target or self.number[c.tensor] not in held
-                )
-                yield Transition(
-                    new_state,
-                    signature,
-                    option.rests,
-                    communication,
-                    sum(c.ms for c in communication),
-                    sum(c.backward_ms for c in communication),
-                    more_bytes,
-                )
+                transition = self._transition(after, held, b, signature, option)
+                if transition is not None:
+                    yield transition
 
-    def _behind(
+    def _transition(
         self,
         after: int,
         held: dict[int, Held],
         b: int,
         signature: BlockSignature,
         option: ParameterOption,
-    ) -> tuple[State, tuple[Communication, ...], float] | None:
-        """The state behind a block, what is communicated for it, and the bytes that come in addition."""
+    ) -> Transition | None:
         block = self.blocks[b]
         following = dict(held)
         communication: list[Communication] = []
@@ -308,7 +291,19 @@ class StateSpace:
         for t, form in zip(block.makes, signature.makes, strict=True):
             following[self.number[t]] = Held(self.number[t], (form,), True)
         alive = (item for n, item in following.items() if self._readers.get(self.name[n], 0) & ~after)
-        return tuple(sorted(alive)), tuple(communication), more_bytes
+        # The gradient of a weight with several readers is summed once.
+        communication += [
+            c for c in option.communication if c.source != c.target or self.number[c.tensor] not in held
+        ]
+        return Transition(
+            tuple(sorted(alive)),
+            signature,
+            option.rests,
+            tuple(communication),
+            sum(c.ms for c in communication),
+            sum(c.backward_ms for c in communication),
+            more_bytes,
+        )
 
     def _conversion(self, tensor: str, source: Form, target: Form) -> Communication | None:
         name, spec = collective(source, target), self.program.tensors[tensor]
@@ -318,14 +313,11 @@ class StateSpace:
         return Communication(tensor, source, target, name, self.costs.milliseconds(name, spec), backward)
 
     def _options(self, b: int, s: int) -> list[ParameterOption]:
-        """How the parameters of a block may rest that runs in its signature s."""
-        every = self._parameter_options(self.blocks[b], self.blocks[b].signatures[s])
-        return [o for o in every if all(self.restriction.parameter(t, form) for t, form in o.rests)]
-
-    def _parameter_options(self, block: Block, signature: BlockSignature) -> list[ParameterOption]:
-        """Parameters that it reads whole rest all whole (their gradients are summed by an all-reduce), or as
-        many as possible in slices (all-gather; reduce-scatter of the gradient). That is done once for both
-        microbatches: half of it counts for each. Backward reads what was gathered, so it is kept."""
+        """How the parameters of a block may rest that runs in its signature s: those that it reads whole all
+        whole (their gradients are summed by an all-reduce), or as many as possible in slices (all-gather;
+        reduce-scatter of the gradient). That is done once for both microbatches: half of it counts for each.
+        Backward reads what was gathered, so it is kept."""
+        block, signature = self.blocks[b], self.blocks[b].signatures[s]
         choices: list[ParameterOption] = []
         for sliced_at_rest in (False, True):
             rests: list[tuple[str, Form]] = []
@@ -349,7 +341,8 @@ class StateSpace:
                     communication.append(Communication(t, WHOLE, WHOLE, "all_reduce", 0.0, total))
                 rests.append((t, rest))
             choices.append(ParameterOption(tuple(rests), tuple(communication), copies))
-        return list(dict.fromkeys(choices))
+        allowed = self.restriction.parameter
+        return [o for o in dict.fromkeys(choices) if all(allowed(t, form) for t, form in o.rests)]
 
     def _with_gradients(self) -> set[str]:
         """Float parameters, and everything that depends on one and is float."""

@@ -7,7 +7,7 @@ the two microbatches run in turns, and it is that of both, forward and backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any
 
@@ -94,10 +94,9 @@ class ShardingStrategy(SavedJson):
 
     def fields_to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        fields = asdict(replace(self, stages=(), parameters={}))
         stages = [
             {
-                **asdict(replace(stage, communication=(), computation={})),
+                **vars(stage),
                 "communication": [
                     {**c._asdict(), "source": str(c.source), "target": str(c.target)}
                     for c in stage.communication
@@ -106,12 +105,11 @@ class ShardingStrategy(SavedJson):
             }
             for stage in self.stages
         ]
-        parameters = {t: str(form) for t, form in self.parameters.items()}
         return {
-            **fields,
+            **vars(self),
             "shapes": {t: list(shape) for t, shape in self.shapes.items()},
             "stages": stages,
-            "parameters": parameters,
+            "parameters": {t: str(form) for t, form in self.parameters.items()},
         }
 
     @classmethod

@@ -300,15 +300,11 @@ def refusals() -> dict[str, str]:
     made("memory of a baseline", Plain(), strategy="data parallel", memory_gb=1.0)
     made("copies of linears", Plain(), strategy="primepar", copies=1)
     said["shape"] = refusal(lambda: wrong(x[:4]))
-    said["mode"] = refusal(lambda: copy_in_evaluation(wrong)(x))
+    said["mode"] = refusal(lambda: wrong.eval()(x))
     said["optimizer"] = refusal(
         lambda: wrong.optimizer_state_dict(torch.optim.SGD(Plain().parameters(), 0.1))
     )
     return said
-
-
-def copy_in_evaluation(step: nn.Module) -> nn.Module:
-    return step.eval()
 
 
 EXPECTED = {
