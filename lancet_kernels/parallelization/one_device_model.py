@@ -142,7 +142,24 @@ class OneDeviceModel:
     @property
     def microbatch_values(self) -> list[object]:
         """A value for each placeholder of the microbatch's graph."""
-        return _values(self.microbatch, self.captured, self.leaves)
+        return self._values(self.microbatch)
+
+    def _values(self, module: fx.GraphModule) -> list[object]:
+        """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
+        microbatch as many rows as its graph is for."""
+        traced = self.captured.module
+        state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
+        state |= dict(traced.named_buffers(remove_duplicate=False))
+        values: list[object] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                name, position = state_name(node), input_position(node)
+                assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
+                value = self.leaves[position or 0] if name is None else state[name]
+                if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
+                    value = value[: node.meta["val"].shape[0]]
+                values.append(value)
+        return values
 
     def _inputs(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
         """(placeholder, position among the leaves) of the tensors of the batch."""
@@ -209,7 +226,7 @@ class OneDeviceModel:
             return
         forward = forward_graph(self.captured)
         module = runs_graph(nn.Module(), forward.graph)
-        again = capture(module, _values(forward, self.captured, self.leaves))
+        again = capture(module, self._values(forward))
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
         inputs = {n: state_name(node) or input_position(node) for n, node in enumerate(placeholders)}
         if _gradient_formulas(self.captured, {}) != _gradient_formulas(again, inputs):
@@ -229,24 +246,6 @@ def _may_change_gradients(node: fx.Node) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     private = home.startswith(("torch._C", "torch.autograd", "torch._dynamo")) and home != "torch._C._nn"
     return private or isinstance(node.target, HigherOrderOperator)
-
-
-def _values(module: fx.GraphModule, captured: Captured, leaves: list[object]) -> list[object]:
-    """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
-    microbatch as many rows as its graph is for."""
-    traced = captured.module
-    state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
-    state |= dict(traced.named_buffers(remove_duplicate=False))
-    values: list[object] = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            name, position = state_name(node), input_position(node)
-            assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
-            value = leaves[position or 0] if name is None else state[name]
-            if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
-                value = value[: node.meta["val"].shape[0]]
-            values.append(value)
-    return values
 
 
 def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list[str]:

@@ -176,16 +176,10 @@ def parallelize_linears(
 def _blocks(model: nn.Module) -> Iterator[_Block]:
     """In the order of the model's modules."""
     for name, module in list(model.named_modules()):
-        for names in ATTENTION:
-            if _has(module, names):
-                yield _Block(name, module, names, *_heads(name, module, names))
-        for names in MLP:
-            if _has(module, names):
-                yield _Block(name, module, names)
-
-
-def _has(module: nn.Module, names: Names) -> bool:
-    return all(_is_linear(getattr(module, name, None)) for name in (*names.inner, names.outer))
+        for names in (*ATTENTION, *MLP):
+            if all(_is_linear(getattr(module, layer, None)) for layer in (*names.inner, names.outer)):
+                heads = _heads(name, module, names) if names in ATTENTION else (0, 0)
+                yield _Block(name, module, names, *heads)
 
 
 def _is_linear(layer: object) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.partition_program import partition_program
+from bench.papers.primepar_settings import partition_program
 from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem, spatial
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.grouping import all_reduce_ms

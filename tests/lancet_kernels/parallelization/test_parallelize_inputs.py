@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from lancet_kernels import Dropout, MoELayer, UserError, parallelize, set_routing_step
 from lancet_kernels.ops.comm.groups import group_name
+from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import cluster, distance, gradient_errors
 from tests.refusals import refusal
 
@@ -213,11 +214,6 @@ def test_the_whole_model_is_not_kept(pool):
         assert "another value of up.weight in the model, of which this module has its own part" in said
 
 
-def test_tied_and_frozen_parameters_buffers_and_several_results(pool):
-    for errors in pool.run(mixed_errors, timeout_s=120):
-        assert max(errors) < 1e-12
-
-
 def dropout_errors() -> list[float]:
     """Errors of the loss and the gradients, in two training steps."""
     torch.manual_seed(1)
@@ -236,9 +232,10 @@ def dropout_errors() -> list[float]:
     return errors
 
 
-@pytest.mark.long
-def test_dropout_keyed_by_token_drops_what_it_drops_on_one_device(pool):
-    for errors in pool.run(dropout_errors, timeout_s=120):
+@pytest.mark.parametrize("errors_of", few_of([mixed_errors, dropout_errors]))
+def test_results_and_gradients_are_those_of_one_device(pool, errors_of):
+    """Tied and frozen parameters, buffers, several results; dropout that is keyed by token."""
+    for errors in pool.run(errors_of, timeout_s=120):
         assert max(errors) < 1e-12
 
 

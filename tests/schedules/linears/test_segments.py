@@ -117,7 +117,7 @@ def test_a_block_of_real_costs_against_brute_force() -> None:
 
 @pytest.mark.parametrize("seeds", [(0,), (1,), (2,), (0, 1)])
 def test_memory_is_a_limit(seeds: tuple[int, ...]) -> None:
-    """Of problems that stand apart on their sum. What fits is found whenever there is any, and is the best of
+    """On the sum, where problems stand apart. What fits is found whenever there is any, and is the best of
     all where it lies on the convex hull."""
     problems = [(made_up(GRAPHS["residual"], 3, seed), 1) for seed in seeds]
     free = solve_apart(problems)
