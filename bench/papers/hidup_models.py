@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import check_name
 
 
 @dataclass(frozen=True)
@@ -43,33 +43,22 @@ class HiDupConfig:
         return max(1, math.ceil(self.capacity_factor * self.top_k * self.sequence / self.experts))
 
 
-def _text(name: str, top_k: int) -> HiDupConfig:
-    # 33278 words, in and out, and 8 layers of which 4 have experts: 89 M + 19 M per GPU (table 1).
-    return HiDupConfig(name, top_k, 1, False, 128, 33278)
-
-
-def _image(name: str, top_k: int) -> HiDupConfig:
-    # Cifar-10 in patches of 4 x 4.
-    return HiDupConfig(name, top_k, 2, True, 64, 10)
-
-
 HIDUP_MODELS = {
     config.name: config
     for config in (
-        _text("bert-sgmoe", 2),
-        _text("bert-switch", 1),
-        _image("vit-sgmoe", 2),
-        _image("vit-switch", 1),
+        # 33278 words, in and out, and 8 layers of which 4 have experts: 89 M + 19 M per GPU (table 1).
+        HiDupConfig("bert-sgmoe", 2, 1, False, 128, 33278),
+        HiDupConfig("bert-switch", 1, 1, False, 128, 33278),
+        # Cifar-10 in patches of 4 x 4.
+        HiDupConfig("vit-sgmoe", 2, 2, True, 64, 10),
+        HiDupConfig("vit-switch", 1, 2, True, 64, 10),
     )
 }
 
 
 def hidup_config(name: str, gpus: int = 1, layers: int | None = None) -> HiDupConfig:
     """The configuration for a number of GPUs: experts grow with them. Raises: UserError: unknown name."""
-    if name not in HIDUP_MODELS:
-        raise UserError(
-            "model", got=name, expected=f"one of {', '.join(HIDUP_MODELS)}", do="name one of these"
-        )
+    check_name("model", name, HIDUP_MODELS)
     config = HIDUP_MODELS[name]
     return replace(config, experts=config.experts_per_gpu * gpus, layers=layers or config.layers)
 

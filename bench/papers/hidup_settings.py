@@ -1,7 +1,7 @@
 """One setting of the HiDup paper, simulated: its strategies, and how long an iteration takes under them.
 
 A setting is a model on a number of GPUs of a cluster. Its forward is captured for one device, on one of two
-microbatches of the batch of all GPUs together; costs come from the cluster file and `hidup_links`.
+microbatches of the batch of all GPUs together; costs come from the cluster file and `links`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
-from bench.papers.hidup_links import links, with_bandwidth
 from bench.papers.hidup_models import HiDupModel, example_batch, hidup_config
 from lancet_kernels.graph.capture.forward_program import forward_program
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.communication import POINT_BYTES, CommunicationModel
 from lancet_kernels.graph.costs.costs import Cost, CostModel, source_of
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
 from lancet_kernels.schedules.shard.conversions import ADJOINT, CollectiveCosts
 from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
-from lancet_kernels.schedules.shard.sharding_costs import COPIES, psi_of
-from lancet_kernels.schedules.shard.sharding_strategy import Communication, ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, Communication, psi_of
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 from lancet_kernels.schedules.shard.signatures import signature_ms
 from lancet_kernels.simulation.fake_ranks import without_contents
 
@@ -30,6 +31,14 @@ SEQUENCES = 32
 PRODUCTS = ("gate", "dispatch", "expert, up", "expert, down", "combine")
 NORM = 10
 """Instructions in front of the gate's product that still belong to the layer."""
+INSIDE_GB_PER_S = {
+    2: {"all_gather": 22.9, "all_reduce": 17.5, "reduce_scatter": 23.1, "all_to_all": 44.7},
+    4: {"all_gather": 43.0, "all_reduce": 38.9, "reduce_scatter": 50.6, "all_to_all": 111.0},
+    8: {"all_gather": 48.2, "all_reduce": 50.5, "reduce_scatter": 58.3, "all_to_all": 134.8},
+}
+"""10^9 bytes of the whole tensor a second among so many V100 with NVLink, measured by the paper's authors."""
+REACHED_AT_100_GBIT = 0.70
+"""Share of a 100 Gbit/s link that the authors' collectives reached (0.65 to 0.74); of slower links, all."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +77,15 @@ class HiDupSetting:
     @cached_property
     def hidup(self) -> ShardingStrategy:
         """The strategy of the search."""
-        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb)
+        return self._searched()
 
     @cached_property
     def published(self) -> ShardingStrategy:
         """The strategy if the backward is counted without overlap; its prediction counts so, too."""
-        return search_sharding(
-            self.program,
-            self.gpus,
-            self.cost,
-            memory_gb=self.cluster.memory_gb,
-            name="hidup, searched as published",
-            overlaps_backward=False,
-        )
+        return self._searched(name="hidup, searched as published", overlaps_backward=False)
+
+    def _searched(self, **how: Any) -> ShardingStrategy:
+        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb, **how)
 
     @cached_property
     def expert_parallel(self) -> ShardingStrategy:
@@ -150,6 +155,54 @@ class WholeBatch:
         return self.computation_ms + self.communication_ms - self.hidden_ms
 
 
+def links(cluster: Cluster, gpus: int) -> CommunicationModel:
+    """How long NCCL's collectives take among `gpus` GPUs that fill the machines of a cluster one after
+    another: formulas between machines, inside one the rates that the paper's authors measured and published.
+
+    Sizes are those of the whole tensor. Between machines (NCCL 2.10, PyTorch 1.10):
+      all-gather, reduce-scatter  one ring through all GPUs: (n-1)/n of the tensor leaves every machine
+      all-reduce                  a ring, twice that; between two machines a tree: the tensor leaves once
+      all-to-all                  of every GPU's slice what is for other machines, all of one by one card
+    So an all-reduce is faster than a reduce-scatter and an all-gather, as the paper says in section 6.10.
+    """
+    calculated = CommunicationModel.from_cluster(cluster, gpus)
+    inside = INSIDE_GB_PER_S.get(min(gpus, cluster.gpus_per_node), {})
+    machines = max(1, gpus // cluster.gpus_per_node)
+
+    def milliseconds(name: str, size: float) -> float:
+        if machines > 1:
+            return _between_ms(cluster, machines, gpus, name, inside.get(name), size)
+        # An all-to-all is asked for with a rank's slice.
+        whole = gpus if name == "all_to_all" else 1
+        return calculated.latency(name) + size / (inside[name] * 1e9 / whole) * 1e3
+
+    names = ("all_gather", "reduce_scatter", "all_reduce") if machines > 1 else tuple(inside)
+    points = {
+        (name, "world"): tuple((float(b), milliseconds(name, float(b))) for b in POINT_BYTES)
+        for name in names
+    }
+    return CommunicationModel({**calculated.points, **points})
+
+
+def with_bandwidth(cluster: Cluster, gbit_per_s: float, gpus_per_machine: int) -> Cluster:
+    """The cluster with another bandwidth between its machines."""
+    reached = REACHED_AT_100_GBIT if gbit_per_s >= 100 else 1.0
+    return replace(cluster, gpus_per_node=gpus_per_machine, inter_node_gb_per_s=gbit_per_s / 8 * reached)
+
+
+def _between_ms(
+    cluster: Cluster, machines: int, gpus: int, name: str, inside_gb_per_s: float | None, size: float
+) -> float:
+    """Inside the machines the same happens at once: the slower of the two counts."""
+    leaving = size * (gpus - 1) / gpus
+    if name == "all_reduce":
+        leaving = min(2 * leaving, size) if machines == 2 else 2 * leaving
+    outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
+    inside = size / (inside_gb_per_s * 1e9) if inside_gb_per_s else 0.0
+    latency = cluster.inter_node_latency_us * (2 if name == "all_reduce" else 1)
+    return latency * 1e-3 + max(outside, inside) * 1e3
+
+
 @lru_cache(maxsize=16)
 def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -> Program:
     """The forward on so many sequences of all GPUs together."""
@@ -193,7 +246,7 @@ def repriced(strategy: ShardingStrategy, program: Program, cost: Cost) -> Shardi
         adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
         has_gradient = c.backward_ms > 0
         backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
-        return replace(c, ms=ms, backward_ms=backward)
+        return c._replace(ms=ms, backward_ms=backward)
 
     stages = []
     for stage in strategy.stages:

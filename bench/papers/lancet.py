@@ -214,19 +214,15 @@ FIGURES = {
 
 
 def simulate(figures: Sequence[str], run: Run) -> dict[str, Any]:
-    """Each setting once, whatever figures need it."""
+    """Each setting once, whatever figures need it. -> title, method ("simulated") and data of figures."""
     settings = dict.fromkeys(s for name in figures for s in FIGURES[name].settings())
     what_if = set(FIGURES["14"].settings()) if "14" in figures else set()
     # Deep models first, so that the last simulations are short.
     deep_first = sorted(settings, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
     results = run([(measure, (setting, setting in what_if)) for setting in deep_first])
-    return {"figures": data_of(figures, dict(zip(deep_first, results, strict=True)))}
-
-
-def data_of(figures: Sequence[str], results: Results) -> dict[str, Any]:
-    """Title, method ("simulated") and data of figures, as JSON values."""
+    of_setting = dict(zip(deep_first, results, strict=True))
     chosen = {name: FIGURES[name] for name in figures}
-    return {name: {"title": f.title, "how": f.how, **f.data(results)} for name, f in chosen.items()}
+    return {"figures": {n: {"title": f.title, "how": f.how, **f.data(of_setting)} for n, f in chosen.items()}}
 
 
 def claims(data: Data) -> list[Claim]:

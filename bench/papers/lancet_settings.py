@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
@@ -99,7 +98,11 @@ def measure(setting: Setting, what_if: bool = False) -> Measured:
         {name: Decomposition.of(timeline) for name, timeline in simulated.timelines.items()},
         Decomposition.of(_simulate_with(simulated, "lancet", _only_real_rows(setting))),
         simulated.cpu_seconds["lancet"],
-        {name: _iteration_ms_with(simulated, factor) for name, factor in WHAT_IF.items()} if what_if else {},
+        {
+            what: {s: _simulate_with(simulated, s, factor).iteration_ms for s in (*BASELINES, "lancet")}
+            for what, factor in WHAT_IF.items()
+            if what_if
+        },
     )
 
 
@@ -109,20 +112,11 @@ def _only_real_rows(setting: Setting) -> Factor:
     return lambda i: share if i.kind is Kind.ALL_TO_ALL else 1.0
 
 
-def _iteration_ms_with(simulated: Simulated, factor: Factor) -> dict[str, float]:
-    return {name: _simulate_with(simulated, name, factor).iteration_ms for name in (*BASELINES, "lancet")}
-
-
 def _simulate_with(simulated: Simulated, strategy: str, factor: Factor) -> Timeline:
     """The same plan with other costs."""
-    program, blocking = simulated.timelines[strategy].program, simulated.plans[strategy].blocking
-    return simulate(
-        program.reordered(simulated.plans[strategy].order), _scaled(simulated.cost, factor), blocking=blocking
-    )
 
+    def cost(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+        return simulated.cost(instruction, tensors) * factor(instruction)
 
-def _scaled(cost: Cost, factor: Factor) -> Cost:
-    def scaled(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        return cost(instruction, tensors) * factor(instruction)
-
-    return scaled
+    plan, program = simulated.plans[strategy], simulated.timelines[strategy].program
+    return simulate(program.reordered(plan.order), cost, blocking=plan.blocking)

@@ -4,15 +4,15 @@ whole space and under Megatron's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
-from bench.papers.partition_program import partition_program
-from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, block, fixed, problem
+from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, block, fixed, problem, spatial
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.rules.slices import Partition, split, square
-from lancet_kernels.schedules.linears.partition_costs import PartitionCost
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.rules.slices import BACKWARD, FORWARD, GRADIENT, Partition, split, square
+from lancet_kernels.schedules.linears.partition_costs import PartitionCost, phase_times, redistributions
 from lancet_kernels.schedules.linears.segments import Problem, Solution, megatron, solve
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
@@ -73,20 +73,13 @@ def row(setting: Scenario) -> dict[str, Any]:
     Megatron's and PrimePar's alone, as JSON values."""
     model, gpus = setting.model, setting.gpus
     whole = _problem(setting)
-    # Splits alone, what others search.
-    splits = whole.restricted(
-        {
-            o.name: [p for p in partitions if p.steps == 1]
-            for o, partitions in zip(whole.operators, whole.choices, strict=True)
-        }
-    )
     rule = fixed(whole, _rule(whole, gpus), model.layers)
     limit = rule.memory_bytes
     primepar = solve(whole, model.layers, limit)
     ms = {
         "megatron": rule.ms,
         "best megatron": best_megatron(whole, gpus, model.layers, limit).ms,
-        "spatial": solve(splits, model.layers, limit).ms,
+        "spatial": solve(spatial(whole), model.layers, limit).ms,
         "primepar": primepar.ms,
     }
     chosen = _middle_layer(primepar, len(whole.operators) - 1)
@@ -108,7 +101,7 @@ def row(setting: Scenario) -> dict[str, Any]:
 
 def _problem(setting: Scenario) -> Problem:
     sizes, parts = setting.model.sizes, setting.microbatches
-    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, microbatches=parts)
+    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, parts)
 
 
 def _rule(p: Problem, gpus: int) -> list[Partition]:
@@ -141,6 +134,76 @@ def _middle_layer(solution: Solution, operators: int) -> tuple[Partition, ...]:
     return solution.partitions[first : first + operators + 1]
 
 
+class _Writer:
+    """Instructions one after another; what comes next reads what is `needed`."""
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+        self.needed: list[str] = ["input"]
+
+    def add(self, name: str, kind: Kind, phase: Phase, ms: float) -> str:
+        """-> its output. Computation and what is waited for is needed by all that follows."""
+        self.instructions.append(
+            Instruction(name, name, tuple(self.needed), (name,), kind, phase, milliseconds=ms)
+        )
+        return name
+
+    def step(self, name: str, phase: Phase, ms: float, travelling: Sequence[tuple[str, float]]) -> None:
+        tiles = [self.add(f"{name}, {t}", Kind.POINT_TO_POINT, phase, shift) for t, shift in travelling]
+        self.needed = [self.add(name, Kind.COMPUTE, phase, ms), *tiles]
+
+    def waited(self, name: str, kind: Kind, phase: Phase, ms: float) -> None:
+        if ms:
+            self.needed = [self.add(name, kind, phase, ms)]
+
+    def program(self, name: str) -> Program:
+        tensors = {t: TensorSpec(t, (1,)) for i in self.instructions for t in i.outputs}
+        tensors["input"] = TensorSpec("input", (1,))
+        return Program(name, tuple(self.instructions), tensors, ("input",), tuple(self.needed))
+
+
+def partition_program(problem: Problem, partitions: Sequence[Partition], name: str = "partition") -> Program:
+    """One device's forward and backward of a layer under the given partitions, in order of its operators, for
+    the clock and its pictures; times are the cost model's.
+
+    Each step of a phase is an instruction, each tile that travels beside it a message, started before it and
+    waited for behind it; all-reduces and redistributions are waited for at once.
+    """
+    writer, cluster = _Writer(), problem.cluster
+    placed = list(zip(problem.operators, partitions, strict=True))
+
+    def phase_of(n: int, which: str) -> None:
+        operator, partition = placed[n]
+        if which not in operator.products:
+            return
+        phase = Phase.FORWARD if which == FORWARD else Phase.BACKWARD
+        times = phase_times(cluster, operator, partition, operator.products[which])
+        for t, travelling in enumerate(times.travelling):
+            place = f" {t}" if len(times.travelling) > 1 else ""
+            writer.step(f"{operator.name} {which}{place}", phase, times.step_ms, travelling)
+        writer.waited(f"sum of {operator.name} {which}", Kind.ALL_REDUCE, phase, times.collective_ms)
+
+    def edges(phase: Phase, n: int) -> None:
+        """Those by which something comes to operator n."""
+        back = phase is Phase.BACKWARD
+        for ends in problem.edges:
+            if ends[not back] == n:
+                (one, before), (other, after) = (placed[end] for end in ends)
+                ms = redistributions(cluster, one, [before], other, [after])[int(back)].item()
+                source, target = (other, one) if back else (one, other)
+                name = f"{source.name} to {target.name}"
+                writer.waited(name, Kind.OTHER_COMMUNICATION, phase, ms)
+
+    for n in range(len(placed)):
+        edges(Phase.FORWARD, n)
+        phase_of(n, FORWARD)
+    for n in reversed(range(len(placed))):
+        edges(Phase.BACKWARD, n)
+        phase_of(n, BACKWARD)
+        phase_of(n, GRADIENT)
+    return writer.program(name)
+
+
 def slides_timelines() -> dict[str, Timeline]:
     """The MLP block of the slides' timelines, 2 nodes of 4 GPUs: Megatron's partition and PrimePar's.
 
@@ -155,16 +218,13 @@ def slides_timelines() -> dict[str, Timeline]:
         "PrimePar: fc1 {K, P2x2}, fc2 {N, P2x2}": ((k, square(1)), (k, m, k), (n, square(1))),
     }
     return {
-        name: simulate(partition_program(p, list(map(Partition, partitions)), name), _given)
+        name: simulate(
+            partition_program(p, list(map(Partition, partitions)), name), lambda i, _: i.milliseconds or 0.0
+        )
         for name, partitions in chosen.items()
     }
 
 
-def _given(instruction, _tensors) -> float:
-    return instruction.milliseconds
-
-
-@cache
 def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[str, float]:
     """Milliseconds of one microbatch on one stage of so many GPUs, by whose partition it runs under."""
     setting = Scenario(replace(model, layers=model.layers // stages), gpus, microbatches=microbatches)
@@ -181,8 +241,8 @@ def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[s
 def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
     """Milliseconds of an iteration, by stages of the pipeline: (microbatches + stages - 1) stage times;
     "computation" is what Megatron's would take if communication took no time."""
-    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}, "computation": {}}
+    iteration: dict[str, dict[int, float]] = {}
     for stages in (1, 2, 4, 8):
         for name, ms in _stage_ms(model, gpus // stages, stages, microbatches).items():
-            iteration[name][stages] = (microbatches + stages - 1) * ms
+            iteration.setdefault(name, {})[stages] = (microbatches + stages - 1) * ms
     return iteration

@@ -16,9 +16,7 @@ from lancet_kernels.schedules.linears.partition_costs import Operator, linear, p
 from lancet_kernels.schedules.linears.segments import (
     Problem,
     Solution,
-    Squares,
     megatron,
-    slides_squares,
     solution_of,
 )
 
@@ -69,21 +67,20 @@ def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
 
 
 def problem(
-    cluster: Cluster,
-    sizes: BlockSizes,
-    batch: int,
-    sequence: int,
-    devices: int,
-    *,
-    squares: Squares | None = slides_squares,
-    microbatches: int = 1,
+    cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int, microbatches: int = 1
 ) -> Problem:
-    """All partitions of a block over `devices`; `squares` None: only the purely spatial ones.
+    """All partitions of a block over `devices`.
 
     Args: batch: of a microbatch. microbatches: of an iteration, at whose end weight gradients are summed.
     """
     operators = [replace(o, accumulated=microbatches) for o in block(sizes, batch, sequence)]
-    return Problem.over(cluster, operators, EDGES, devices, squares=squares)
+    return Problem.over(cluster, operators, EDGES, devices)
+
+
+def spatial(problem: Problem) -> Problem:
+    """Splits alone, what others search."""
+    choices = zip(problem.operators, problem.choices, strict=True)
+    return problem.restricted({o.name: [p for p in partitions if p.steps == 1] for o, partitions in choices})
 
 
 def fixed(problem: Problem, partitions: Sequence[Partition], layers: int = 1) -> Solution:

@@ -95,30 +95,29 @@ class OneDeviceModel:
         return UserError(f"model {self.name} to parallelize", got=got, expected=expected, do=do)
 
     @cached_property
-    def batch(self) -> tuple[int, PartitionRange | None]:
-        """Its size, and how it is cut into microbatches. Raises: UserError where it cannot be."""
+    def microbatches(self) -> PartitionRange | None:
+        """How the batch is cut into them. Raises: UserError where it cannot be."""
         if self.copies == 1:
-            return 0, None
+            return None
         try:
-            microbatches = copies_of_batch(self.program, self.copies)
+            cut = copies_of_batch(self.program, self.copies)
         except UserError as error:
             raise self._refuse(
                 str(error.got), str(error.expected), "choose another batch, or copies=1"
             ) from None
-        sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in microbatches.forms}
-        size = min(sizes)
+        size = min(self.program.tensors[t].shape[0] for t in self.program.inputs if t in cut.forms)
         if size % self.copies:
             raise self._refuse(
                 f"a batch of {size}",
                 f"a multiple of {self.copies}, for microbatches of one size",
                 "choose another batch, or copies=1",
             )
-        return size, microbatches
+        return cut
 
     @cached_property
     def microbatch(self) -> fx.GraphModule:
         """The forward graph of the first microbatch. Raises: UserError where an op wants the whole batch."""
-        module, (_, cut) = forward_graph(self.captured), self.batch
+        module, cut = forward_graph(self.captured), self.microbatches
         if cut is None:
             return module
         try:
@@ -143,7 +142,24 @@ class OneDeviceModel:
     @property
     def microbatch_values(self) -> list[object]:
         """A value for each placeholder of the microbatch's graph."""
-        return _values(self.microbatch, self.captured, self.leaves)
+        return self._values(self.microbatch)
+
+    def _values(self, module: fx.GraphModule) -> list[object]:
+        """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
+        microbatch as many rows as its graph is for."""
+        traced = self.captured.module
+        state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
+        state |= dict(traced.named_buffers(remove_duplicate=False))
+        values: list[object] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                name, position = state_name(node), input_position(node)
+                assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
+                value = self.leaves[position or 0] if name is None else state[name]
+                if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
+                    value = value[: node.meta["val"].shape[0]]
+                values.append(value)
+        return values
 
     def _inputs(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
         """(placeholder, position among the leaves) of the tensors of the batch."""
@@ -198,9 +214,8 @@ class OneDeviceModel:
         inputs = {name: f"input_{position}" for name, position in self._inputs(graph)}
         forms = self.forms(strategy)
         state = {p: (name, forms.get(name, WHOLE)) for p, name in self.state_names.items()}
-        _, cut = self.batch
-        if cut is not None:
-            cut_ranges(graph, self.program, [cut])
+        if self.microbatches is not None:
+            cut_ranges(graph, self.program, [self.microbatches])
         return shard_graph(graph, strategy, group, self.copies, state, inputs)
 
     def _compare_gradients(self) -> None:
@@ -211,7 +226,7 @@ class OneDeviceModel:
             return
         forward = forward_graph(self.captured)
         module = runs_graph(nn.Module(), forward.graph)
-        again = capture(module, _values(forward, self.captured, self.leaves))
+        again = capture(module, self._values(forward))
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
         inputs = {n: state_name(node) or input_position(node) for n, node in enumerate(placeholders)}
         if _gradient_formulas(self.captured, {}) != _gradient_formulas(again, inputs):
@@ -231,24 +246,6 @@ def _may_change_gradients(node: fx.Node) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     private = home.startswith(("torch._C", "torch.autograd", "torch._dynamo")) and home != "torch._C._nn"
     return private or isinstance(node.target, HigherOrderOperator)
-
-
-def _values(module: fx.GraphModule, captured: Captured, leaves: list[object]) -> list[object]:
-    """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
-    microbatch as many rows as its graph is for."""
-    traced = captured.module
-    state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
-    state |= dict(traced.named_buffers(remove_duplicate=False))
-    values: list[object] = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            name, position = state_name(node), input_position(node)
-            assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
-            value = leaves[position or 0] if name is None else state[name]
-            if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
-                value = value[: node.meta["val"].shape[0]]
-            values.append(value)
-    return values
 
 
 def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list[str]:

@@ -11,9 +11,8 @@ is cut along heads, activations along rows and features, and the search is told 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ from lancet_kernels.ops.comm.groups import (
 )
 from lancet_kernels.parallelization.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
 from lancet_kernels.schedules.linears.partition_costs import linear, pointwise
-from lancet_kernels.schedules.linears.segments import Problem, candidates, home_squares, megatron, solve_apart
+from lancet_kernels.schedules.linears.segments import Problem, home_squares, megatron, solve_apart
 
 LINEAR_STRATEGIES = ("primepar", "megatron")
 DEFAULT_CLUSTER = "p3dn"
@@ -44,11 +43,11 @@ DEFAULT_CLUSTER = "p3dn"
 @dataclass(frozen=True)
 class Names:
     """Names of the linear layers of a block in their module. kinds: of features out in one fused layer, by
-    kind before head (3: GPT-2's c_attn); 0: otherwise."""
+    kind before head (3: GPT-2's c_attn)."""
 
     inner: tuple[str, ...]
     outer: str
-    kinds: int = 0
+    kinds: int = 1
 
 
 ATTENTION = (
@@ -87,6 +86,18 @@ class _Block:
     @property
     def outer_layer(self) -> nn.Module:
         return getattr(self.module, self.names.outer)
+
+    @property
+    def widths(self) -> tuple[list[int], int, int, int]:
+        """Features out of each of the first layers; their input's; those in and out of the last one."""
+        shapes = [_shape(layer) for layer in self.inner_layers]
+        out, middle = _shape(self.outer_layer)
+        return [features for features, _ in shapes], shapes[0][1], middle, out
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names of the first layers together, of what is between, and of the last layer."""
+        return OPERATORS[:3] if self.heads else OPERATORS[3:]
 
     @property
     def sizes(self) -> tuple:
@@ -147,7 +158,14 @@ def parallelize_linears(
         )
     # All ranks have to use one result, also where a search ends in a tie.
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
-    kinds = _kinds(blocks, load_cluster(cluster), rows, sequence, ranks)
+    of_sizes: dict[tuple, list[_Block]] = {}
+    for one in blocks:
+        of_sizes.setdefault(one.sizes, []).append(one)
+    prices = load_cluster(cluster)
+    kinds = [
+        _Kind(alike[0], len(alike), _problem(prices, alike[0], rows, sequence, ranks), rows, ranks)
+        for alike in of_sizes.values()
+    ]
     limit = None if memory_gb is None else 1e9 * memory_gb
     chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
     for one in blocks:
@@ -158,16 +176,10 @@ def parallelize_linears(
 def _blocks(model: nn.Module) -> Iterator[_Block]:
     """In the order of the model's modules."""
     for name, module in list(model.named_modules()):
-        for names in ATTENTION:
-            if _has(module, names):
-                yield _Block(name, module, names, *_heads(name, module, names))
-        for names in MLP:
-            if _has(module, names):
-                yield _Block(name, module, names)
-
-
-def _has(module: nn.Module, names: Names) -> bool:
-    return all(_is_linear(getattr(module, name, None)) for name in (*names.inner, names.outer))
+        for names in (*ATTENTION, *MLP):
+            if all(_is_linear(getattr(module, layer, None)) for layer in (*names.inner, names.outer)):
+                heads = _heads(name, module, names) if names in ATTENTION else (0, 0)
+                yield _Block(name, module, names, *heads)
 
 
 def _is_linear(layer: object) -> bool:
@@ -225,58 +237,39 @@ def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: 
 
 def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int) -> Problem:
     """A block between two additions, with the partitions of each operator that can run here."""
-    inner = [features for features, _ in map(_shape, one.inner_layers)]
-    (_, width), (out, middle) = _shape(one.inner_layers[0]), _shape(one.outer_layer)
-    add = pointwise("add", 1, rows, width, splits="k", passes=3)
+    first, between, last = one.operators
+    _, width, middle, out = one.widths
     if one.heads:
-        operators = (
-            add,
-            linear("qkv", 1, rows, width, sum(inner)),
-            pointwise(
-                "attention", 1, rows, middle, splits="h", passes=4, flops=2.0 * rows * sequence * middle
-            ),
-            linear("projection", 1, rows, middle, out),
-            add,
-        )
+        flops = 2.0 * rows * sequence * middle
+        mixed = pointwise(between, 1, rows, middle, splits="h", passes=4, flops=flops)
     else:
-        operators = (
-            add,
-            linear("fc1", 1, rows, width, sum(inner)),
-            pointwise("activation", 1, rows, middle, splits="mk", passes=1 + len(inner)),
-            linear("fc2", 1, rows, middle, out),
-            add,
-        )
-    bits, node = ranks.bit_length() - 1, min(cluster.gpus_per_node, ranks)
-    node_bits = bits - (node.bit_length() - 1)
-    limits = _limits(one, rows)
-    choices = [
-        [
-            p
-            for p in candidates(o, bits, node_bits, squares=home_squares)
-            if _can_run(p, limits[o.name], ranks)
-        ]
-        if o.name in limits
-        else [_whole(ranks)]
-        for o in operators
-    ]
-    for operator, every in zip(operators, choices, strict=True):
-        if not every:
-            raise UserError(
-                f"partition of {operator.name} of {one.name} over {ranks} ranks",
-                got=f"sizes {limits[operator.name]}",
-                expected="sizes that some partition divides evenly",
-                do="use fewer ranks, or another batch",
-            )
+        mixed = pointwise(between, 1, rows, middle, splits="mk", passes=1 + len(one.names.inner))
+    add = pointwise("add", 1, rows, width, splits="k", passes=3)
+    inner = linear(first, 1, rows, width, sum(one.widths[0]))
+    operators = (add, inner, mixed, linear(last, 1, rows, middle, out), add)
     edges = tuple(pairwise(range(len(operators))))
-    return Problem(cluster, operators, edges, tuple(map(tuple, choices)))
+    every = Problem.over(cluster, operators, edges, ranks, home_squares)
+    limits = _limits(one, rows)
+    choices: dict[str, tuple[Partition, ...]] = {o.name: (_whole(ranks),) for o in operators}
+    for operator, partitions in zip(operators, every.choices, strict=True):
+        if sizes := limits.get(operator.name):
+            choices[operator.name] = tuple(p for p in partitions if _can_run(p, sizes, ranks))
+            if not choices[operator.name]:
+                raise UserError(
+                    f"partition of {operator.name} of {one.name} over {ranks} ranks",
+                    got=f"sizes {sizes}",
+                    expected="sizes that some partition divides evenly",
+                    do="use fewer ranks, or another batch",
+                )
+    return replace(every, choices=tuple(choices[o.name] for o in operators))
 
 
 def _limits(one: _Block, rows: int) -> dict[str, dict[str, int]]:
     """By operator: the dimensions that may be cut, and what their slices have to divide."""
-    inner = math.gcd(*(features for features, _ in map(_shape, one.inner_layers)))
-    (_, width), (out, middle) = _shape(one.inner_layers[0]), _shape(one.outer_layer)
-    first, between, last = ("qkv", "attention", "projection") if one.heads else ("fc1", "activation", "fc2")
+    features, width, middle, out = one.widths
+    first, between, last = one.operators
     heads = {"h": math.gcd(one.heads, one.key_value_heads)}
+    inner = math.gcd(*features)
     return {
         first: {"m": rows, "n": width, "k": inner},
         between: heads if one.heads else {"m": rows, "k": inner},
@@ -302,17 +295,8 @@ class _Kind:
     first: _Block
     count: int
     problem: Problem
-    limits: Mapping[str, Mapping[str, int]]
+    rows: int
     ranks: int
-
-
-def _kinds(blocks: Sequence[_Block], cluster: Cluster, rows: int, sequence: int, ranks: int) -> list[_Kind]:
-    counts = Counter(one.sizes for one in blocks)
-    firsts = {one.sizes: one for one in reversed(blocks)}
-    return [
-        _Kind(one, counts[sizes], _problem(cluster, one, rows, sequence, ranks), _limits(one, rows), ranks)
-        for sizes, one in firsts.items()
-    ]
 
 
 def _chosen(
@@ -340,7 +324,7 @@ def _chosen(
 
 
 def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
-    for name, limits in kind.limits.items():
+    for name, limits in _limits(kind.first, kind.rows).items():
         if name in chosen and not _can_run(chosen[name], limits, kind.ranks):
             sizes = ", ".join(f"{d} = {n}" for d, n in limits.items())
             raise UserError(
@@ -353,13 +337,10 @@ def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
 
 def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups | None) -> None:
     """The linear layers of a block by those under the given partitions."""
-    inner, middle, outer = (
-        ("qkv", Neighbour(partitions["attention"], "h"), "projection")
-        if one.heads
-        else ("fc1", Neighbour(partitions["activation"]), "fc2")
-    )
+    inner, between, outer = one.operators
+    middle = Neighbour(partitions[between], "h" if one.heads else "k")
     around, leading = Neighbour(partitions["add"]), LeadingDimensions()
-    parts = (one.heads, one.names.kinds) if one.names.kinds else None
+    parts = (one.heads, one.names.kinds) if one.names.kinds > 1 else (1, 1)
     for name, layer in zip(one.names.inner, one.inner_layers, strict=True):
         own = PartitionedLinear(layer, partitions[inner], around, middle, groups, leading, parts)
         setattr(one.module, name, own)

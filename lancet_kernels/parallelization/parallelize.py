@@ -9,7 +9,7 @@ HiDup, sections 3 to 5. The mathematics is that of the model on one device, give
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,10 +109,22 @@ def parallelize(
             memory_gb=memory_gb,
         )
     _refuse_unused(strategy, {"memory_gb": strategy != HIDUP and memory_gb})
-    _refuse_experts(model)
+    if layers := moe_layers(model):
+        raise UserError(
+            f"model {type(model).__name__} to parallelize",
+            got=f"{len(layers)} MoELayer(s), whose experts are on their ranks already",
+            expected="a model for one device, experts as a dimension of dense tensors",
+            do="use optimize() for MoELayers",
+        )
     own = Groups.of_ranks(group)
     arguments = example_arguments(model, example_inputs)
-    device_model = _alike(lambda: OneDeviceModel(model, arguments, copies), own)
+
+    def with_digest() -> tuple[OneDeviceModel, str]:
+        device_model = OneDeviceModel(model, arguments, copies)
+        return device_model, fingerprint(device_model.microbatch_program())
+
+    do = "give every rank the same whole batch"
+    device_model = alike(with_digest, own.world, "model to parallelize", do)
     chosen = _strategy(device_model, strategy, own, cluster, memory_gb, times)
     graph = device_model.sharded_graph(chosen, own.expert)
     optimized = optimize(
@@ -188,27 +200,6 @@ def _refuse_unused(strategy: str | Path | ShardingStrategy, arguments: Mapping[s
                 expected="none: this strategy does not use it",
                 do="leave it out",
             )
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    layers = moe_layers(model)
-    if layers:
-        raise UserError(
-            f"model {type(model).__name__} to parallelize",
-            got=f"{len(layers)} MoELayer(s), whose experts are on their ranks already",
-            expected="a model for one device, experts as a dimension of dense tensors",
-            do="use optimize() for MoELayers",
-        )
-
-
-def _alike(make: Callable[[], OneDeviceModel], groups: Groups) -> OneDeviceModel:
-    """The model on one device, the same one on every rank. Raises: UserError on every rank otherwise."""
-
-    def with_digest() -> tuple[OneDeviceModel, str]:
-        model = make()
-        return model, fingerprint(model.microbatch_program())
-
-    return alike(with_digest, groups.world, "model to parallelize", "give every rank the same whole batch")
 
 
 def _strategy(

@@ -66,8 +66,9 @@ class PartitionedLinear(nn.Module):
         partition: over as many devices as the group has ranks, without `b`: rows are cut as `m`.
         before, after: the operators that it stands between.
         groups: None: all ranks.
-        leading: of its block. parts: (heads, kinds): features out lie by kind, then by head (GPT-2's queries,
-            keys, values); ranks get whole heads of all kinds.
+        leading: of its block.
+        heads_and_kinds: features out lie by kind, then by head (GPT-2's queries, keys, values); ranks get
+            whole heads of all kinds.
     Raises: UserError (sizes that the slices do not divide, a partition that cannot run).
     """
 
@@ -79,11 +80,11 @@ class PartitionedLinear(nn.Module):
         after: Neighbour,
         groups: AnyGroups | None = None,
         leading: LeadingDimensions | None = None,
-        parts: tuple[int, int] | None = None,
+        heads_and_kinds: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
         self._group, self.partition = expert_group_name(groups), partition
-        self._is_transposed, self._parts = not isinstance(linear, nn.Linear), parts
+        self._is_transposed, self._heads_and_kinds = not isinstance(linear, nn.Linear), heads_and_kinds
         weight = linear.get_parameter("weight")
         weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape
@@ -101,7 +102,11 @@ class PartitionedLinear(nn.Module):
         self.leave = _edge(after, Neighbour(partition, "k"), into=False)
         with torch.no_grad():
             self.weight = nn.Parameter(self._own_tile(self._by_head(weight_KN), *WEIGHT))
-            self.bias = None if bias is None else nn.Parameter(self._own_bias(bias))
+            self.bias = (
+                None
+                if bias is None
+                else nn.Parameter(self._own_tile(self._by_head(bias[:, None]), *BIAS).view(-1))
+            )
         # What other ranks hold of the same is alike, and so are its gradients.
         set_gradient_group(self, None)
 
@@ -124,7 +129,12 @@ class PartitionedLinear(nn.Module):
         tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
         y = square_linear(tile, *self._tiles(), self._movements, self._sums, self._group)
         y = self.leave(y, self._group, "O")
-        return self._with_kinds_first(y).view(*self._leading_of(y, x), -1)
+        heads, kinds = self._heads_and_kinds
+        if kinds > 1:
+            # By kind, then by head, as the code behind it wants it.
+            own = heads // self._after.partition.slices(self._after.features)
+            y = _regrouped(y, 1, own, kinds)
+        return y.view(*self._leading_of(y, x), -1)
 
     def _tiles(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of this rank."""
@@ -143,10 +153,12 @@ class PartitionedLinear(nn.Module):
     def whole_parameters(self) -> dict[str, Tensor]:
         """Weight and bias as the layer had them that this one was made from. Collective over the group."""
         with torch.no_grad():
-            weight_KN = self._by_kind(self._gathered(self.weight, *WEIGHT))
+            heads, kinds = self._heads_and_kinds
+            weight_KN = _regrouped(self._gathered(self.weight, *WEIGHT), 0, heads, kinds)
             whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
             if self.bias is not None:
-                whole["bias"] = self._by_kind(self._gathered(self.bias[:, None], *BIAS)).view(-1)
+                bias_K1 = self._gathered(self.bias[:, None], *BIAS)
+                whole["bias"] = _regrouped(bias_K1, 0, heads, kinds).view(-1)
         return whole
 
     def extra_repr(self) -> str:
@@ -186,8 +198,9 @@ class PartitionedLinear(nn.Module):
         own = [group for group in groups if rank in group]
         return subgroup(own[0], self._group) if own else ""
 
-    def _own_bias(self, bias: Tensor) -> Tensor:
-        return self._own_tile(self._by_head(bias[:, None]), *BIAS).view(-1)
+    def _by_head(self, whole: Tensor) -> Tensor:
+        heads, kinds = self._heads_and_kinds
+        return _regrouped(whole, 0, kinds, heads)
 
     def _own_tile(self, whole: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
         own = moved(whole, self._from_whole(dimensions, t).there, self._group, "weight")
@@ -205,32 +218,16 @@ class PartitionedLinear(nn.Module):
         """The layout of what every rank has whole."""
         return layout_of(self.partition, FORWARD, (UNCUT, UNCUT), 0)
 
-    def _by_head(self, whole: Tensor) -> Tensor:
-        """[kinds * heads * width, ...] -> the same by head, then by kind."""
-        if self._parts is None:
-            return whole
-        heads, kinds = self._parts
-        return whole.view(kinds, heads, -1, whole.shape[-1]).transpose(0, 1).reshape(whole.shape)
-
-    def _by_kind(self, whole: Tensor) -> Tensor:
-        if self._parts is None:
-            return whole
-        heads, kinds = self._parts
-        return whole.view(heads, kinds, -1, whole.shape[-1]).transpose(0, 1).reshape(whole.shape)
-
-    def _with_kinds_first(self, y: Tensor) -> Tensor:
-        """[rows, own heads * kinds * width] -> by kind, then by head, as the code behind it wants it."""
-        if self._parts is None:
-            return y
-        heads, kinds = self._parts
-        own = heads // self._after.partition.slices(self._after.features)
-        return y.view(len(y), own, kinds, -1).transpose(1, 2).reshape(y.shape)
-
     def _leading_of(self, y: Tensor, x: Tensor) -> tuple[int, ...]:
         """Leading dimensions of the result; ones before the rows where only some of them are here."""
         if len(y) == x.shape[:-1].numel():
             return x.shape[:-1]
         return (*(1,) * (x.dim() - 2), len(y)) if self._cuts_rows[1] else self._leading.shape
+
+
+def _regrouped(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """A dimension [outer * inner * width] by inner, then by outer."""
+    return x.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def _edge(other: Neighbour, own: Neighbour, into: bool) -> Way:

@@ -70,15 +70,9 @@ class _SquareLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, movements, sums, group):
         ctx.save_for_backward(x, weight)
         ctx.movements, ctx.sums, ctx.group = movements, sums, group
-        product = _Phase(
-            "forward",
-            {"I": (x, movements.forward_x), "W": (weight, movements.forward_weight)},
-            lambda x, weight: (x, weight.T),
-            group,
-        )
-        for t in range(len(movements.forward_x) + 1):
-            product.step(t)
-        y = _start_sum(product.result, sums.y).wait()
+        operands = {"I": (x, movements.forward_x), "W": (weight, movements.forward_weight)}
+        *_, product = _sums("forward", operands, lambda x, weight: (x, weight.T), group)
+        y = _start_sum(product, sums.y).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -89,14 +83,14 @@ class _SquareLinear(torch.autograd.Function):
         dx = dweight = dbias = None
         if needs_dbias:
             dbias = _start_sum(dy.sum(0), sums.dbias)
-        of_x = _Phase(
+        of_x = _sums(
             "backward",
             {"dO": (dy, moves.backward_dy), "W": (weight, moves.backward_weight)},
             lambda dy, weight: (dy, weight),
             ctx.group,
             dy,
         )
-        of_weight = _Phase(
+        of_weight = _sums(
             "gradient",
             {"I": (x, moves.gradient_x), "dO": (dy, moves.gradient_dy)},
             lambda x, dy: (dy.T, x),
@@ -105,70 +99,58 @@ class _SquareLinear(torch.autograd.Function):
         )
         steps = len(moves.backward_dy) + 1
         for t in range(steps):
+            is_last = t + 1 == steps
             if needs_dx:
-                of_x.step(t)
-                if t + 1 == steps:
-                    dx = _start_sum(of_x.result, sums.dx)
+                product = next(of_x)
+                dx = _start_sum(product, sums.dx) if is_last else None
             if needs_dweight:
-                of_weight.step(t)
-        if needs_dweight:
-            dweight = _start_sum(of_weight.result, sums.dweight)
+                product = next(of_weight)
+                dweight = _start_sum(product, sums.dweight) if is_last else None
         gradients = [None if started is None else started.wait() for started in (dx, dweight, dbias)]
         return *gradients, None, None, None
 
 
-class _Phase:
-    """A sum of products over the steps; while one is multiplied, the tiles of the next travel.
+def _sums(
+    name: str,
+    operands: Mapping[str, tuple[Tensor, tuple[Sources, ...]]],
+    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    group: str,
+    after: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """The sum of products behind each step of a phase; while one is multiplied, the tiles of the next travel.
 
     Args: operands: by name, the tile of the first step, and its sources between each step and the next.
         factors: matrices to multiply, from the tiles. after: a tensor before which no shift may begin in a
         captured graph.
+    Raises: CommunicationError.
     """
-
-    def __init__(
-        self,
-        name: str,
-        operands: Mapping[str, tuple[Tensor, tuple[Sources, ...]]],
-        factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-        group: str,
-        after: Tensor | None = None,
-    ) -> None:
-        self._name, self._factors, self._group, self._after = name, factors, group, after
-        self._tiles: dict[str, Started[list[Tensor]]] = {
-            what: Here([tile]) for what, (tile, _) in operands.items()
-        }
-        self._sources = {what: sources for what, (_, sources) in operands.items()}
-        self._sum: Tensor | None = None
-
-    @property
-    def result(self) -> Tensor:
-        """The sum so far."""
-        assert self._sum is not None, "before the first step"
-        return self._sum
-
-    def step(self, t: int) -> None:
-        """Steps come in order. Raises: CommunicationError."""
-        tiles = {what: started.wait()[0] for what, started in self._tiles.items()}
+    started: dict[str, Started[list[Tensor]]] = {what: Here([tile]) for what, (tile, _) in operands.items()}
+    sources = [steps for _, steps in operands.values()]
+    total: Tensor | None = None
+    for t in range(len(sources[0]) + 1):
+        tiles = {what: of.wait()[0] for what, of in started.items()}
         # Behind the last step nothing keeps the tiles.
-        self._tiles = {
-            what: self._travelling(what, tile, t)
-            for what, tile in tiles.items()
-            if t < len(self._sources[what])
-        }
-        a, b = self._factors(*tiles.values())
-        self._sum = a @ b if self._sum is None else self._sum.addmm_(a, b)
+        started = {}
+        if t < len(sources[0]):
+            for steps, (what, tile) in zip(sources, tiles.items(), strict=True):
+                # A gradient is in the backward by itself.
+                behind = None if what == "dO" else after
+                started[what] = _travelling(tile, steps[t], group, f"{what}, {name} step {t + 1}", behind)
+        a, b = factors(*tiles.values())
+        total = a @ b if total is None else total.addmm_(a, b)
+        del tiles, a, b
+        yield total
 
-    def _travelling(self, what: str, tile: Tensor, t: int) -> Started[list[Tensor]]:
-        """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart."""
-        sources = self._sources[what][t]
-        if not _moves(sources):
-            return Here([tile])
-        name = f"{what}, {self._name} step {t + 1}"
-        if torch.compiler.is_compiling():
-            # A gradient is in the backward by itself.
-            after = None if what == "dO" else self._after
-            return Here(shift([tile], list(sources), self._group, name, after))
-        return start_shift([tile], sources, self._group, name)
+
+def _travelling(
+    tile: Tensor, sources: Sources, group: str, name: str, after: Tensor | None
+) -> Started[list[Tensor]]:
+    """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart."""
+    if not _moves(sources):
+        return Here([tile])
+    if torch.compiler.is_compiling():
+        return Here(shift([tile], list(sources), group, name, after))
+    return start_shift([tile], sources, group, name)
 
 
 def _start_sum(summand: Tensor, group: str) -> Started[Tensor]:

@@ -110,13 +110,7 @@ class PartitionCost:
         return self.compute_ms + self.collective_ms + self.exposed_ring_ms
 
     def __add__(self, other: PartitionCost) -> PartitionCost:
-        return PartitionCost(
-            self.compute_ms + other.compute_ms,
-            self.collective_ms + other.collective_ms,
-            self.ring_ms + other.ring_ms,
-            self.exposed_ring_ms + other.exposed_ring_ms,
-            self.memory_bytes + other.memory_bytes,
-        )
+        return PartitionCost(**{name: ms + getattr(other, name) for name, ms in vars(self).items()})
 
 
 def intra_cost(cluster: Cluster, operator: Operator, partition: Partition) -> PartitionCost:
@@ -154,7 +148,7 @@ class PhaseTimes:
 def phase_times(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> PhaseTimes:
     """Times of one phase under a partition."""
     tensors = (*product.operands, product.result)
-    tile_bytes = [operator.bytes(t) / _parts(partition, t.dimensions) for t in tensors]
+    tile_bytes = [_tile_bytes(operator, partition, t) for t in tensors]
     every = dict.fromkeys(d for t in tensors for d in t.dimensions)
     flops = operator.flops / _parts(partition, tuple(every))
     if operator.passes:
@@ -174,7 +168,7 @@ def phase_times(cluster: Cluster, operator: Operator, partition: Partition, prod
         # The only tile of the weight goes back to where the forward begins: beside the last step.
         weight = operator.products[FORWARD].operands[1]
         back = hand_over(partition, weight, (BACKWARD, -1), (FORWARD, 0))
-        if ms := shift_ms(cluster, back, operator.bytes(weight) / _parts(partition, weight.dimensions)):
+        if ms := shift_ms(cluster, back, _tile_bytes(operator, partition, weight)):
             travelling[-1].append((weight.name, ms))
     groups = all_reduces(partition, product) if product.summed else ()
     collective_ms = all_reduce_ms(cluster, groups, tile_bytes[-1])
@@ -205,26 +199,20 @@ def _alignment_cost(cluster: Cluster, operator: Operator, partition: Partition) 
         (i, (FORWARD, kept), (GRADIENT, 0)),
         (dweight, (GRADIENT, -1), (FORWARD, 0)),
     ):
-        size = operator.bytes(tensor) / _parts(partition, tensor.dimensions)
-        ms += shift_ms(cluster, hand_over(partition, tensor, before, after), size)
+        moves = hand_over(partition, tensor, before, after)
+        ms += shift_ms(cluster, moves, _tile_bytes(operator, partition, tensor))
     return PartitionCost(ring_ms=ms, exposed_ring_ms=ms)
 
 
 def _memory(operator: Operator, partition: Partition) -> float:
-    """Weights with all that belongs to them, and the input, which the backward needs."""
-    forward = operator.products[FORWARD]
-    kept = sum(
-        operator.bytes(t) / _parts(partition, t.dimensions)
-        for t in forward.operands
-        if not (operator.has_weight and t is forward.operands[1])
-    )
-    if operator.name.startswith("add"):
-        kept = 0.0  # whose backward needs nothing
+    """Weights with all that belongs to them, and the input, which the backward needs (not of an addition)."""
+    operands, held = operator.products[FORWARD].operands, 0.0
     if operator.has_weight:
-        weight = forward.operands[1]
-        tile = operator.bytes(weight) / _parts(partition, weight.dimensions)
-        kept += tile / ITEM * WEIGHT_BYTES
-    return kept
+        operands, weight = operands[:1], operands[1]
+        held = _tile_bytes(operator, partition, weight) / ITEM * WEIGHT_BYTES
+    if not operator.name.startswith("add"):
+        held += sum(_tile_bytes(operator, partition, t) for t in operands)
+    return held
 
 
 def _parts(partition: Partition, dimensions: tuple[str, ...]) -> int:
@@ -232,7 +220,11 @@ def _parts(partition: Partition, dimensions: tuple[str, ...]) -> int:
     return math.prod(partition.slices(d) for d in dimensions)
 
 
-def edge_costs(
+def _tile_bytes(operator: Operator, partition: Partition, tensor: Operand) -> float:
+    return operator.bytes(tensor) / _parts(partition, tensor.dimensions)
+
+
+def redistributions(
     cluster: Cluster,
     producer: Operator,
     befores: Sequence[Partition],
@@ -240,29 +232,10 @@ def edge_costs(
     afters: Sequence[Partition],
 ) -> np.ndarray:
     """Milliseconds of redistribution on one edge, of the result in the forward and of its gradient in the
-    backward, for every partition of the producer with every one of the consumer: [befores, afters].
+    backward, for every partition of the producer with every one of the consumer: [2, befores, afters].
 
     Dimensions correspond by position.
     """
-    forward, backward = _redistributions(cluster, producer, befores, consumer, afters)
-    return forward + backward
-
-
-def redistribution_times(
-    cluster: Cluster, producer: Operator, before: Partition, consumer: Operator, after: Partition
-) -> tuple[float, float]:
-    """Milliseconds of the forward's and the backward's redistribution on one edge."""
-    forward, backward = _redistributions(cluster, producer, [before], consumer, [after])
-    return float(forward[0, 0]), float(backward[0, 0])
-
-
-def _redistributions(
-    cluster: Cluster,
-    producer: Operator,
-    befores: Sequence[Partition],
-    consumer: Operator,
-    afters: Sequence[Partition],
-) -> tuple[np.ndarray, np.ndarray]:
     result, operand = producer.result, consumer.products[FORWARD].operands[0]
     gradient, wanted = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
     size = producer.bytes(result)
@@ -278,7 +251,7 @@ def _redistributions(
         [boxes(p, BACKWARD, wanted.dimensions, 0) for p in befores],
         size,
     )
-    return forward, backward.T
+    return np.stack([forward, backward.T])
 
 
 def _between(cluster: Cluster, held: list[Boxes], needed: list[Boxes], size: float) -> np.ndarray:

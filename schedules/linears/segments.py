@@ -27,7 +27,12 @@ import numpy as np
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.rules.slices import Partition, Primitive, home_square, replicate, split, square
-from lancet_kernels.schedules.linears.partition_costs import Operator, PartitionCost, edge_costs, intra_cost
+from lancet_kernels.schedules.linears.partition_costs import (
+    Operator,
+    PartitionCost,
+    intra_cost,
+    redistributions,
+)
 
 PRICES = 24
 """How many prices of memory are tried at the most."""
@@ -48,12 +53,12 @@ def home_squares(k: int) -> tuple[Primitive, ...]:
 
 
 def candidates(
-    operator: Operator, bits: int, node_bits: int, *, squares: Squares | None = slides_squares
+    operator: Operator, bits: int, node_bits: int, squares: Squares = slides_squares
 ) -> list[Partition]:
     """Every partition of an operator over 2^bits devices, up to the order of splits that stand side by side.
 
     Args: node_bits: how many of the first bits say on which node a device is: splits are not exchanged with
-        others across that border, where they cost something else. squares: None: splits alone.
+        others across that border, where they cost something else.
     A dimension has at least one element in each slice. Without a weight, a bit may also replicate.
     """
     every = _sequences(operator.splits, operator.has_weight, bits, node_bits, squares)
@@ -62,7 +67,7 @@ def candidates(
 
 @cache
 def _sequences(
-    splits: str, has_weight: bool, bits: int, node_bits: int, squares: Squares | None
+    splits: str, has_weight: bool, bits: int, node_bits: int, squares: Squares
 ) -> tuple[Partition, ...]:
     """Sequences of primitives. The same objects for models of all sizes: what follows from one is worked out
     once."""
@@ -70,8 +75,8 @@ def _sequences(
     if not has_weight:
         alphabet.append(replicate())
     order = {p.name: n for n, p in enumerate(alphabet)}
-    sides = range(1, bits // 2 + 1) if squares and has_weight else ()
-    larger = [primitive for k in sides if squares for primitive in squares(k)]
+    sides = range(1, bits // 2 + 1) if has_weight else ()
+    larger = [primitive for k in sides for primitive in squares(k)]
 
     def sequences(used: int, before: Primitive | None) -> Iterator[tuple[Primitive, ...]]:
         if used == bits:
@@ -135,8 +140,7 @@ class Problem:
         operators: Sequence[Operator],
         edges: Sequence[tuple[int, int]],
         devices: int,
-        *,
-        squares: Squares | None = slides_squares,
+        squares: Squares = slides_squares,
     ) -> Problem:
         """Every partition of every operator.
 
@@ -152,7 +156,7 @@ class Problem:
                 do="use 2^n devices",
             )
         node_bits = bits - (node.bit_length() - 1)
-        choices = tuple(tuple(candidates(o, bits, node_bits, squares=squares)) for o in operators)
+        choices = tuple(tuple(candidates(o, bits, node_bits, squares)) for o in operators)
         return cls(cluster, tuple(operators), tuple(edges), choices)
 
     @cached_property
@@ -173,9 +177,9 @@ class Problem:
             of, every = self._places, self.whole.edge_ms
             return {(i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in every.items()}
         return {
-            (i, j): edge_costs(
+            (i, j): redistributions(
                 self.cluster, self.operators[i], self.choices[i], self.operators[j], self.choices[j]
-            )
+            ).sum(axis=0)
             for i, j in self.edges
         }
 

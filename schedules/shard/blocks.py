@@ -9,7 +9,7 @@ the block's inputs and outputs only the fastest is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -52,9 +52,9 @@ class Block:
     signatures: tuple[BlockSignature, ...]
 
 
-def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True) -> list[Block]:
-    """The blocks of a forward Program, in a valid order. `grouped` False: one block per instruction that
-    reads an activation. Raises: UserError for a Program with a backward, or with collectives in it."""
+def blocks_of(program: Program, ranks: int, cost: Cost) -> list[Block]:
+    """The blocks of a forward Program, in a valid order. Raises: UserError for a Program with a backward, or
+    with collectives in it."""
     wrong = [i for i in program.instructions if i.phase is not Phase.FORWARD or i.kind.is_communication]
     if wrong:
         raise UserError(
@@ -63,39 +63,10 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
             expected="the forward of a model for one device, without collectives",
             do="capture the model without a process group",
         )
-    prepares = _preparations(program)
-    read_by_instruction = {
-        i.name: _activations_read(i, prepares, program.parameter_set) for i in program.instructions
-    }
-    members: list[list[Instruction]] = []
-    home: dict[str, int] = {}
-    for instruction in program.instructions:
-        if any(t in prepares for t in instruction.outputs):
-            continue
-        sources = {home.get(t, -1) for t in read_by_instruction[instruction.name]}
-        place = min(sources, default=-1)
-        joins = grouped and len(sources) == 1 and place >= 0 and not instruction.flops
-        if joins:
-            # Partial results of a product must be summed before the op, so it starts a new block.
-            read = read_by_instruction[instruction.name]
-            joins = not _may_be_partial(members[place], read, program, ranks, cost)
-        if joins:
-            members[place].append(instruction)
-        else:
-            place = len(members)
-            members.append([instruction])
-        home.update(dict.fromkeys(instruction.outputs, place))
-    ordered = _in_order(members, home, read_by_instruction)
-    readers: dict[str, set[str]] = {t: set() for t in program.tensors}
-    for block in members:
-        for i in block:
-            for t in read_by_instruction[i.name]:
-                readers[t].add(i.name)
-    cache: dict[tuple, tuple[BlockSignature, ...]] = {}
-    return [_block(members[m], program, prepares, readers, ranks, cost, cache) for m in ordered]
+    return _Grouping(program, ranks, cost).blocks()
 
 
-def _preparations(program: Program) -> dict[str, Instruction]:
+def preparations(program: Program) -> dict[str, Instruction]:
     """Tensors that are views, or depend only on weights and constants -> the instruction that computes
     them."""
     prepares: dict[str, Instruction] = {}
@@ -109,180 +80,166 @@ def _preparations(program: Program) -> dict[str, Instruction]:
     return prepares
 
 
-def _activations_read(
-    instruction: Instruction, prepares: dict[str, Instruction], parameters: frozenset[str]
-) -> list[str]:
-    """Activations and inputs that an instruction reads, directly or through views."""
-    read: list[str] = []
-    waiting = list(reversed(instruction.inputs))
-    while waiting:
-        t = waiting.pop()
-        if t in prepares:
-            waiting += reversed(prepares[t].inputs)
-        elif t not in parameters:
-            read.append(t)
-    return list(dict.fromkeys(read))
+class _Grouping:
+    """Blocks of the same structure, those of repeated layers, share their signatures."""
 
+    def __init__(self, program: Program, ranks: int, cost: Cost) -> None:
+        self.program, self.ranks, self.cost = program, ranks, cost
+        self.prepares = preparations(program)
+        # Activations and inputs that an instruction reads, directly or through views.
+        self.read = {
+            i.name: [t for t in self._behind_preparations(i)[0] if t not in program.parameter_set]
+            for i in program.instructions
+        }
+        self.combined: dict[tuple, tuple[BlockSignature, ...]] = {}
 
-def _may_be_partial(
-    members: list[Instruction], read: Iterable[str], program: Program, ranks: int, cost: Cost
-) -> bool:
-    """Can these instructions give one of the tensors `read` in form partial?"""
-    partial: set[str] = set()
-    for i in members:
-        for signature in signatures(i, program, ranks, cost):
-            fits = all(f != PARTIAL or t in partial for t, f in zip(i.inputs, signature.inputs, strict=True))
-            if fits:
-                partial |= {t for t, f in zip(i.outputs, signature.outputs, strict=True) if f == PARTIAL}
-    return not partial.isdisjoint(read)
-
-
-def _in_order(
-    members: list[list[Instruction]], home: dict[str, int], reads: dict[str, list[str]]
-) -> list[int]:
-    """A topological order of the blocks. It exists, because an op joins an earlier block only if it reads no
-    other one."""
-    before = [
-        {home[t] for i in block for t in reads[i.name] if t in home} - {n} for n, block in enumerate(members)
-    ]
-    order: list[int] = []
-    remaining = list(range(len(members)))
-    while remaining:
-        n = next(n for n in remaining if before[n] <= set(order))
-        order.append(n)
-        remaining.remove(n)
-    return order
-
-
-def _block(
-    members: list[Instruction],
-    program: Program,
-    prepares: dict[str, Instruction],
-    readers: dict[str, set[str]],
-    ranks: int,
-    cost: Cost,
-    cache: dict[tuple, tuple[BlockSignature, ...]],
-) -> Block:
-    instructions = _with_preparations(members, prepares, program)
-    inside = {t for i in instructions for t in i.outputs}
-    names = {i.name for i in members}
-    read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in inside))
-    makes = [t for i in members for t in i.outputs if t in program.output_set or readers[t] - names]
-    reads = tuple(t for t in read if t not in program.parameter_set)
-    parameters = tuple(t for t in read if t in program.parameter_set)
-    key = _structure(instructions, reads, parameters, tuple(makes), program)
-    if key not in cache:
-        cache[key] = _combined(instructions, reads, parameters, tuple(makes), program, ranks, cost)
-    return Block(tuple(i.name for i in instructions), reads, parameters, tuple(makes), cache[key])
-
-
-def _with_preparations(
-    members: list[Instruction], prepares: dict[str, Instruction], program: Program
-) -> list[Instruction]:
-    needed: dict[str, Instruction] = {}
-    waiting = [t for i in members for t in i.inputs]
-    while waiting:
-        t = waiting.pop()
-        if t in prepares and prepares[t].name not in needed:
-            needed[prepares[t].name] = prepares[t]
-            waiting += prepares[t].inputs
-    both = {i.name: i for i in members} | needed
-    return sorted(both.values(), key=lambda i: program.index[i.name])
-
-
-def _structure(
-    instructions: list[Instruction],
-    reads: tuple[str, ...],
-    parameters: tuple[str, ...],
-    makes: tuple[str, ...],
-    program: Program,
-) -> tuple:
-    """The structure of a block without names: equal for the blocks of repeated layers."""
-    number: dict[str, int] = {}
-    for i in instructions:
-        for t in (*i.inputs, *i.outputs):
-            number.setdefault(t, len(number))
-    return (
-        tuple(
-            (
-                i.op,
-                tuple(number[t] for t in i.inputs),
-                tuple(number[t] for t in i.outputs),
-                repr(sorted(i.attributes.items(), key=lambda item: item[0])),
-                (i.flops, i.bytes, i.milliseconds, len(i.mutates)),
-            )
-            for i in instructions
-        ),
-        tuple((program.tensors[t].shape, program.tensors[t].dtype) for t in number),
-        *(tuple(number[t] for t in of) for of in (reads, parameters, makes)),
-    )
-
-
-def _combined(
-    instructions: list[Instruction],
-    reads: tuple[str, ...],
-    parameters: tuple[str, ...],
-    makes: tuple[str, ...],
-    program: Program,
-    ranks: int,
-    cost: Cost,
-) -> tuple[BlockSignature, ...]:
-    """All combinations, instruction by instruction. The form of a tensor is dropped after its last reader."""
-    outside = {*reads, *parameters}
-    last = {t: n for n, i in enumerate(instructions) for t in i.inputs}
-    keep = {*outside, *makes}
-    partial: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {frozenset(): ({}, (), 0.0, 0.0)}
-    for n, instruction in enumerate(instructions):
-        following: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {}
-        choices = _choices(instruction, program, ranks, cost)
-        for (forms, ways, ms, size), choice in product(partial.values(), choices):
-            if not _fits(instruction, choice, forms, outside):
+    def blocks(self) -> list[Block]:
+        """In the order of their first instructions: those that join a block read nothing of other ones."""
+        members: list[list[Instruction]] = []
+        home: dict[str, int] = {}
+        readers: dict[str, set[str]] = {t: set() for t in self.program.tensors}
+        for instruction in self.program.instructions:
+            if any(t in self.prepares for t in instruction.outputs):
                 continue
-            joined = forms | dict(zip(instruction.inputs, choice.inputs, strict=True))
-            joined |= dict(zip(instruction.outputs, choice.outputs, strict=True))
-            saved = set(saved_outputs(instruction))
-            new_bytes = sum(
-                held_bytes(program.tensors[t], f, ranks)
-                for t, f in zip(instruction.outputs, choice.outputs, strict=True)
-                if t in saved and program.tensors[t].alias_of is None
-            )
-            alive = {t: f for t, f in joined.items() if t in keep or last.get(t, -1) > n}
-            key = frozenset(alive.items())
-            if key not in following or ms + choice.ms < following[key][2]:
-                way = (*choice.inputs, *choice.outputs)
-                following[key] = alive, (*ways, way), ms + choice.ms, size + new_bytes
-        partial = following
-    return tuple(
-        BlockSignature(
-            tuple(forms[t] for t in reads),
-            tuple(forms[t] for t in parameters),
-            tuple(forms[t] for t in makes),
-            ways,
-            ms,
-            size,
+            read = self.read[instruction.name]
+            for t in read:
+                readers[t].add(instruction.name)
+            sources = {home.get(t, -1) for t in read}
+            place = min(sources, default=-1)
+            joins = len(sources) == 1 and place >= 0 and not instruction.flops
+            # Partial results of a product must be summed before the op, so it starts a new block.
+            if joins and not self._may_be_partial(members[place], read):
+                members[place].append(instruction)
+            else:
+                place = len(members)
+                members.append([instruction])
+            home.update(dict.fromkeys(instruction.outputs, place))
+        return [self._block(of, readers) for of in members]
+
+    def _behind_preparations(self, instruction: Instruction) -> tuple[list[str], list[Instruction]]:
+        """What an instruction reads, directly or through preparations, and these."""
+        read: list[str] = []
+        needed: list[Instruction] = []
+        waiting = list(reversed(instruction.inputs))
+        while waiting:
+            t = waiting.pop()
+            if t in self.prepares:
+                needed.append(self.prepares[t])
+                waiting += reversed(self.prepares[t].inputs)
+            else:
+                read.append(t)
+        return list(dict.fromkeys(read)), needed
+
+    def _signatures(self, instruction: Instruction) -> list[Signature]:
+        return signatures(instruction, self.program, self.ranks, self.cost)
+
+    def _may_be_partial(self, members: list[Instruction], read: Iterable[str]) -> bool:
+        """Can these instructions give one of the tensors `read` in form partial?"""
+        partial: set[str] = set()
+        for i in members:
+            for signature in self._signatures(i):
+                inputs = zip(i.inputs, signature.inputs, strict=True)
+                if all(f != PARTIAL or t in partial for t, f in inputs):
+                    outputs = zip(i.outputs, signature.outputs, strict=True)
+                    partial |= {t for t, f in outputs if f == PARTIAL}
+        return not partial.isdisjoint(read)
+
+    def _block(self, members: list[Instruction], readers: Mapping[str, set[str]]) -> Block:
+        program, names = self.program, {i.name for i in members}
+        needed = {i.name: i for member in members for i in (member, *self._behind_preparations(member)[1])}
+        instructions = sorted(needed.values(), key=lambda i: program.index[i.name])
+        inside = {t for i in instructions for t in i.outputs}
+        read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in inside))
+        reads = tuple(t for t in read if t not in program.parameter_set)
+        parameters = tuple(t for t in read if t in program.parameter_set)
+        makes = tuple(t for i in members for t in i.outputs if t in program.output_set or readers[t] - names)
+        key = self._structure(instructions, reads, parameters, makes)
+        if key not in self.combined:
+            self.combined[key] = self._combined(instructions, reads, parameters, makes)
+        return Block(tuple(i.name for i in instructions), reads, parameters, makes, self.combined[key])
+
+    def _structure(self, instructions: list[Instruction], *ends: tuple[str, ...]) -> tuple:
+        """The structure of a block without names. ends: what it reads and makes."""
+        number: dict[str, int] = {}
+        for i in instructions:
+            for t in (*i.inputs, *i.outputs):
+                number.setdefault(t, len(number))
+        tensors = self.program.tensors
+        return (
+            tuple(
+                (
+                    i.op,
+                    tuple(number[t] for t in i.inputs),
+                    tuple(number[t] for t in i.outputs),
+                    repr(sorted(i.attributes.items(), key=lambda item: item[0])),
+                    (i.flops, i.bytes, i.milliseconds, len(i.mutates)),
+                )
+                for i in instructions
+            ),
+            tuple((tensors[t].shape, tensors[t].dtype) for t in number),
+            *(tuple(number[t] for t in of) for of in ends),
         )
-        for forms, ways, ms, size in partial.values()
-    )
+
+    def _combined(
+        self,
+        instructions: list[Instruction],
+        reads: tuple[str, ...],
+        parameters: tuple[str, ...],
+        makes: tuple[str, ...],
+    ) -> tuple[BlockSignature, ...]:
+        """All combinations, instruction by instruction. The form of a tensor is dropped after its last
+        reader."""
+        outside = {*reads, *parameters}
+        last = {t: n for n, i in enumerate(instructions) for t in i.inputs}
+        keep = {*outside, *makes}
+        partial: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {
+            frozenset(): ({}, (), 0.0, 0.0)
+        }
+        for n, instruction in enumerate(instructions):
+            following: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {}
+            choices = self._choices(instruction)
+            saved = saved_outputs(instruction)
+            for (forms, ways, ms, size), choice in product(partial.values(), choices):
+                inputs = list(zip(instruction.inputs, choice.inputs, strict=True))
+                # What comes from outside the block can have any form.
+                if any(forms[t] != form if t in forms else t not in outside for t, form in inputs):
+                    continue
+                outputs = dict(zip(instruction.outputs, choice.outputs, strict=True))
+                specs = [self.program.tensors[t] for t in outputs if t in saved]
+                new_bytes = sum(
+                    held_bytes(spec, outputs[spec.name], self.ranks)
+                    for spec in specs
+                    if spec.alias_of is None
+                )
+                joined = forms | dict(inputs) | outputs
+                alive = {t: f for t, f in joined.items() if t in keep or last.get(t, -1) > n}
+                key = frozenset(alive.items())
+                if key not in following or ms + choice.ms < following[key][2]:
+                    way = (*choice.inputs, *choice.outputs)
+                    following[key] = alive, (*ways, way), ms + choice.ms, size + new_bytes
+            partial = following
+        return tuple(
+            BlockSignature(
+                tuple(forms[t] for t in reads),
+                tuple(forms[t] for t in parameters),
+                tuple(forms[t] for t in makes),
+                ways,
+                ms,
+                size,
+            )
+            for forms, ways, ms, size in partial.values()
+        )
+
+    def _choices(self, instruction: Instruction) -> list[Signature]:
+        choices = self._signatures(instruction)
+        if instruction.inputs or len(instruction.outputs) != 1:
+            return choices
+        # Every rank computes a constant itself, so it can have any slice of it.
+        spec = self.program.tensors[instruction.outputs[0]]
+        return [Signature((), (form,), choices[0].ms) for form in forms_of(spec, self.ranks)]
 
 
 def saved_outputs(instruction: Instruction) -> list[str]:
     """Outputs that stay until the backward; all, where the Program does not say which (`forward_of`)."""
     saved = instruction.attributes.get("saved", range(len(instruction.outputs)))
     return [instruction.outputs[position] for position in saved]
-
-
-def _choices(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:
-    choices = signatures(instruction, program, ranks, cost)
-    if instruction.inputs or len(instruction.outputs) != 1:
-        return choices
-    # Every rank computes a constant itself, so it can have any slice of it.
-    spec = program.tensors[instruction.outputs[0]]
-    return [Signature((), (form,), choices[0].ms) for form in forms_of(spec, ranks)]
-
-
-def _fits(instruction: Instruction, choice: Signature, forms: dict[str, Form], outside: set[str]) -> bool:
-    """Does every input have the required form, or come from outside the block, where any form is possible?"""
-    return all(
-        forms[t] == form if t in forms else t in outside
-        for t, form in zip(instruction.inputs, choice.inputs, strict=True)
-    )

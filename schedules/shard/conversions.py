@@ -85,10 +85,3 @@ class CollectiveCosts:
             attributes={"collective": name},
         )
         return self.cost(message, {})
-
-    def both_ways(self, source: Form, target: Form, spec: TensorSpec) -> tuple[float, float] | None:
-        """(forward, backward) milliseconds of a conversion; None if there is no such collective."""
-        name = collective(source, target)
-        if name is None:
-            return None
-        return self.milliseconds(name, spec), self.milliseconds(ADJOINT[name], spec)

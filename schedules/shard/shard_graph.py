@@ -13,7 +13,6 @@ whatever signature needs least communication.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 
 import torch
@@ -23,8 +22,10 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
 from lancet_kernels.graph.program.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
 from lancet_kernels.graph.program.program import Instruction
+from lancet_kernels.graph.rules.part_instruction import part_name, whole_name
 from lancet_kernels.graph.rules.rules import MEAN, rule_for
 from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.schedules.shard.blocks import preparations
 from lancet_kernels.schedules.shard.conversions import SLICE, collective
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 from lancet_kernels.schedules.shard.signatures import signatures
@@ -33,7 +34,6 @@ aten, lancet = torch.ops.aten, torch.ops.lancet
 
 Way = tuple[Form, ...]
 """Forms of an instruction's inputs, then outputs."""
-_PART = re.compile(r"_part\d+$")
 _SUMS, _PRODUCTS = ("aten.add", "aten.sub"), ("aten.mul", "aten.div")
 _TRAFFIC = {SLICE: 0.0, "all_to_all": 0.5, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 """What a conversion sends, about, in units of the tensor's size."""
@@ -85,7 +85,8 @@ class _Sharder:
         for stage in strategy.stages:
             for name, way in stage.computation.items():
                 self.ways.setdefault(name, []).append(way)
-        self.constant = self._constants()
+        # Each reader has its own of these, in the form it wants.
+        self.free = preparations(self.program)
         self.results = source.output_node().args[0]
         for node in source.nodes:
             if node.name in inputs:
@@ -125,35 +126,24 @@ class _Sharder:
     def _of_copy(self, tensor: str, copy: int) -> str:
         """What stands for a tensor of the strategy's Program in one of the microbatches."""
         name, dot, element = tensor.partition(".")
-        candidates = (f"{name}_part{copy}{dot}{element}", f"{name}_slice{copy}", tensor)
+        candidates = (f"{part_name(name, copy)}{dot}{element}", f"{name}_slice{copy}", tensor)
         return next(t for t in candidates if t in self.program.tensors)
 
     def _instruction_of_copy(self, name: str, copy: int) -> Instruction | None:
-        for candidate in (f"{name}_part{copy}", name):
+        for candidate in (part_name(name, copy), name):
             if candidate in self.program.index:
                 return self.program.instructions[self.program.index[candidate]]
         return None
 
     # Which signature
 
-    def _constants(self) -> set[str]:
-        """Tensors that depend on parameters and numbers alone."""
-        constant = set(self.program.parameters)
-        for i in self.program.instructions:
-            if constant.issuperset(i.inputs):
-                constant.update(i.outputs)
-        return constant
-
     def _is_free(self, instruction: Instruction) -> bool:
-        """Views, and what only prepares weights: each reader has its own, in the form it wants."""
-        return self.program.is_view(instruction) or (
-            not instruction.flops and self.constant.issuperset(instruction.inputs)
-        )
+        return not self.free.keys().isdisjoint(instruction.outputs)
 
     def _ways_of(self, instruction: Instruction) -> list[Way]:
         """The strategy's ways; else all there are, the one of least traffic first."""
         operands = len(instruction.inputs) + len(instruction.outputs)
-        ways = self.ways.get(instruction.name) or self.ways.get(_PART.sub("", instruction.name), [])
+        ways = self.ways.get(instruction.name) or self.ways.get(whole_name(instruction.name), [])
         ways = [way for way in ways if len(way) == operands]
         if ways and not self._is_free(instruction):
             return ways

@@ -1,21 +1,16 @@
 """How should a model for one device run on many? The search for a `ShardingStrategy`.
 
 HiDup, section 4. `search_sharding` searches the forward Program of a microbatch. What people choose by hand
-is in `schedules.shard.sharding_baselines`, how long a strategy takes at other costs in
-`schedules.sharding_times`.
+is in `schedules.shard.sharding_baselines`.
 """
 
 from __future__ import annotations
 
-from lancet_kernels.graph.costs.costs import Cost, source_of
-from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.schedules.shard.conversions import collective
-from lancet_kernels.schedules.shard.sharding_costs import Conversion
-from lancet_kernels.schedules.shard.sharding_search import Search, Searched
+from lancet_kernels.schedules.shard.sharding_search import Search
 from lancet_kernels.schedules.shard.sharding_states import Restriction
-from lancet_kernels.schedules.shard.sharding_strategy import Communication, ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 
 MOST_LABELS = 200
 """Strategies kept behind each border in a large graph; those of small graphs are all kept."""
@@ -52,7 +47,7 @@ def search_sharding(
 
     is_small = len(program) <= SMALL
 
-    def searched(memory_bytes: float | None = None, price: float = 0.0) -> Searched:
+    def searched(memory_bytes: float | None = None, price: float = 0.0) -> ShardingStrategy:
         return Search(
             program,
             ranks,
@@ -64,66 +59,15 @@ def search_sharding(
             least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
             overlaps_backward=overlaps_backward,
             price=price,
-        ).run()
+        ).run(name)
 
-    result = searched()
+    fastest = searched()
     limit = None if memory_gb is None else memory_gb * 1e9
-    if limit is not None and result.best.bytes > limit:
-        # Those that fit at some price of memory, beside the search that keeps to the limit on its way.
-        candidates = [searched(limit)]
-        if not is_small:
-            prices = (share * result.best.psi / limit for share in PRICES)
-            candidates += [searched(price=price) for price in prices]
-        fitting = [candidate for candidate in candidates if candidate.best.bytes <= limit]
-        result = min(fitting, key=lambda candidate: candidate.best.psi)
-    return _strategy(result, program, ranks, cost, name)
-
-
-def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: str) -> ShardingStrategy:
-    stages: list[list] = []
-    parameters: dict[str, Form] = {}
-    for step in result.steps:
-        if step.new_stage or not stages:
-            stages.append([])
-        stages[-1].append(step)
-    finished: list[ShardingStage] = []
-    for steps in stages:
-        communication: list[Communication] = []
-        computation: dict[str, tuple[Form, ...]] = {}
-        for step in steps:
-            block = result.blocks[step.block]
-            communication += [
-                Communication(c.tensor, c.source, c.target, _collective(c), c.ms, c.backward_ms)
-                for c in step.conversions
-            ]
-            parameters.update(step.rests)
-            computation |= dict(zip(block.instructions, step.signature.ways, strict=True))
-        finished.append(
-            ShardingStage(
-                tuple(communication),
-                computation,
-                sum(c.ms for c in communication),
-                sum(c.backward_ms for c in communication),
-                sum(step.signature.ms for step in steps),
-            )
-        )
-    best = result.best
-    return ShardingStrategy(
-        name,
-        program.name,
-        fingerprint(program),
-        ranks,
-        tuple(finished),
-        parameters,
-        best.psi,
-        result.bound_ms,
-        best.bytes,
-        source_of(cost),
-        result.labels,
-        result.borders,
-        {t: tuple(program.tensors[t].shape) for t in parameters},
-    )
-
-
-def _collective(conversion: Conversion) -> str:
-    return collective(conversion.source, conversion.target) or "all_reduce"
+    if limit is None or fastest.memory_bytes <= limit:
+        return fastest
+    # Those that fit at some price of memory, beside the search that keeps to the limit on its way.
+    candidates = [searched(limit)]
+    if not is_small:
+        candidates += [searched(price=share * fastest.predicted_ms / limit) for share in PRICES]
+    fitting = [candidate for candidate in candidates if candidate.memory_bytes <= limit]
+    return min(fitting, key=lambda candidate: candidate.predicted_ms)

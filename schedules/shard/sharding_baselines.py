@@ -68,11 +68,20 @@ def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> Shar
 
 
 def _restriction(name: str, program: Program) -> Restriction:
-    if name == "expert parallel":
-        return _expert_parallel(_experts(program))
     if name == REPLICATED:
         return Restriction(_rests_whole, frozenset(), _computes_everything)
-    return Restriction(_rests_whole, frozenset())
+    if name != "expert parallel":
+        return Restriction(_rests_whole, frozenset())
+    experts = _experts(program)
+
+    def rests(parameter: str, form: Form) -> bool:
+        return form == cut_along(0) if parameter in experts else not form.is_cut
+
+    def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
+        pairs = zip(block.parameters, signature.parameters, strict=True)
+        return all(form == cut_along(0) for t, form in pairs if t in experts)
+
+    return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)
 
 
 def _experts(program: Program) -> frozenset[str]:
@@ -80,11 +89,11 @@ def _experts(program: Program) -> frozenset[str]:
     return frozenset(t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS)
 
 
-def _rests_whole(name: str, form: Form) -> bool:
+def _rests_whole(_parameter: str, form: Form) -> bool:
     return not form.is_cut
 
 
-def _computes_everything(block: Block, signature: BlockSignature) -> bool:
+def _computes_everything(_block: Block, signature: BlockSignature) -> bool:
     return all(form == WHOLE for way in signature.ways for form in way)
 
 
@@ -95,14 +104,3 @@ def _is_shared(block: Block, signature: BlockSignature) -> bool:
         return any(form.is_cut for form in (*of.reads, *of.makes))
 
     return cuts(signature) or not any(map(cuts, block.signatures))
-
-
-def _expert_parallel(experts: frozenset[str]) -> Restriction:
-    def rests(name: str, form: Form) -> bool:
-        return form == cut_along(0) if name in experts else not form.is_cut
-
-    def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
-        pairs = zip(block.parameters, signature.parameters, strict=True)
-        return all(form == cut_along(0) for t, form in pairs if t in experts)
-
-    return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES
-from lancet_kernels.schedules.shard.sharding_states import Segment, State, StateSpace
+from lancet_kernels.schedules.shard.sharding_states import Segment, State, StateSpace, not_new, renamed
 
 SHARES = np.linspace(0.0, 1.0, 11)
 
@@ -59,44 +59,29 @@ class _Bound:
             inside = tuple(item for item in state if item.tensor in segment.position)
             outside = tuple(item for item in state if item.tensor not in segment.position)
             for end, more in self._paths_from(segment, inside).items():
-                named = (item._replace(tensor=segment.tensors[item.tensor]) for item in end)
+                named = renamed(end, segment.tensors)
                 _keep_smaller(behind, tuple(sorted((*named, *outside))), cost + more)
         return behind
 
     def _paths_from(self, segment: Segment, inside: State) -> dict[State, np.ndarray]:
         """From one state in front of a segment to all behind it; tensors by position in the segment, so that
         segments of the same structure share it."""
-        position = segment.position
-        key = segment.structure, tuple(sorted(i._replace(tensor=position[i.tensor]) for i in inside))
+        key = segment.structure, renamed(inside, segment.position)
         if key not in self._paths:
-            ends = self._explore(segment, inside)
-            self._paths[key] = {
-                tuple(sorted(i._replace(tensor=position[i.tensor]) for i in end)): cost
-                for end, cost in ends.items()
-            }
+            ends = self.space.walk(segment, {inside: np.zeros_like(self.comm)}, self._grow)
+            self._paths[key] = {renamed(end, segment.position): cost for end, cost in ends.items()}
         return self._paths[key]
 
-    def _explore(self, segment: Segment, state: State) -> dict[State, np.ndarray]:
-        begin = segment.borders[0][0]
-        frontier: dict[int, dict[State, np.ndarray]] = {begin: {state: np.zeros_like(self.comm)}}
-        for level in segment.borders[1:]:
-            allowed = set(level)
-            following: dict[int, dict[State, np.ndarray]] = {}
-            for done, states in frontier.items():
-                for b in segment.blocks:
-                    after = done | 1 << b
-                    if done >> b & 1 or self.space.before[b] & ~done or after not in allowed:
-                        continue
-                    target = following.setdefault(after, {})
-                    for current, cost in states.items():
-                        for t in self.space.transitions(done, current, b):
-                            more = t.comm_ms * self.comm + t.comm_backward_ms * self.comm_b
-                            more += t.signature.ms * self.comp + t.bytes * self.bytes
-                            # Without stages: whatever is there can be communicated.
-                            old = tuple(item._replace(is_new=False) for item in t.state)
-                            _keep_smaller(target, old, cost + more)
-            frontier = following
-        return frontier.get(segment.borders[-1][0], {})
+    def _grow(
+        self, done: int, states: dict[State, np.ndarray], targets: dict[int, dict[State, np.ndarray]]
+    ) -> None:
+        for b, target in targets.items():
+            for current, cost in states.items():
+                for t in self.space.transitions(done, current, b):
+                    more = t.comm_ms * self.comm + t.comm_backward_ms * self.comm_b
+                    more += t.signature.ms * self.comp + t.bytes * self.bytes
+                    # Without stages: whatever is there can be communicated.
+                    _keep_smaller(target, not_new(t.state), cost + more)
 
 
 def _keep_smaller(states: dict[State, np.ndarray], state: State, cost: np.ndarray) -> None:

@@ -24,13 +24,14 @@ STATE_COPIES = 4
 EPSILON = 1e-9
 
 
-class Conversion(NamedTuple):
-    """A tensor that a stage communicates, from one form to another; `ms` and `backward_ms` of one
-    microbatch. A parameter that is whole at rest and when read: its gradient alone is summed."""
+class Communication(NamedTuple):
+    """A tensor whose form changes in a stage, and its collective; of a parameter that is whole at rest and
+    when it is read, the all-reduce of its gradient. Milliseconds of one microbatch, forward and backward."""
 
     tensor: str
     source: Form
     target: Form
+    collective: str
     ms: float
     backward_ms: float
 
@@ -43,7 +44,7 @@ class BlockChoice(NamedTuple):
     block: int
     signature: BlockSignature
     rests: tuple[tuple[str, Form], ...]
-    conversions: tuple[Conversion, ...]
+    communication: tuple[Communication, ...]
     """Activations', then parameters'."""
 
 

@@ -17,14 +17,15 @@ on a layer costs a look-up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.costs.costs import Cost, source_of
+from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.shard.blocks import Block
+from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.schedules.shard.sharding_bound import lower_bounds
 from lancet_kernels.schedules.shard.sharding_costs import (
     BACKWARD,
@@ -34,20 +35,24 @@ from lancet_kernels.schedules.shard.sharding_costs import (
     Label,
     dominates,
 )
-from lancet_kernels.schedules.shard.sharding_states import Restriction, Segment, State, StateSpace
+from lancet_kernels.schedules.shard.sharding_states import (
+    Restriction,
+    Segment,
+    State,
+    StateSpace,
+    not_new,
+    renamed,
+)
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 
 MOST_OF_A_STATE = 12
 PRICES_OF_MEMORY = (0.0, 0.3, 1.0, 3.0)
+MOST_BORDERS = 20_000
+"""With more, only those along the Program's order are looked at."""
 DIGITS = 6
 """Decimals of a millisecond in which labels are compared for being alike."""
 
 States = dict[State, list[Label]]
-
-
-class Entry(NamedTuple):
-    """The step of a label that enters a segment: which of those it is."""
-
-    number: int
 
 
 class Passage(NamedTuple):
@@ -60,32 +65,11 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class Passed:
-    """What leaves a segment: labels by state (tensors by position, see `_by_position`), and beside each the
+    """What leaves a segment: labels by state (tensors by position, see `_pass`), and beside each the
     label that entered."""
 
     like: Segment
     states: dict[State, list[tuple[Label, Label]]]
-
-
-@dataclass
-class Searched:
-    """The best strategy, and how the search went.
-
-    is_exact: nothing but strategies dominated (within the tolerance) was dropped. bound_ms: no strategy is
-    faster. labels: strategies looked at. borders: in the graph. passed: segments that were passed as an
-    earlier one of the same structure. kept: the labels of every closed state, by the blocks behind its border
-    (only if asked for).
-    """
-
-    best: Label
-    steps: list[BlockChoice]
-    blocks: list[Block]
-    is_exact: bool
-    bound_ms: float
-    labels: int
-    borders: int
-    passed: int
-    kept: dict[tuple[int, State], list[Label]] = field(default_factory=dict)
 
 
 class Search:
@@ -94,9 +78,7 @@ class Search:
     Args:
         program: the forward of one microbatch, for one device.
         most_labels: kept behind each border, the fastest so far (None: all, and the result is the optimum).
-        most_borders: with more, only those along the Program's order are looked at.
         memory_bytes: what a device has.
-        keep_states: keep the labels of all closed states; every segment is then searched.
         tolerance: share of the computation by which the result may be slower than the optimum: strategies
             are also dropped that are ahead by less than their part of it.
         least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
@@ -112,27 +94,18 @@ class Search:
         cost: Cost,
         *,
         restriction: Restriction | None = None,
-        grouped: bool = True,
         most_labels: int | None = None,
-        most_borders: int = 20_000,
         memory_bytes: float | None = None,
-        keep_states: bool = False,
         tolerance: float = 0.0,
         least_sliced_bytes: int = 0,
         overlaps_backward: bool = True,
         price: float = 0.0,
     ) -> None:
         self.space = StateSpace(
-            program,
-            ranks,
-            cost,
-            restriction=restriction,
-            grouped=grouped,
-            least_sliced_bytes=least_sliced_bytes,
+            program, ranks, cost, restriction=restriction, least_sliced_bytes=least_sliced_bytes
         )
-        self.blocks = self.space.blocks
-        self.most_labels, self.most_borders, self.keep_states = most_labels, most_borders, keep_states
-        self.memory_bytes = memory_bytes
+        self.blocks, self.costs = self.space.blocks, source_of(cost)
+        self.most_labels, self.memory_bytes = most_labels, memory_bytes
         self.with_memory = memory_bytes is not None
         self.overlaps_backward, self.price = overlaps_backward, price
         # A strategy is compared at most twice for each block: when it grows, and when it is closed.
@@ -141,10 +114,9 @@ class Search:
         self._prices = [0.0]
         if memory_bytes is not None:
             self._prices = [share * self.computation_ms / memory_bytes for share in PRICES_OF_MEMORY]
-        self._labels = self._passed = 0
+        self._labels = 0
         self._is_exact = True
         self._patterns: dict[tuple, Passed] = {}
-        self._kept: dict[tuple[int, State], list[Label]] = {}
 
     @property
     def computation_ms(self) -> float:
@@ -153,14 +125,14 @@ class Search:
         fastest = sum(min(s.ms for s in block.signatures) for block in self.blocks)
         return COPIES * (1 + BACKWARD) * fastest
 
-    def run(self) -> Searched:
+    def run(self, name: str) -> ShardingStrategy:
         """The best complete strategy. Raises: UserError where none keeps to the memory limit."""
         program = self.space.program
         if not self.blocks:
             raise UserError(
                 "program for a search of shardings", got="no instruction", expected="a model", do="give one"
             )
-        levels = self.space.borders(self.most_borders)
+        levels = self.space.borders(MOST_BORDERS)
         self._is_exact = levels is not None
         levels = levels or self.space.borders_in_order()
         segments = self.space.segments(levels)
@@ -169,8 +141,7 @@ class Search:
             if not states:
                 break
             # Memory is a limit on the sum, not on differences.
-            as_before = not self.keep_states and not self.with_memory
-            states = self._pass(segment, states) if as_before else self._explore(segment, states)
+            states = self._explore(segment, states) if self.with_memory else self._pass(segment, states)
         bound, least_bytes = lower_bounds(self.space, segments, overlaps_backward=self.overlaps_backward)
         complete = [label for labels in states.values() for label in labels]
         if not complete:
@@ -183,97 +154,103 @@ class Search:
         best = min(complete, key=lambda label: label.psi)
         if self._is_exact and not self.price:
             bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
-        steps = self._steps(best)
-        best = best._replace(front=best.front - self.price * best.bytes)
-        return Searched(
-            best,
-            steps,
-            self.blocks,
-            self._is_exact,
-            min(bound, best.psi),
+        psi = best.psi - self.price * best.bytes
+        stages, parameters = self._stages(self._steps(best))
+        return ShardingStrategy(
+            name,
+            program.name,
+            fingerprint(program),
+            self.space.ranks,
+            stages,
+            parameters,
+            psi,
+            min(bound, psi),
+            best.bytes,
+            self.costs,
             self._labels,
             sum(map(len, levels)),
-            self._passed,
-            self._kept,
+            {t: program.tensors[t].shape for t in parameters},
         )
+
+    def _stages(self, steps: list[BlockChoice]) -> tuple[tuple[ShardingStage, ...], dict[str, Form]]:
+        """And the forms in which parameters rest."""
+        of_stages: list[list[BlockChoice]] = []
+        for step in steps:
+            if step.new_stage or not of_stages:
+                of_stages.append([])
+            of_stages[-1].append(step)
+        stages = []
+        for of in of_stages:
+            communication = tuple(c for step in of for c in step.communication)
+            computation = {
+                name: way
+                for step in of
+                for name, way in zip(self.blocks[step.block].instructions, step.signature.ways, strict=True)
+            }
+            comm, comm_b = sum(c.ms for c in communication), sum(c.backward_ms for c in communication)
+            comp = sum(step.signature.ms for step in of)
+            stages.append(ShardingStage(communication, computation, comm, comm_b, comp))
+        return tuple(stages), {t: form for step in steps for t, form in step.rests}
 
     def _pass(self, segment: Segment, states: States) -> States:
         """The states behind a segment; searched only if the differences are new."""
-        through = self._through(segment, states)
-        by_position = [(self._by_position(s, segment, through), s) for s in states]
-        by_position.sort(key=lambda pair: _state_key(pair[0]))
+        # Tensors that cross a segment and are not named in it come last; all states hold the same.
+        crossing = (item.tensor for item in next(iter(states)))
+        names = (*segment.tensors, *(t for t in crossing if t not in segment.position))
+        position = {t: p for p, t in enumerate(names)}
+        by_position = sorted(
+            ((renamed(s, position), s) for s in states), key=lambda pair: _state_key(pair[0])
+        )
         low = min(label.front for labels in states.values() for label in labels)
         ordered = [(state, sorted(states[state], key=lambda label: label[:6])) for _, state in by_position]
         entering = [label for _, labels in ordered for label in labels]
         differences = tuple(
-            (position, tuple([_rounded(label, low) for label in labels]))
-            for (position, _), (_, labels) in zip(by_position, ordered, strict=True)
+            (by_number, tuple([_rounded(label, low) for label in labels]))
+            for (by_number, _), (_, labels) in zip(by_position, ordered, strict=True)
         )
         key = segment.structure, differences
-        if key in self._patterns:
-            self._passed += 1
-        else:
+        if key not in self._patterns:
             behind = self._explore(segment, _relative(ordered, low))
-            self._patterns[key] = Passed(
-                segment,
-                {
-                    self._by_position(state, segment, through): [(label, _entry(label)) for label in labels]
-                    for state, labels in behind.items()
-                },
-            )
+            pairs = {
+                renamed(state, position): [(label, _entry(label)) for label in labels]
+                for state, labels in behind.items()
+            }
+            self._patterns[key] = Passed(segment, pairs)
         passed = self._patterns[key]
-        names = dict(enumerate((*segment.tensors, *through)))
-        result: States = {}
-        for position, pairs in passed.states.items():
-            state = tuple(sorted(item._replace(tensor=names[item.tensor]) for item in position))
-            result[state] = [
+        return {
+            renamed(state, names): [
                 Label(
                     label.front + low,
                     *label[1:6],
-                    label.bytes - entry.bytes + entering[entry.step.number].bytes,
-                    entering[entry.step.number],
+                    label.bytes - entry.bytes + entering[entry.step].bytes,
+                    entering[entry.step],
                     Passage(label, passed.like, segment),
                 )
                 for label, entry in pairs
             ]
-        return result
-
-    def _through(self, segment: Segment, states: States) -> list[int]:
-        """Tensors that cross a segment and are not named in it; all states of a border hold the same."""
-        state = next(iter(states))
-        return [item.tensor for item in state if item.tensor not in segment.position]
-
-    def _by_position(self, state: State, segment: Segment, through: list[int]) -> State:
-        """The state with the position of each tensor in the segment; behind these, the others."""
-        position = segment.position
-        after = {n: len(position) + p for p, n in enumerate(through)}
-        numbered = (
-            item._replace(tensor=position[item.tensor] if item.tensor in position else after[item.tensor])
-            for item in state
-        )
-        return tuple(sorted(numbered))
+            for state, pairs in passed.states.items()
+        }
 
     def _explore(self, segment: Segment, states: States) -> States:
         """The states behind a segment, by figure 4."""
-        frontier: dict[int, States] = {segment.borders[0][0]: states}
-        for level in segment.borders[1:]:
-            allowed = set(level)
-            following: dict[int, States] = {}
-            for done, current in frontier.items():
-                self._is_exact &= not self._prune(current)
-                closed = self._closed(current)
-                if self.keep_states:
-                    self._kept |= {(done, state): labels for state, labels in closed.items()}
-                for b in segment.blocks:
-                    after = done | 1 << b
-                    if done >> b & 1 or self.space.before[b] & ~done or after not in allowed:
-                        continue
-                    target = following.setdefault(after, {})
-                    for new_stage, of in ((False, current), (True, closed)):
-                        for state, labels in of.items():
-                            self._grow(target, done, state, labels, b, new_stage)
-            frontier = following
-        return frontier.get(segment.borders[-1][0], {})
+        return self.space.walk(segment, states, self._grow)
+
+    def _grow(self, done: int, states: States, targets: dict[int, States]) -> None:
+        """Insert every label behind each block, in the open stage or as the first block of a new one."""
+        self._is_exact &= not self._prune(states)
+        closed = self._closed(states)
+        for b, target in targets.items():
+            for new_stage, of in ((False, states), (True, closed)):
+                for state, labels in of.items():
+                    for t in self.space.transitions(done, state, b):
+                        step = BlockChoice(new_stage, b, t.signature, t.rests, t.communication)
+                        comm_b, exposed = t.comm_backward_ms, 0.0
+                        if not self.overlaps_backward:
+                            comm_b, exposed = 0.0, COPIES * comm_b
+                        exposed += self.price * t.bytes
+                        for label in labels:
+                            grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
+                            self._insert(target, t.state, grown)
 
     def _prune(self, states: States) -> bool:
         """Keep the `most_labels` fastest of a border, of each state at most `MOST_OF_A_STATE`: otherwise the
@@ -317,25 +294,10 @@ class Search:
         """The same strategies with their last stage closed: the P of figure 4, without dominated ones."""
         closed: States = {}
         for state, labels in states.items():
-            old = tuple(item._replace(is_new=False) for item in state)
             for label in labels:
                 if label.step is not None:
-                    self._insert(closed, old, label.closed())
+                    self._insert(closed, not_new(state), label.closed())
         return closed
-
-    def _grow(
-        self, target: States, done: int, state: State, labels: list[Label], b: int, new_stage: bool
-    ) -> None:
-        """Insert every label behind block b, in the open stage or as the first block of a new one."""
-        for t in self.space.transitions(done, state, b):
-            step = BlockChoice(new_stage, b, t.signature, t.rests, t.conversions)
-            comm_b, exposed = t.comm_backward_ms, 0.0
-            if not self.overlaps_backward:
-                comm_b, exposed = 0.0, COPIES * comm_b
-            exposed += self.price * t.bytes
-            for label in labels:
-                grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
-                self._insert(target, t.state, grown)
 
     def _steps(self, label: Label | None) -> list[BlockChoice]:
         """How a strategy got to a label, from the first step on."""
@@ -343,7 +305,7 @@ class Search:
         while label is not None and label.step is not None:
             if isinstance(label.step, Passage):
                 steps += reversed(self._steps_of(label.step))
-            elif isinstance(label.step, Entry):
+            elif isinstance(label.step, int):
                 break
             else:
                 steps.append(label.step)
@@ -360,7 +322,7 @@ class Search:
             step._replace(
                 block=block[step.block],
                 rests=tuple((own[t], form) for t, form in step.rests),
-                conversions=tuple(c._replace(tensor=own[c.tensor]) for c in step.conversions),
+                communication=tuple(c._replace(tensor=own[c.tensor]) for c in step.communication),
             )
             for step in self._steps(passage.pattern)
         ]
@@ -368,19 +330,17 @@ class Search:
 
 def _entry(label: Label) -> Label:
     """The label that entered the segment."""
-    while not isinstance(label.step, Entry):
+    while not isinstance(label.step, int):
         assert label.before is not None
         label = label.before
     return label
 
 
 def _relative(ordered: list[tuple[State, list[Label]]], low: float) -> States:
-    """The labels as a segment is entered with: times as differences, and numbered."""
+    """The labels as a segment is entered with: times as differences, and their number as step."""
     number = count()
     return {
-        state: [
-            label._replace(front=label.front - low, before=None, step=Entry(next(number))) for label in labels
-        ]
+        state: [label._replace(front=label.front - low, before=None, step=next(number)) for label in labels]
         for state, labels in ordered
     }
 

@@ -10,18 +10,24 @@ another. Segments of repeated layers have the same structure: all but the names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.forms import WHOLE, Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.blocks import Block, BlockSignature, blocks_of, saved_outputs
-from lancet_kernels.schedules.shard.conversions import CollectiveCosts, collective, forms_of, held_bytes
-from lancet_kernels.schedules.shard.sharding_costs import COPIES, STATE_COPIES, Conversion
+from lancet_kernels.schedules.shard.conversions import (
+    ADJOINT,
+    CollectiveCosts,
+    collective,
+    forms_of,
+    held_bytes,
+)
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, STATE_COPIES, Communication
 
 
 class Held(NamedTuple):
@@ -34,6 +40,20 @@ class Held(NamedTuple):
 
 State = tuple[Held, ...]
 """Sorted by tensor."""
+T = TypeVar("T")
+Grow = Callable[[int, dict[State, T], dict[int, dict[State, T]]], None]
+"""(blocks behind a border, states there, for each block that may come next the states behind it): adds to
+these what follows from the former."""
+
+
+def renamed(state: State, names: Mapping[int, int] | Sequence[int]) -> State:
+    """The state with other numbers of its tensors."""
+    return tuple(sorted(item._replace(tensor=names[item.tensor]) for item in state))
+
+
+def not_new(state: State) -> State:
+    """The state in front of another stage, which can communicate all of it."""
+    return tuple(item._replace(is_new=False) for item in state)
 
 
 @dataclass(frozen=True)
@@ -52,18 +72,18 @@ class ParameterOption(NamedTuple):
     """How a block's parameters rest, what is communicated for them, and the bytes of copies made for it."""
 
     rests: tuple[tuple[str, Form], ...]
-    conversions: tuple[Conversion, ...]
+    communication: tuple[Communication, ...]
     bytes: float
 
 
 class Transition(NamedTuple):
-    """A block in one of its signatures. comm_ms and comm_backward_ms: of its conversions, which come first
-    those of activations, then those of parameters. bytes: held in addition."""
+    """A block in one of its signatures. comm_ms and comm_backward_ms: of its communication, of activations
+    first, then of parameters. bytes: held in addition."""
 
     state: State
     signature: BlockSignature
     rests: tuple[tuple[str, Form], ...]
-    conversions: tuple[Conversion, ...]
+    communication: tuple[Communication, ...]
     comm_ms: float
     comm_backward_ms: float
     bytes: float
@@ -102,12 +122,11 @@ class StateSpace:
         cost: Cost,
         *,
         restriction: Restriction | None = None,
-        grouped: bool = True,
         least_sliced_bytes: int = 0,
     ) -> None:
         self.program, self.ranks, self.restriction = program, ranks, restriction or Restriction()
         self.costs = CollectiveCosts(cost, ranks)
-        self.blocks = blocks_of(program, ranks, cost, grouped=grouped)
+        self.blocks = blocks_of(program, ranks, cost)
         self.least_sliced_bytes = least_sliced_bytes
         self.number: dict[str, int] = {}
         for block in self.blocks:
@@ -124,8 +143,7 @@ class StateSpace:
         ]
         self._trained = self._with_gradients()
         self._saved = {t for i in program.instructions for t in saved_outputs(i)}
-        self._options: dict[tuple[int, int], list[ParameterOption]] = {}
-        self._converted: dict[tuple[str, Form, Form], tuple[float, float] | None] = {}
+        self.options, self._communication = cache(self._options), cache(self._conversion)
         self._structures: dict[tuple, int] = {}
 
     def borders(self, most: int) -> list[list[int]] | None:
@@ -152,10 +170,9 @@ class StateSpace:
     def segments(self, levels: list[list[int]]) -> list[Segment]:
         """The graph between borders that are the only ones of their level."""
         single = [n for n, level in enumerate(levels) if len(level) == 1]
-        return [self.segment(levels[begin : end + 1]) for begin, end in pairwise(single)]
+        return [self._segment(levels[begin : end + 1]) for begin, end in pairwise(single)]
 
-    def segment(self, borders: list[list[int]]) -> Segment:
-        """The blocks between the first border and the last one."""
+    def _segment(self, borders: list[list[int]]) -> Segment:
         inside = borders[-1][0] & ~borders[0][0]
         blocks = tuple(b for b in range(len(self.blocks)) if inside >> b & 1)
         named = (
@@ -170,20 +187,19 @@ class StateSpace:
     def _structure(self, blocks: tuple[int, ...], tensors: tuple[int, ...]) -> tuple:
         position = {n: p for p, n in enumerate(tensors)}
         inside = sum(1 << b for b in blocks)
-        of_blocks = [
-            (
-                # Blocks of the same structure share their signatures.
-                id(block.signatures),
-                tuple(position[self.number[t]] for t in block.reads),
-                tuple(position[self.number[t]] for t in block.parameters),
-                tuple(position[self.number[t]] for t in block.makes),
-                tuple(n for n, other in enumerate(blocks) if self.before[b] >> other & 1),
-                tuple(self._allowed(b, s) for s in range(len(block.signatures))),
+        of_blocks, of_tensors = [], []
+        for b in blocks:
+            block = self.blocks[b]
+            ends = block.reads, block.parameters, block.makes
+            of_blocks.append(
+                (
+                    # Blocks of the same structure share their signatures.
+                    id(block.signatures),
+                    *(tuple(position[self.number[t]] for t in end) for end in ends),
+                    tuple(n for n, other in enumerate(blocks) if self.before[b] >> other & 1),
+                    tuple(self._allowed(b, s) for s in range(len(block.signatures))),
+                )
             )
-            for b in blocks
-            for block in (self.blocks[b],)
-        ]
-        of_tensors = []
         for n in tensors:
             t = self.name[n]
             spec, readers = self.program.tensors[t], self._readers.get(t, 0)
@@ -199,9 +215,26 @@ class StateSpace:
         if not self.restriction.signature(self.blocks[b], self.blocks[b].signatures[s]):
             return None
         return tuple(
-            (tuple(form for _, form in o.rests), tuple((c.ms, c.backward_ms) for c in o.conversions))
+            (tuple(form for _, form in o.rests), tuple((c.ms, c.backward_ms) for c in o.communication))
             for o in self.options(b, s)
         )
+
+    def walk(self, segment: Segment, states: dict[State, T], grow: Grow[T]) -> dict[State, T]:
+        """The states behind a segment, from border to border."""
+        frontier = {segment.borders[0][0]: states}
+        for level in segment.borders[1:]:
+            following: dict[int, dict[State, T]] = {}
+            allowed = set(level)
+            for done, current in frontier.items():
+                after = {
+                    b: done | 1 << b
+                    for b in segment.blocks
+                    if not done >> b & 1 and not self.before[b] & ~done
+                }
+                targets = {b: following.setdefault(n, {}) for b, n in after.items() if n in allowed}
+                grow(done, current, targets)
+            frontier = following
+        return frontier.get(segment.borders[-1][0], {})
 
     def transitions(self, done: int, state: State, b: int) -> Iterator[Transition]:
         """Every way to run block b behind a border."""
@@ -212,36 +245,21 @@ class StateSpace:
             if not self.restriction.signature(block, signature):
                 continue
             for option in self.options(b, s):
-                behind = self._behind(after, held, b, signature, option)
-                if behind is None:
-                    continue
-                new_state, conversions, more_bytes = behind
-                # The gradient of a weight with several readers is summed once.
-                conversions += tuple(
-                    c for c in option.conversions if c.source != c.target or self.number[c.tensor] not in held
-                )
-                yield Transition(
-                    new_state,
-                    signature,
-                    option.rests,
-                    conversions,
-                    sum(c.ms for c in conversions),
-                    sum(c.backward_ms for c in conversions),
-                    more_bytes,
-                )
+                transition = self._transition(after, held, b, signature, option)
+                if transition is not None:
+                    yield transition
 
-    def _behind(
+    def _transition(
         self,
         after: int,
         held: dict[int, Held],
         b: int,
         signature: BlockSignature,
         option: ParameterOption,
-    ) -> tuple[State, tuple[Conversion, ...], float] | None:
-        """The state behind a block, what is communicated for it, and the bytes that come in addition."""
+    ) -> Transition | None:
         block = self.blocks[b]
         following = dict(held)
-        conversions: list[Conversion] = []
+        communication: list[Communication] = []
         more_bytes = COPIES * signature.bytes + option.bytes
         for t, wanted in zip(block.reads, signature.reads, strict=True):
             item = following.get(self.number[t])
@@ -253,10 +271,11 @@ class StateSpace:
                 continue
             if item.is_new:
                 return None
-            best = self._cheapest(t, item.forms, wanted)
+            ways = (self._communication(t, form, wanted) for form in item.forms)
+            best = min(filter(None, ways), key=lambda c: c.ms + c.backward_ms, default=None)
             if best is None:
                 return None
-            conversions.append(best)
+            communication.append(best)
             if t in self._saved:
                 more_bytes += COPIES * held_bytes(self.program.tensors[t], wanted, self.ranks)
             forms = (WHOLE,) if wanted == WHOLE else tuple(sorted({*item.forms, wanted}, key=str))
@@ -272,61 +291,58 @@ class StateSpace:
         for t, form in zip(block.makes, signature.makes, strict=True):
             following[self.number[t]] = Held(self.number[t], (form,), True)
         alive = (item for n, item in following.items() if self._readers.get(self.name[n], 0) & ~after)
-        return tuple(sorted(alive)), tuple(conversions), more_bytes
+        # The gradient of a weight with several readers is summed once.
+        communication += [
+            c for c in option.communication if c.source != c.target or self.number[c.tensor] not in held
+        ]
+        return Transition(
+            tuple(sorted(alive)),
+            signature,
+            option.rests,
+            tuple(communication),
+            sum(c.ms for c in communication),
+            sum(c.backward_ms for c in communication),
+            more_bytes,
+        )
 
-    def _cheapest(self, tensor: str, forms: Iterable[Form], wanted: Form) -> Conversion | None:
-        candidates: list[Conversion] = []
-        for source in forms:
-            key = tensor, source, wanted
-            if key not in self._converted:
-                allowed = collective(source, wanted) in self.restriction.collectives
-                spec = self.program.tensors[tensor]
-                self._converted[key] = self.costs.both_ways(source, wanted, spec) if allowed else None
-            times = self._converted[key]
-            if times is not None:
-                backward = times[1] if tensor in self._trained else 0.0
-                candidates.append(Conversion(tensor, source, wanted, times[0], backward))
-        return min(candidates, key=lambda c: c.ms + c.backward_ms, default=None)
+    def _conversion(self, tensor: str, source: Form, target: Form) -> Communication | None:
+        name, spec = collective(source, target), self.program.tensors[tensor]
+        if name is None or name not in self.restriction.collectives:
+            return None
+        backward = self.costs.milliseconds(ADJOINT[name], spec) if tensor in self._trained else 0.0
+        return Communication(tensor, source, target, name, self.costs.milliseconds(name, spec), backward)
 
-    def options(self, b: int, s: int) -> list[ParameterOption]:
-        """How the parameters of a block may rest that runs in its signature s."""
-        if (b, s) not in self._options:
-            block, signature = self.blocks[b], self.blocks[b].signatures[s]
-            self._options[b, s] = [
-                option
-                for option in self._parameter_options(block, signature)
-                if all(self.restriction.parameter(t, form) for t, form in option.rests)
-            ]
-        return self._options[b, s]
-
-    def _parameter_options(self, block: Block, signature: BlockSignature) -> list[ParameterOption]:
-        """Parameters that it reads whole rest all whole (their gradients are summed by an all-reduce), or as
-        many as possible in slices (all-gather; reduce-scatter of the gradient). That is done once for both
-        microbatches: half of it counts for each. Backward reads what was gathered, so it is kept."""
+    def _options(self, b: int, s: int) -> list[ParameterOption]:
+        """How the parameters of a block may rest that runs in its signature s: those that it reads whole all
+        whole (their gradients are summed by an all-reduce), or as many as possible in slices (all-gather;
+        reduce-scatter of the gradient). That is done once for both microbatches: half of it counts for each.
+        Backward reads what was gathered, so it is kept."""
+        block, signature = self.blocks[b], self.blocks[b].signatures[s]
         choices: list[ParameterOption] = []
         for sliced_at_rest in (False, True):
             rests: list[tuple[str, Form]] = []
-            conversions: list[Conversion] = []
+            communication: list[Communication] = []
             copies = 0.0
-            for t, form in zip(block.parameters, signature.parameters, strict=True):
+            for t, rest in zip(block.parameters, signature.parameters, strict=True):
                 spec = self.program.tensors[t]
-                rest = form
                 slices = forms_of(spec, self.ranks)[1:]
                 is_large = spec.content_bytes >= self.least_sliced_bytes
-                if form == WHOLE and sliced_at_rest and slices and is_large:
+                if rest == WHOLE and sliced_at_rest and slices and is_large:
                     rest = slices[0]
                     copies += spec.content_bytes
-                    gather = self.costs.milliseconds("all_gather", spec) / COPIES
-                    scatter = self.costs.milliseconds("reduce_scatter", spec) / COPIES
-                    conversions.append(
-                        Conversion(t, rest, WHOLE, gather, scatter if t in self._trained else 0.0)
+                    gather, scatter = (
+                        self.costs.milliseconds(name, spec) / COPIES
+                        for name in ("all_gather", "reduce_scatter")
                     )
-                elif form == WHOLE and t in self._trained and self.ranks > 1:
+                    backward = scatter if t in self._trained else 0.0
+                    communication.append(Communication(t, rest, WHOLE, "all_gather", gather, backward))
+                elif rest == WHOLE and t in self._trained and self.ranks > 1:
                     total = self.costs.milliseconds("all_reduce", spec) / COPIES
-                    conversions.append(Conversion(t, WHOLE, WHOLE, 0.0, total))
+                    communication.append(Communication(t, WHOLE, WHOLE, "all_reduce", 0.0, total))
                 rests.append((t, rest))
-            choices.append(ParameterOption(tuple(rests), tuple(conversions), copies))
-        return list(dict.fromkeys(choices))
+            choices.append(ParameterOption(tuple(rests), tuple(communication), copies))
+        allowed = self.restriction.parameter
+        return [o for o in dict.fromkeys(choices) if all(allowed(t, form) for t, form in o.rests)]
 
     def _with_gradients(self) -> set[str]:
         """Float parameters, and everything that depends on one and is float."""

@@ -7,7 +7,7 @@ the two microbatches run in turns, and it is that of both, forward and backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any
 
@@ -16,22 +16,9 @@ from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import check_fingerprint
 from lancet_kernels.graph.program.saved_json import SavedJson
 from lancet_kernels.schedules.shard.conversions import ADJOINT
-from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES
+from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES, Communication
 
 WIDTH = 118
-
-
-@dataclass(frozen=True)
-class Communication:
-    """A tensor whose form changes in a stage, and its collective; of a parameter that is whole at rest and
-    when it is read, the all-reduce of its gradient. Milliseconds of one microbatch, forward and backward."""
-
-    tensor: str
-    source: Form
-    target: Form
-    collective: str
-    ms: float
-    backward_ms: float
 
 
 @dataclass(frozen=True)
@@ -107,24 +94,22 @@ class ShardingStrategy(SavedJson):
 
     def fields_to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        fields = asdict(replace(self, stages=(), parameters={}))
         stages = [
             {
-                **asdict(replace(stage, communication=(), computation={})),
+                **vars(stage),
                 "communication": [
-                    {**asdict(c), "source": str(c.source), "target": str(c.target)}
+                    {**c._asdict(), "source": str(c.source), "target": str(c.target)}
                     for c in stage.communication
                 ],
                 "computation": {i: [*map(str, forms)] for i, forms in stage.computation.items()},
             }
             for stage in self.stages
         ]
-        parameters = {t: str(form) for t, form in self.parameters.items()}
         return {
-            **fields,
+            **vars(self),
             "shapes": {t: list(shape) for t, shape in self.shapes.items()},
             "stages": stages,
-            "parameters": parameters,
+            "parameters": {t: str(form) for t, form in self.parameters.items()},
         }
 
     @classmethod
@@ -149,6 +134,7 @@ class ShardingStrategy(SavedJson):
         parameters = {names.get(t, t): form for t, form in self.parameters.items()}
         shapes = {names.get(t, t): shape for t, shape in self.shapes.items()}
         exposed = self.predicted_ms - self.computation_ms
+        sliced = sum(form.is_cut for form in parameters.values())
         lines = [
             f"Sharding `{self.name}` of {self.program} on {self.ranks} ranks",
             f"  predicted {self.predicted_ms:.2f} ms for two microbatches, forward and backward: computation "
@@ -160,7 +146,7 @@ class ShardingStrategy(SavedJson):
             f"  memory {self.memory_bytes / 1e9:.3g} GB a device: weights, gradients, Adam's moments, "
             "and what the backward reads",
             f"  costs: {self.costs}",
-            f"Parameters at rest: {_counted(parameters)}",
+            f"Parameters at rest: {len(parameters) - sliced} whole on every rank, {sliced} in slices",
             *_by_form(parameters, shapes),
             f"Stages: {len(self.stages)}. While one microbatch communicates for a stage, the other computes.",
         ]
@@ -172,13 +158,7 @@ class ShardingStrategy(SavedJson):
                 f"{stage.comp_ms:.3f} ms, backward {stage.comp_backward_ms:.3f} ms"
             )
             operands = [f"{name} ({', '.join(map(str, forms))})" for name, forms in stage.computation.items()]
-            lines += wrap(
-                "; ".join(operands),
-                WIDTH,
-                initial_indent=" " * 4,
-                subsequent_indent=" " * 4,
-                break_long_words=False,
-            )
+            lines += _wrapped("; ".join(operands), "    ")
         return "\n".join(lines)
 
 
@@ -191,28 +171,16 @@ def _stage_from_json(data: Mapping[str, Any]) -> ShardingStage:
     return ShardingStage(**{**data, "communication": communication, "computation": computation})
 
 
-def _counted(forms: Mapping[str, Form]) -> str:
-    """Example: `31 whole on every rank, 8 in slices`."""
-    sliced = sum(form.is_cut for form in forms.values())
-    return f"{len(forms) - sliced} whole on every rank, {sliced} in slices"
-
-
 def _by_form(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names and shapes by form, on lines of readable width."""
     names: dict[str, list[str]] = {}
     for t, form in forms.items():
         names.setdefault(str(form), []).append(f"{t} [{'x'.join(map(str, shapes.get(t, ())))}]")
-    return [
-        line
-        for form, of in names.items()
-        for line in wrap(
-            f"{form}: {', '.join(of)}",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent=" " * 4,
-            break_long_words=False,
-        )
-    ]
+    return [line for form, of in names.items() for line in _wrapped(f"{form}: {', '.join(of)}", "  ")]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent=indent, subsequent_indent="    ", break_long_words=False)
 
 
 def _message(c: Communication, names: Mapping[str, str]) -> str:
@@ -230,15 +198,11 @@ def _overlaps(stages: Sequence[ShardingStage], n: int) -> list[str]:
     if not stage.communication:
         return ["  communicates nothing"]
     lines = []
-    for direction, comm, before, own in (
-        ("forward", stage.comm_ms, stages[n - 1].comp_ms if n else 0.0, stage.comp_ms),
-        (
-            "backward",
-            stage.comm_backward_ms,
-            stages[n - 1].comp_backward_ms if n else 0.0,
-            stage.comp_backward_ms,
-        ),
+    for direction, comm, times in (
+        ("forward", stage.comm_ms, [s.comp_ms for s in stages]),
+        ("backward", stage.comm_backward_ms, [s.comp_backward_ms for s in stages]),
     ):
+        before, own = (times[n - 1] if n else 0.0), times[n]
         exposed = max(0.0, comm - before) + max(0.0, comm - own)
         beside = f"computation of stage {n - 1} ({before:.3f} ms)" if n else "nothing"
         lines.append(

@@ -21,9 +21,9 @@ def given(instruction: Instruction, tensors: object) -> float:
 
 
 @st.composite
-def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False) -> Program:
+def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False, flops: float = 0.0) -> Program:
     """DAGs of products with a weight, sums of two tensors, softmaxes and functions of one; x [4, 4] at first.
-    One result: tensors that nobody reads are added up at the end."""
+    One result: the last tensor. Args: flops: of each op; with some, each is a block of its own."""
     shape = (4, 4)
     tensors = {"x": TensorSpec("x", shape)}
     instructions: list[Instruction] = []
@@ -34,7 +34,9 @@ def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False) -> Progr
         ms = draw(st.sampled_from((0, 3, 8, 15, 22, 40)))
         tensors[name] = TensorSpec(name, shape)
         instructions.append(
-            Instruction(f"i{name}", op, reads, (name,), milliseconds=float(ms), attributes=attributes)
+            Instruction(
+                f"i{name}", op, reads, (name,), flops=flops, milliseconds=float(ms), attributes=attributes
+            )
         )
         made.append(name)
 

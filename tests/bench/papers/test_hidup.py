@@ -5,9 +5,8 @@ import json
 import pytest
 
 from bench.papers import hidup, report
-from bench.papers.hidup_links import links, with_bandwidth
 from bench.papers.hidup_models import hidup_config
-from bench.papers.hidup_settings import HiDupSetting, NoisyCost, WholeBatch, repriced
+from bench.papers.hidup_settings import HiDupSetting, NoisyCost, WholeBatch, links, repriced, with_bandwidth
 from lancet_kernels.graph.costs.clusters import load_cluster
 from tests.grids import few_of
 
@@ -94,8 +93,6 @@ def test_small_models(figures, tmp_path):
     assert claims
     assert all(set(c) >= {"name", "paper", "ours", "holds"} for c in claims)
     json.dumps(report.as_json(hidup, data, {}))
-    for path in report.save_pictures(hidup, "hidup", data, tmp_path).values():
-        with open(path, "rb") as file:
-            assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    report.save_pictures(hidup, "hidup", data, tmp_path)
     for row in data["figures"].get("8", ()):
         assert row["lower_bound_ms"] <= row["hidup_ms"] <= min(row["baselines_ms"].values())

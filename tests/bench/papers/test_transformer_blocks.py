@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.partition_program import partition_program
-from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem
+from bench.papers.primepar_settings import partition_program
+from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem, spatial
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.grouping import all_reduce_ms
 from lancet_kernels.schedules.linears.segments import borders_of, megatron, solve
@@ -37,11 +37,11 @@ def test_megatron_sums_four_times_a_layer_and_redistributes_nothing() -> None:
 
 @pytest.mark.parametrize("devices", few_of([4, 8, 16], 1))
 def test_the_larger_space_is_never_worse(devices: int) -> None:
-    spatial = problem(P3DN, SIZES, 8, 512, devices, squares=None)
     whole = problem(P3DN, SIZES, 8, 512, devices)
-    best = solve(whole, layers=4)
-    assert best.ms <= solve(spatial, layers=4).ms + 1e-9
-    assert solve(spatial, layers=4).ms <= best_megatron(spatial, devices, layers=4).ms + 1e-9
+    splits = spatial(whole)
+    best = solve(splits, layers=4)
+    assert solve(whole, layers=4).ms <= best.ms + 1e-9
+    assert best.ms <= best_megatron(splits, devices, layers=4).ms + 1e-9
     assert any("P2x2" in str(p) for p in whole.choices[2])
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from lancet_kernels import Dropout, MoELayer, UserError, parallelize, set_routing_step
 from lancet_kernels.ops.comm.groups import group_name
+from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import cluster, distance, gradient_errors
 from tests.refusals import refusal
 
@@ -213,11 +214,6 @@ def test_the_whole_model_is_not_kept(pool):
         assert "another value of up.weight in the model, of which this module has its own part" in said
 
 
-def test_tied_and_frozen_parameters_buffers_and_several_results(pool):
-    for errors in pool.run(mixed_errors, timeout_s=120):
-        assert max(errors) < 1e-12
-
-
 def dropout_errors() -> list[float]:
     """Errors of the loss and the gradients, in two training steps."""
     torch.manual_seed(1)
@@ -236,9 +232,10 @@ def dropout_errors() -> list[float]:
     return errors
 
 
-@pytest.mark.long
-def test_dropout_keyed_by_token_drops_what_it_drops_on_one_device(pool):
-    for errors in pool.run(dropout_errors, timeout_s=120):
+@pytest.mark.parametrize("errors_of", few_of([mixed_errors, dropout_errors]))
+def test_results_and_gradients_are_those_of_one_device(pool, errors_of):
+    """Tied and frozen parameters, buffers, several results; dropout that is keyed by token."""
+    for errors in pool.run(errors_of, timeout_s=120):
         assert max(errors) < 1e-12
 
 
@@ -300,15 +297,11 @@ def refusals() -> dict[str, str]:
     made("memory of a baseline", Plain(), strategy="data parallel", memory_gb=1.0)
     made("copies of linears", Plain(), strategy="primepar", copies=1)
     said["shape"] = refusal(lambda: wrong(x[:4]))
-    said["mode"] = refusal(lambda: copy_in_evaluation(wrong)(x))
+    said["mode"] = refusal(lambda: wrong.eval()(x))
     said["optimizer"] = refusal(
         lambda: wrong.optimizer_state_dict(torch.optim.SGD(Plain().parameters(), 0.1))
     )
     return said
-
-
-def copy_in_evaluation(step: nn.Module) -> nn.Module:
-    return step.eval()
 
 
 EXPECTED = {
@@ -328,7 +321,7 @@ EXPECTED = {
     "no parameters": "model Tanh: got no parameters",
     "sparse": "gradient of 0.weight: got a tensor of layout torch.sparse_coo",
     "layer": "got 1 MoELayer",
-    "ranks differ": "got another one, or other inputs, on rank(s) 1",
+    "ranks differ": "got another one on rank(s) 1",
     "memory": "no strategy within 1e-09 GB a device",
     "memory of a baseline": "memory_gb of parallelize: got one, with strategy data parallel, expected none",
     "copies of linears": "copies of parallelize: got one, with strategy primepar",

@@ -14,6 +14,7 @@ from lancet_kernels import CommunicationError, SquareLinear, UserError
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.grids import few_of
+from tests.lancet_kernels.parallelization.test_parallelize import distance
 from tests.ranks import RankPool
 from tests.refusals import refusal
 
@@ -70,11 +71,11 @@ def train_on_rank(
         held = [*tiled.parameters(), *(p.grad for p in tiled.parameters())]
         whole_adam.zero_grad()
         tiled_adam.zero_grad()
-        errors["output"] = max(errors["output"], difference(y_whole, y_tiled))
-        errors["input gradient"] = max(errors["input gradient"], difference(x_whole.grad, x_tiled.grad))
+        errors["output"] = max(errors["output"], distance(y_whole, y_tiled))
+        errors["input gradient"] = max(errors["input gradient"], distance(x_whole.grad, x_tiled.grad))
     for layer, reference in zip(tiled.children(), whole.children(), strict=True):
         for own, other in zip(layer.to_linear().parameters(), reference.parameters(), strict=True):
-            errors["parameter"] = max(errors["parameter"], difference(own, other))
+            errors["parameter"] = max(errors["parameter"], distance(own, other))
     states = [t for state in tiled_adam.state.values() for t in state.values() if t.dim()]
     held += states
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -85,10 +86,6 @@ def train_on_rank(
         "called": called_by(tiled, tiled.first.scatter(x)),
         "held": sum(t.nbytes for t in held) / least,
     }
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 def check_training(results: list[dict], ranks: int, bias: bool, is_even: bool = False) -> None:
@@ -153,13 +150,13 @@ def one_gradient_on_rank(sizes: tuple[int, int], needs_dx: bool) -> float:
     layer.gather(layer(layer.scatter(inputs[1])), (6,)).square().sum().backward()
     if needs_dx:
         assert layer.weight.grad is None
-        return difference(inputs[0].grad, inputs[1].grad)
+        return distance(inputs[0].grad, inputs[1].grad)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(parameter.grad)
     gradients = layer.to_linear()
     pairs = (gradients.weight, whole.weight.grad), (gradients.bias, whole.bias.grad)
-    return max(difference(a, b) for a, b in pairs)
+    return max(distance(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("needs_dx", [True, False])
@@ -221,34 +218,26 @@ def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
     assert not any("no error" in m for m in messages[:3])
 
 
-def mismatched_rank() -> str:
-    layer = SquareLinear(8, 8)
-    return refusal(lambda: layer(torch.randn(5 if dist.get_rank() == 2 else 4, 4)))
+def differing_ranks() -> list[str]:
+    rank = dist.get_rank()
+    layer, takes = SquareLinear(8, 8), "skewed" if rank == 1 else "straight"
+    return [
+        refusal(lambda: layer(torch.randn(5 if rank == 2 else 4, 4))),
+        refusal(lambda: SquareLinear(8, 8, takes=takes)(torch.randn(4, 4))),
+    ]
 
 
-def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
-    messages = pool.run(mismatched_rank, ranks=4)
-    assert all("SquareLinear across ranks" in m and "on rank 2" in m for m in messages), messages
+def test_ranks_with_different_rows_or_layers_all_raise(pool: RankPool) -> None:
+    for rows, layers in pool.run(differing_ranks, ranks=4):
+        assert re.match(r"SquareLinear across ranks: got \d rows .* on rank 2", rows), rows
+        assert re.match(r'SquareLinear across ranks: got .*takes="skewed" on rank', layers), layers
 
 
-def no_square_of_ranks() -> str:
-    return refusal(lambda: SquareLinear(4, 4))
-
-
-def differently_skewed() -> str:
-    takes = "skewed" if dist.get_rank() == 1 else "straight"
-    return refusal(lambda: SquareLinear(8, 8, takes=takes)(torch.randn(4, 4)))
-
-
-def test_ranks_that_take_different_tiles_all_raise(pool: RankPool) -> None:
-    for message in pool.run(differently_skewed, ranks=4):
-        assert re.match(r'SquareLinear across ranks: got .*takes="skewed" on rank', message), message
-
-
-def test_bad_input_gets_one_line(pool: RankPool) -> None:
+def test_bad_input_gets_one_line() -> None:
     for ranks in (2, 3):
-        messages = pool.run(no_square_of_ranks, ranks=ranks)
-        assert all(f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16" in m for m in messages), messages
+        message = f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16"
+        with fake_ranks(ranks), pytest.raises(UserError, match=message):
+            SquareLinear(4, 4)
     layer = SquareLinear(4, 6)
     with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
         layer(torch.randn(2, 3))
@@ -264,12 +253,6 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer.gather(torch.randn(2, 6), (3,))
 
 
-def ends_on_rank(sizes: tuple[int, int], takes: str, gives: str) -> list[str]:
-    """The tensors that travel between layers, before or behind the steps."""
-    layer = SquareLinear(*sizes, takes=takes, gives=gives)
-    return [tensor for where, tensor, _ in layer.shifts() if where in ("enter", "leave")]
-
-
 @pytest.mark.parametrize(
     ("sizes", "takes", "gives", "travelling"),
     [
@@ -282,6 +265,7 @@ def ends_on_rank(sizes: tuple[int, int], takes: str, gives: str) -> list[str]:
 def test_between_layers_the_narrower_side_travels_or_nothing(
     sizes: tuple[int, int], takes: str, gives: str, travelling: list[str]
 ) -> None:
-    """Between layers that alternate nothing does."""
     with fake_ranks(16):
-        assert ends_on_rank(sizes, takes, gives) == travelling
+        layer = SquareLinear(*sizes, takes=takes, gives=gives)
+        ends = [tensor for where, tensor, _ in layer.shifts() if where in ("enter", "leave")]
+    assert ends == travelling

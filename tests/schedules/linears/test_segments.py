@@ -1,6 +1,7 @@
 """PrimePar's cost model by hand, and segmented dynamic programming against brute force."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,10 +33,11 @@ from lancet_kernels.schedules.linears.partition_costs import (
     intra_cost,
     linear,
     pointwise,
-    redistribution_times,
+    redistributions,
 )
 from lancet_kernels.schedules.linears.segments import (
     Problem,
+    Solution,
     candidates,
     megatron,
     solution_of,
@@ -66,11 +68,18 @@ def made_up(edges: tuple[tuple[int, int], ...], choices: int, seed: int) -> Prob
     return made
 
 
-def brute_force(p: Problem, layers: int, limit: float = np.inf) -> float:
+def brute_force(p: Problem, layers: int) -> float:
     sizes = [len(c) for c in p.choices]
     ranges = [range(n) for n in sizes[:1] + sizes[1:] * layers]
-    found = (solution_of(p, chosen) for chosen in itertools.product(*ranges))
-    return min((s.ms for s in found if s.memory_bytes <= limit), default=np.inf)
+    return min(solution_of(p, chosen).ms for chosen in itertools.product(*ranges))
+
+
+def total_ms(solutions: Sequence[Solution]) -> float:
+    return sum(s.ms for s in solutions)
+
+
+def total_bytes(solutions: Sequence[Solution]) -> float:
+    return sum(s.memory_bytes for s in solutions)
 
 
 GRAPHS = {
@@ -84,7 +93,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize(("layers", "choices"), few_of([(1, 3), (2, 2), (3, 2)], 0, 1))
+@pytest.mark.parametrize(("layers", "choices"), few_of([(1, 3), (2, 2), (3, 2)], 0, 2))
 def test_segments_find_what_brute_force_finds(name: str, layers: int, choices: int) -> None:
     for seed in range(3):
         p = made_up(GRAPHS[name], choices, seed)
@@ -106,54 +115,26 @@ def test_a_block_of_real_costs_against_brute_force() -> None:
     assert solve(whole).ms <= solve(few).ms
 
 
-def test_many_layers_by_doubling() -> None:
-    p = made_up(GRAPHS["two residuals"], 3, 7)
-    # One by one, by the tables of single layers.
-    singles = {n: solve(p, n).ms for n in (5, 6, 7)}
-    assert singles[6] < singles[5] + singles[7]
-    nodes = [np.array([c.ms for c in costs]) for costs in p.costs]
-    table = np.full((3, 3), np.inf)
-    for chosen in itertools.product(range(3), repeat=5):
-        table[chosen[0], chosen[-1]] = min(table[chosen[0], chosen[-1]], solution_of(p, chosen).ms)
-    total = table
-    for _ in range(6):
-        total = (total[:, :, None] + table[None] - nodes[0][None, :, None]).min(axis=1)
-    assert singles[7] == pytest.approx(total.min(), rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_memory_is_a_limit(seed: int) -> None:
-    """What fits is found whenever there is any, and is the best of all where it lies on the convex hull."""
-    p = made_up(GRAPHS["residual"], 3, seed)
-    free = solve(p)
-    least = sum(min(c.memory_bytes for c in costs) for costs in p.costs)
-    for limit in np.linspace(least * 1.0001, free.memory_bytes, 5):
-        fits = solve(p, memory_limit=limit)
-        assert fits.memory_bytes <= limit
-        assert brute_force(p, 1, limit) <= fits.ms + 1e-12
-    assert solve(p, memory_limit=free.memory_bytes).ms == free.ms
-    with pytest.raises(UserError, match="memory limit"):
-        solve(p, memory_limit=least * 0.99)
-
-
-def test_problems_that_stand_apart_share_a_limit() -> None:
-    """One of the two may need more than half of the memory; the limit binds their sum."""
-    first, second = (made_up(GRAPHS["residual"], 3, seed) for seed in (0, 1))
-    free = solve_apart([(first, 2), (second, 1)])
-    assert [s.ms for s in free] == [solve(first, 2).ms, solve(second).ms]
+@pytest.mark.parametrize("seeds", [(0,), (1,), (2,), (0, 1)])
+def test_memory_is_a_limit(seeds: tuple[int, ...]) -> None:
+    """On the sum, where problems stand apart. What fits is found whenever there is any, and is the best of
+    all where it lies on the convex hull."""
+    problems = [(made_up(GRAPHS["residual"], 3, seed), 1) for seed in seeds]
+    free = solve_apart(problems)
+    assert [s.ms for s in free] == [solve(p).ms for p, _ in problems]
     every = [
         [solution_of(p, chosen) for chosen in itertools.product(range(3), repeat=len(p.operators))]
-        for p in (first, second)
+        for p, _ in problems
     ]
-    needed = sum(s.memory_bytes for s in solve_apart([(first, 1), (second, 1)]))
-    least = sum(min(s.memory_bytes for s in solutions) for solutions in every)
-    for limit in np.linspace(least * 1.0001, needed, 4):
-        fits = solve_apart([(first, 1), (second, 1)], limit)
-        pairs = ((a.ms + b.ms, a.memory_bytes + b.memory_bytes) for a, b in itertools.product(*every))
-        assert sum(s.memory_bytes for s in fits) <= limit
-        assert min(ms for ms, size in pairs if size <= limit) <= sum(s.ms for s in fits) + 1e-12
+    together = [(total_ms(of), total_bytes(of)) for of in itertools.product(*every)]
+    least = min(size for _, size in together)
+    for limit in np.linspace(least * 1.0001, total_bytes(free), 5):
+        fits = solve_apart(problems, limit)
+        assert total_bytes(fits) <= limit
+        assert min(ms for ms, size in together if size <= limit) <= total_ms(fits) + 1e-12
+    assert total_ms(solve_apart(problems, total_bytes(free))) == total_ms(free)
     with pytest.raises(UserError, match="memory limit"):
-        solve_apart([(first, 1), (second, 1)], least * 0.99)
+        solve_apart(problems, least * 0.99)
 
 
 def test_the_slides_mlp_block() -> None:
@@ -230,8 +211,8 @@ def elements(box: np.ndarray) -> set[tuple[int, ...]]:
 def test_redistribution_is_free_between_equal_forms() -> None:
     one, other = block(SIZES, 8, 256)[7:9]
     columns = Partition((split("b"), split("k")))
-    assert redistribution_times(P3DN, one, columns, other, columns) == (0, 0)
-    assert max(redistribution_times(P3DN, one, columns, other, Partition((split("b"), split("m"))))) > 0
+    assert not redistributions(P3DN, one, [columns], other, [columns]).any()
+    assert redistributions(P3DN, one, [columns], other, [Partition((split("b"), split("m")))]).any()
 
 
 def test_one_line_for_bad_input() -> None:
