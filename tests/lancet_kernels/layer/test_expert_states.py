@@ -55,11 +55,7 @@ class Run:
     share experts; None: all."""
 
     def __init__(
-        self,
-        seed: int,
-        kind: type[torch.optim.Optimizer],
-        sharing: int | None = None,
-        strategy: str = "none",
+        self, seed: int, kind: type[torch.optim.Optimizer], sharing: int | None = None, strategy: str = "none"
     ) -> None:
         torch.manual_seed(seed)
         ranks = dist.get_world_size()

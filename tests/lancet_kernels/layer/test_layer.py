@@ -28,11 +28,7 @@ GATE_CASES = {
     "sigmoid-groups": Case("sigmoid", {"groups": 2, "top_groups": 1, "scale": 2.5}, top_k=2),
 }
 # (experts per rank, activation, bias, shared, skewed): each value of each appears.
-VARIANTS = [
-    (1, "gelu", False, None, False),
-    (2, "silu", True, 8, True),
-    (4, "swiglu", True, 5, True),
-]
+VARIANTS = [(1, "gelu", False, None, False), (2, "silu", True, 8, True), (4, "swiglu", True, 5, True)]
 
 
 def build_layer(case: Case, dtype: torch.dtype = torch.float64, **changes) -> MoELayer:

@@ -6,13 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.rows import (
-    DROPPED,
-    expert_major,
-    group_bounds,
-    group_offsets,
-    rank_major,
-)
+from lancet_kernels.ops.moe.rows import DROPPED, expert_major, group_bounds, group_offsets, rank_major
 from lancet_kernels.ops.moe.send_rows import choice_of_rows
 from tests.ops.op_cases import (
     QUICK,
