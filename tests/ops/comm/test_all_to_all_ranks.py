@@ -15,8 +15,9 @@ from lancet_kernels import CommunicationError, ops
 from lancet_kernels.ops import all_to_all, exchange_counts, start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_name
 from lancet_kernels.ops.comm.link import emulate_link, link
-from lancet_kernels.ops.comm.link_group import LinkGroup
+from lancet_kernels.ops.comm.link_group import LinkGroup, link_group
 from tests.grids import few_of
+from tests.ops.comm.test_link_group import OPS, functional, started
 
 MOST, D = 5, 8
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -181,15 +182,17 @@ def absent_on_rank(op: str) -> tuple[str, str, float]:
             exchange_counts(counts, D, torch.float32, group)
         elif op == "all_to_all":
             all_to_all(rows, counts, counts, group, True)
-        else:
+        elif op == "emulated":
             emulate_link(1.0)
             start_all_to_all(rows, counts, counts, group, True).wait()
+        else:
+            functional.wait_tensor(started(op, rows, link_group(group)))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "no error", "", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated"]))
+@pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated", *OPS], 0, 3))
 def test_peer_that_never_comes(pool, op):
     results = pool.run(absent_on_rank, op, ranks=4, collective_timeout_s=1.0, leave_together=False)
     name = "the emulated link's first all-to-all" if op == "emulated" else op
