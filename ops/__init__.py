@@ -27,10 +27,9 @@ from lancet_kernels.ops.moe.grouped_gemm import (
     grouped_gemm_dw,
     grouped_gemm_dx,
 )
-from lancet_kernels.ops.moe.kept_counts import kept_counts
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.moe.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
 from lancet_kernels.ops.moe.router_logits import router_logits
-from lancet_kernels.ops.moe.send_rows import send_rows
+from lancet_kernels.ops.moe.send_rows import kept_counts, send_rows
 from lancet_kernels.ops.random.dropout import dropout
 from lancet_kernels.ops.random.token_index import token_index

@@ -9,42 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Routed, Unsupported
-from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout, Read
+from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout, Read, Stacked
 from lancet_kernels.ops.moe.expert_activation import CLAMP, SLOPE
 from lancet_kernels.ops.moe.gates import Gate, TopK
 
 
 @dataclass(frozen=True)
-class Interleaved(Layout):
+class Interleaved(Stacked):
     """All experts in four parameters, gate and up in alternate columns."""
 
     weights = ("w1", "b1", "w2", "b2")
+    names: ClassVar[dict[str, str]] = {
+        "w1": "gate_up_proj", "b1": "gate_up_proj_bias", "w2": "down_proj", "b2": "down_proj_bias",
+    }  # fmt: skip
 
     def sizes(self, experts: Block) -> ExpertSizes:
         num_experts, d_ff, d_model = experts.down_proj.shape
         return ExpertSizes(num_experts, d_model, d_ff)
 
-    def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
-        return [(experts, SOURCES[weight])]
-
     def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
-        value = read(SOURCES[weight], expert)
+        value = read(self.names[weight], expert)
         return torch.cat([value[..., ::2], value[..., 1::2]], -1) if weight in ("w1", "b1") else value
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
         if weight in ("w1", "b1"):
             value_E = torch.stack(value_E.chunk(2, -1), -1).flatten(-2)
-        yield SOURCES[weight], value_E.contiguous()
-
-
-SOURCES = {
-    "w1": "gate_up_proj", "b1": "gate_up_proj_bias", "w2": "down_proj", "b2": "down_proj_bias",
-}  # fmt: skip
+        yield self.names[weight], value_E.contiguous()
 
 
 class GptOss(Family):
@@ -67,7 +63,7 @@ class GptOss(Family):
 
     def layout(self, block: Block) -> Layout:
         names = {name for name, _ in block.experts.named_parameters()}
-        if names != set(SOURCES.values()):
+        if names != set(Interleaved.names.values()):
             raise Unsupported(f"its experts have the parameters {', '.join(sorted(names)) or 'none'}")
         return Interleaved()
 

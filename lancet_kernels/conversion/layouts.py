@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Block = Any
 """A module of transformers, whose attributes are those of its family."""
-
-
 Read = Callable[[str, int | None], Tensor]
 """(name relative to `experts`, row or None) -> that row of the tensor, or all of it."""
 
@@ -63,22 +61,20 @@ class Layout:
 class Stacked(Layout):
     """All experts in two parameters, each matrix as torch.nn.Linear has it (transformers 5)."""
 
+    names: ClassVar[dict[str, str]] = {"w1": "gate_up_proj", "w2": "down_proj"}
+
     def sizes(self, experts: Block) -> ExpertSizes:
         num_experts, d_model, d_ff = experts.down_proj.shape
         return ExpertSizes(num_experts, d_model, d_ff)
 
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
-        return [(experts, self._source(weight))]
+        return [(experts, self.names[weight])]
 
     def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
-        return read(self._source(weight), expert).t()
+        return read(self.names[weight], expert).t()
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield self._source(weight), value_E.transpose(1, 2).contiguous()
-
-    @staticmethod
-    def _source(weight: str) -> str:
-        return {"w1": "gate_up_proj", "w2": "down_proj"}[weight]
+        yield self.names[weight], value_E.transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lancet_kernels.data_parallel.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
-from lancet_kernels.ops.comm.groups import (
-    AnyGroups,
-    Groups,
-    group_of,
-    group_size,
-)
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
 
 
 def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:

@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.sharded.fsdp import copies_of_shard
 from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
-from lancet_kernels.ops.comm.groups import (
-    AnyGroups,
-    Groups,
-    data_group_name,
-    group_of,
-    group_size,
-)
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, data_group_name, group_of, group_size
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.optimizer_step import steps_in_backward
 

@@ -28,9 +28,7 @@ class GradientWatch:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        trained: Callable[[], Iterable[Tensor]] = tuple,
+        self, parameters: Mapping[str, nn.Parameter], trained: Callable[[], Iterable[Tensor]] = tuple
     ) -> None:
         self._parameters, self._trained = dict(parameters), trained
         self._arrivals = {name: _arrival(parameter) for name, parameter in parameters.items()}

@@ -10,6 +10,7 @@ with the experts themselves (`expert_names`). Every optimizer is told in its fir
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -31,8 +32,8 @@ def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> 
     if torch.compiler.is_compiling() or optimizer in _OPTIMIZERS:
         return
     _OPTIMIZERS.add(optimizer)
-    optimizer.register_state_dict_post_hook(_with_shards)
-    optimizer.register_load_state_dict_pre_hook(_without_shards)
+    optimizer.register_state_dict_post_hook(partial(_changed, change=_as_shard))
+    optimizer.register_load_state_dict_pre_hook(partial(_changed, change=_own))
     # What was loaded before the first step.
     for parameter, layer in _layers(optimizer).items():
         state = optimizer.state.get(parameter, {})
@@ -52,14 +53,6 @@ def _layers(optimizer: Optimizer) -> dict[Tensor, ExpertsByGlobalId]:
         for name in layer.expert_names()
         if (parameter := getattr(layer, name)) in given
     }
-
-
-def _with_shards(optimizer: Optimizer, state_dict: State) -> State:
-    return _changed(optimizer, state_dict, _as_shard)
-
-
-def _without_shards(optimizer: Optimizer, state_dict: State) -> State:
-    return _changed(optimizer, state_dict, _own)
 
 
 def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:

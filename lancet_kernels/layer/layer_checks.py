@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -69,11 +68,8 @@ def check_factory(device: torch.device | str | int | None, dtype: object) -> Non
         )
 
 
-def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
-    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
-
-    Args: options: "timeout", "max_tokens", "receive_factor" with their values.
-    """
+def check_exchange_options(backend: str, **options: float | None) -> None:
+    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer."""
     for name, value in options.items():
         if value is None:
             continue

@@ -143,11 +143,8 @@ class MoELayer(ExpertsByGlobalId):
         check_name("backend", backend, BACKENDS)
         self.backend = backend
         self.exchange = None
-        exchange = {
-            "timeout": timeout, "max_tokens": max_tokens, "receive_factor": receive_factor,
-        }  # fmt: skip
-        check_exchange_options(backend, exchange)
-        if backend == "fused":
+        check_exchange_options(backend, timeout=timeout, max_tokens=max_tokens, receive_factor=receive_factor)
+        if fused:
             # Only here: the kernels need Triton, which not every machine has.
             from lancet_kernels.ops.fused.fused_experts import LayerExchange
 
@@ -265,11 +262,18 @@ class MoELayer(ExpertsByGlobalId):
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
-        logits_TE = self._logits(x_TD) if logits_TE is None else _at_least_float32(logits_TE)
+        if logits_TE is not None:
+            logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        elif self.router is not None:
+            logits_TE = ops.router_logits(x_TD, self.router)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         key_T, bias_E = self._keys(x_TD, token_ids), self._selection_bias()
         if self._runs_eagerly(x_TD):
-            expert_TK, weight_TK = choices or self._choices(logits_TE, key_T, bias_E)
+            if choices is None:
+                scores_TE = None if logits_TE is None else logits_TE.detach()
+                expert_TK = self.gate.select(scores_TE, key_T, bias_E, self.num_experts, self.top_k)
+                choices = expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
+            expert_TK, weight_TK = choices
             y_TD, used_out_E = eager_experts(
                 x_TD, expert_TK, weight_TK, self.w1, self.w2,
                 self.num_experts, self.activation, self.expert_group,
@@ -297,12 +301,6 @@ class MoELayer(ExpertsByGlobalId):
             and not torch.is_autocast_enabled(x_TD.device.type)
             and runs_eagerly(x_TD, self.w1, self.w2)
         )
-
-    def _choices(self, logits_TE, key_T, bias_E) -> tuple[Tensor, Tensor]:
-        """Experts and weights, [T, K]."""
-        scores_TE = None if logits_TE is None else logits_TE.detach()
-        expert_TK = self.gate.select(scores_TE, key_T, bias_E, self.num_experts, self.top_k)
-        return expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
 
     def _selection_bias(self) -> Tensor | None:
         """What the gate adds to the scores to select, [E]; None for gates without one."""
@@ -332,7 +330,7 @@ class MoELayer(ExpertsByGlobalId):
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
-        most_rows = self._most_rows(num_choices, capacity)
+        most_rows = min(num_choices, self.num_experts * capacity)
         num_rows = num_choices if self.capacity_factor is None else None
         sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
         rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
@@ -342,21 +340,11 @@ class MoELayer(ExpertsByGlobalId):
         back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
         return ops.combine(back_SD, row_TK, weight_TK)
 
-    def _most_rows(self, num_choices: int, capacity: int) -> int:
-        """How many of these choices can be kept."""
-        return min(num_choices, self.num_experts * capacity)
-
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
         """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
         if not self.expert_group and not torch.compiler.is_compiling():
             return rows
         return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
-
-    def _logits(self, x_TD: Tensor) -> Tensor | None:
-        """Router output [T, E] in float32, in float64 for a float64 model; autocast does not apply."""
-        if self.router is None:
-            return None
-        return ops.router_logits(x_TD, self.router)
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
         """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
@@ -402,7 +390,3 @@ class MoELayer(ExpertsByGlobalId):
             f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
-
-
-def _at_least_float32(logits_TE: Tensor) -> Tensor:
-    return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

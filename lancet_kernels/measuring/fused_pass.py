@@ -13,8 +13,7 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.moe.gate import gate
-from lancet_kernels.ops.moe.kept_counts import kept_counts
-from lancet_kernels.ops.moe.send_rows import send_rows
+from lancet_kernels.ops.moe.send_rows import kept_counts, send_rows
 from lancet_kernels.tuning.workloads import Workload
 
 # Short, so that a peer that fails does not delay tuning for long.

@@ -79,7 +79,7 @@ class Groups:
             return cls()
         expert = expert_group if isinstance(expert_group, str) else group_name(expert_group)
         own = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
-        expert_groups = _distinct(_all_gather(own))
+        expert_groups = _of_all_ranks(own)
         ranks = sorted(rank for group in expert_groups for rank in group)
         all_ranks = list(range(dist.get_world_size()))
         if len({len(group) for group in expert_groups}) != 1 or ranks != all_ranks:
@@ -156,15 +156,12 @@ _COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
-def _all_gather(ranks: list[int]) -> list[list[int]]:
+def _of_all_ranks(ranks: list[int]) -> list[list[int]]:
+    """The different groups among those that ranks give. Collective over all ranks of the job."""
     gathered: list[list[int]] = [[]] * dist.get_world_size()
     with waiting("comparison of the process groups"):
         dist.all_gather_object(gathered, ranks)
-    return gathered
-
-
-def _distinct(groups: list[list[int]]) -> list[list[int]]:
-    return [list(group) for group in sorted(set(map(tuple, groups)))]
+    return [list(group) for group in sorted(set(map(tuple, gathered)))]
 
 
 def _new_group(ranks: Sequence[int]) -> str:
@@ -174,7 +171,7 @@ def _new_group(ranks: Sequence[int]) -> str:
     ranks that had counted differently would wait for each other for ever.
     """
     own = ""
-    for group in _distinct(_all_gather(sorted(ranks))):
+    for group in _of_all_ranks(sorted(ranks)):
         if len(group) > 1:
             with waiting("making of the process groups"):
                 # torch's own default is 30 minutes.

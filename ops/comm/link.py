@@ -252,7 +252,6 @@ class Transfer:
         self._starts: torch.Tensor | None = None
         self._events: _CudaEvents | None = None
         self._done: list[float] = []
-        self._sent: torch.Tensor | None = None
         if cuda:
             self._events = _CudaEvents(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
             self._events.begin.record()
@@ -263,11 +262,8 @@ class Transfer:
             self.wire_seconds = size * 8 / (link.gbps * 1e9)
             link._waiting.append(self)
 
-    def watch(self, work: Waitable, sent: torch.Tensor | None = None) -> None:
-        """Record when the transfer completes; the wait for it may start much later.
-
-        Args: sent: what travels, if it has to be kept until `finish`.
-        """
+    def watch(self, work: Waitable) -> None:
+        """Record when the transfer completes; the wait for it may start much later."""
         if self._events is None:
             assert isinstance(work, dist.Work)
             # gloo's reduce-scatter does not say when it is complete: that counts from when it is waited for.
@@ -275,8 +271,7 @@ class Transfer:
                 work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
             return
         # A stream that does nothing but wait for it, because the compute stream may wait later. NCCL keeps
-        # the buffer that it sends alive until the first wait; after that, this object has to.
-        self._sent = sent
+        # the buffer that it sends alive until the first wait; after that, the caller has to, until `finish`.
         with torch.cuda.stream(self._link.listener()):
             work.wait()
             self._events.arrived.record()
@@ -292,7 +287,6 @@ class Transfer:
             self._events.asked.record()
             work.wait()
             self._events.here.record()
-            self._sent = None
             link._cuda_events.append(self._events)
             return
         work.wait()

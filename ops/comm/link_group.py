@@ -165,7 +165,7 @@ class LinkGroup(dist.ProcessGroup):
         with waiting(what, group, layer):
             transfer = link.start(group, sent=leaving, received=coming, cuda=sent.is_cuda)
             work = start(*wires, *options)
-        transfer.watch(work, sent)
+        transfer.watch(work)
         return LinkWork(what, group, work, transfer, layer, kept=sent)
 
 

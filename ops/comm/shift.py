@@ -67,7 +67,7 @@ def start_shift(
             )
         )
     if is_cuda:
-        transfer.watch(works)  # the tiles are kept here
+        transfer.watch(works)
     work = LinkWork(what, process_group, works, transfer, peers=peers, kept=sent)
     return Pending(work, lambda: received)
 

@@ -18,11 +18,7 @@ from lancet_kernels.ops.registration import op
 
 @op("lancet::dispatch")
 def dispatch(
-    x_TD: Tensor,
-    row_TK: Tensor,
-    weight_TK: Tensor | None,
-    most_rows: int,
-    num_rows: int | None = None,
+    x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, most_rows: int, num_rows: int | None = None
 ) -> Tensor:
     """rows[row[t, k]] = x[t] * weight[t, k].
 

@@ -85,28 +85,6 @@ def _groups(rows: Tensor, count_WL: Tensor) -> list[Tensor]:
     return [rows[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
-    """-> [L, A, B]: x^T dy over each expert's rows, zero for an expert without rows."""
-    if _has_fast_path(x_RA, dy_RB):
-        x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
-        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL))
-        # An empty group may leave its part of the output unwritten. A GPU is not asked which; a CPU does not
-        # go through all that is written.
-        empty_L = count_WL.sum(0) == 0
-        if dw_LAB.is_cuda:
-            return dw_LAB.masked_fill_(empty_L[:, None, None], 0)
-        for expert in empty_L.nonzero():
-            dw_LAB[expert] = 0
-        return dw_LAB
-    dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
-    for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
-        if len(x_GA):
-            torch.mm(x_GA.T, dy_GB, out=dw_AB)
-        else:
-            dw_AB.zero_()
-    return dw_LAB
-
-
 @op("lancet::grouped_gemm")
 def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
     """y[r] = x[r] @ weight[l] (+ bias[l]) for the rows r of expert l. -> [R, B].
@@ -148,7 +126,24 @@ def _(dy_RB, count_WL, weight_LAB):
 @op("lancet::grouped_gemm_dw")
 def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
-    return _rows_times_rows(x_RA, dy_RB, count_WL)
+    if _has_fast_path(x_RA, dy_RB):
+        x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
+        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL))
+        # An empty group may leave its part of the output unwritten. A GPU is not asked which; a CPU does not
+        # go through all that is written.
+        empty_L = count_WL.sum(0) == 0
+        if dw_LAB.is_cuda:
+            return dw_LAB.masked_fill_(empty_L[:, None, None], 0)
+        for expert in empty_L.nonzero():
+            dw_LAB[expert] = 0
+        return dw_LAB
+    dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
+    for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
+        if len(x_GA):
+            torch.mm(x_GA.T, dy_GB, out=dw_AB)
+        else:
+            dw_AB.zero_()
+    return dw_LAB
 
 
 @grouped_gemm_dw.register_fake

@@ -1,9 +1,10 @@
-"""The index of each kept choice's row in the rows to send.
+"""How many rows of each expert are sent, and the index of each kept choice's row among them.
 
     T  tokens on this rank      W  ranks, L experts on each, e = w * L + l
     K  choices per token
 
-Computed once per layer; dispatch, combine and their gradients read it.
+Computed once per layer; dispatch, combine and their gradients read it. Ops of their own because a batch that
+is cut into parts has other counts in every part: the planner replaces them.
 """
 
 import torch
@@ -11,6 +12,20 @@ from torch import Tensor
 
 from lancet_kernels.ops.moe.rows import DROPPED
 from lancet_kernels.ops.registration import op
+
+
+@op("lancet::kept_counts")
+def kept_counts(used_E: Tensor, capacity: int, ranks: int) -> Tensor:
+    """-> [W, L] int64: min(used, capacity) of expert l on rank w, for a batch that began with no slot used.
+
+    Args: used_E: int64, the gate's `used'` (dropped assignments included).
+    """
+    return used_E.clamp(max=capacity).view(ranks, -1)
+
+
+@kept_counts.register_fake
+def _(used_E, capacity, ranks):
+    return used_E.new_empty(ranks, used_E.shape[0] // ranks)
 
 
 @op("lancet::send_rows")

@@ -6,12 +6,9 @@ from functools import lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.batch_prioritized import BatchPrioritized
 from lancet_kernels.ops.moe.gates.counter import Hash, Random
-from lancet_kernels.ops.moe.gates.expert_choice import ExpertChoice
-from lancet_kernels.ops.moe.gates.gshard import GShard
-from lancet_kernels.ops.moe.gates.sigmoid import Sigmoid
-from lancet_kernels.ops.moe.gates.topk import Switch, TopK
+from lancet_kernels.ops.moe.gates.token_by_token import Sigmoid, Switch, TopK
+from lancet_kernels.ops.moe.gates.whole_batch import BatchPrioritized, ExpertChoice, GShard
 
 GATES: dict[str, type[Gate]] = {
     gate.name: gate for gate in (Switch, TopK, GShard, BatchPrioritized, ExpertChoice, Hash, Random, Sigmoid)

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.moe.gates import weights
-from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order, top_k_stable
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Base of all gates: token-order priority, softmax weights. Subclasses say what differs."""
+    """Base of all gates: largest logits, token-order priority, softmax weights; subclasses differ."""
 
     name: ClassVar[str]
     partitionable: ClassVar[bool] = True
@@ -97,7 +97,8 @@ class Gate:
         top_k: int,
     ) -> Tensor:
         """-> expert_TK, int64: the experts of each token, all different, best first."""
-        raise NotImplementedError(f"gate {self.name} does not select")
+        assert logits_TE is not None
+        return top_k_stable(logits_TE, top_k)
 
     def assign_slots(
         self, logits_TE: Tensor | None, expert_TK: Tensor, used_E: Tensor, capacity: int

@@ -133,8 +133,7 @@ def names_and_kinds(folder: str) -> list[tuple[str, bool, str]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "activation"),
-    few_of([("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")], 1),
+    ("family", "activation"), few_of([("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")], 1)
 )
 def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
     expected = [(f"experts {i}", True, activation) for i in range(2)]

@@ -1,7 +1,7 @@
 """Expert groups inside data parallelism: 4 ranks, expert groups of 1, 2 and 4, against one process."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,18 +42,8 @@ class Step(nn.Module):
     def __init__(self, case: Case, group: dist.ProcessGroup | Groups, ranks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = ModelConfig(
-            "small",
-            layers=2,
-            width=8,
-            heads=2,
-            sequence=6,
-            vocab=VOCABULARY,
-            num_experts=4,
-            top_k=2,
-            gate=case.gate,
-            capacity_factor=case.capacity_factor,
-        )
+        sizes = {"layers": 2, "width": 8, "heads": 2, "sequence": 6, "vocab": VOCABULARY, "num_experts": 4}
+        config = ModelConfig("small", top_k=2, gate=case.gate, capacity_factor=case.capacity_factor, **sizes)
         self.model, self.ranks = GPT2MoE(config, group).double(), ranks
         self.data = group if isinstance(group, Groups) else None
         with torch.no_grad():
@@ -143,13 +133,6 @@ def train_in_groups(case: Case, size: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def check(by_rank: list[dict[str, dict[str, float]]], strategies: tuple[str, ...]) -> None:
-    for found in by_rank:
-        assert {*strategies, "fallback", "buckets", "norm"} == found.keys()
-        far = {(k, name): d for k, of in found.items() for name, d in of.items() if d > BOUND}
-        assert not far
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
@@ -163,7 +146,9 @@ def check(by_rank: list[dict[str, dict[str, float]]], strategies: tuple[str, ...
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_of_expert_groups_equal_one_process(pool, case, size):
     by_rank = pool.run(train_in_groups, case, size, ranks=RANKS, timeout_s=580)
-    check(by_rank, case.strategies)
+    for found in by_rank:
+        assert {*case.strategies, "fallback", "buckets", "norm"} == found.keys()
+        assert not {(k, name): d for k, of in found.items() for name, d in of.items() if d > BOUND}
     assert size == 1 or by_rank[0]["lancet"]["parts"] < 0, "nothing was cut"
 
 
@@ -276,24 +261,11 @@ def test_gradients_of_shards_are_summed_over_the_ranks_with_the_same_shard(pool)
 
 
 def train_on_rank(folder: str, data: str, expert_ranks: int) -> list[float]:
+    sizes = {"steps": 3, "batch": 1, "sequence": 16, "validation_batches": 1, "checkpoint_every": 3}
     options = TrainOptions(
-        steps=3,
-        batch=1,
-        sequence=16,
-        validation_batches=1,
-        strategy="none",
-        runs=folder,
-        name=f"{expert_ranks}",
-    )
-    options = replace(
-        options,
-        data=data,
-        device="cpu",
-        experts=4,
-        expert_ranks=expert_ranks,
-        capacity_factor=None,
-        checkpoint_every=3,
-    )
+        strategy="none", runs=folder, name=f"{expert_ranks}", data=data, device="cpu", experts=4,
+        expert_ranks=expert_ranks, capacity_factor=None, **sizes,
+    )  # fmt: skip
     rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     train(options, rank)
     dist.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 
 import pytest
@@ -55,11 +54,7 @@ class Run:
     share experts; None: all."""
 
     def __init__(
-        self,
-        seed: int,
-        kind: type[torch.optim.Optimizer],
-        sharing: int | None = None,
-        strategy: str = "none",
+        self, seed: int, kind: type[torch.optim.Optimizer], sharing: int | None = None, strategy: str = "none"
     ) -> None:
         torch.manual_seed(seed)
         ranks = dist.get_world_size()
@@ -101,7 +96,7 @@ def interrupted(folder: str, options: StateDictOptions, kind: type) -> list[floa
     """Losses of a run that saves what it has behind its third step, and goes on; with a plan."""
     run = Run(0, kind, strategy="lancet")
     run.train(0, 3)
-    save(run.state(options), folder)
+    dcp.save(run.state(options), checkpoint_id=folder)
     return run.train(3, 6)
 
 
@@ -109,23 +104,10 @@ def resumed(folder: str, options: StateDictOptions, kind: type, sharing: int | N
     """Losses of a run that starts from there."""
     run = Run(1, kind, sharing)
     state = run.state(options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    dcp.load(state, checkpoint_id=folder)
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(run.model, run.optimizer, **states, options=options)
     return run.train(3, 6)
-
-
-def save(state: dict[str, object], folder: str) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=folder)
 
 
 OPTIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from unittest import mock
 
@@ -31,35 +32,49 @@ CASES = [
 ]
 
 
-def train(backend: str, options: dict, steps: int, layers: int) -> list[dict[str, Tensor]]:
-    """Outputs and gradients of every step of a stack of layers with residuals, plain SGD between."""
+def train(
+    backend: str, options: dict, layers: int, tokens: Sequence[Sequence[int]], trained: int
+) -> list[dict[str, Tensor]]:
+    """Outputs and gradients of every step of a stack of layers with residuals, plain SGD between.
+
+    Args: tokens: of each of two ranks, step by step. trained: so many steps; those behind have no gradients.
+    """
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = nn.ModuleList(MoELayer(16, 24, 4, **options, backend=backend) for _ in range(layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     results = []
-    for step in range(steps):
+    for step, of_ranks in enumerate(tokens):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        x = torch.randn(2, 9, 16, generator=generator, requires_grad=True)
-        y = x
-        for layer in model:
-            y = y + layer(y)
-        (y * torch.randn(y.shape, generator=generator)).sum().backward()
-        result = {"y": y.detach().clone(), "x.grad": x.grad.clone()}
-        result |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        y = x = torch.randn(1, of_ranks[rank % 2], 16, generator=generator, requires_grad=True)
+        with torch.set_grad_enabled(step < trained):
+            for layer in model:
+                y = y + layer(y)
+        result = {"y": y.detach().clone()}
+        if step < trained:
+            (y * torch.randn(y.shape, generator=generator)).sum().backward()
+            result["x.grad"] = x.grad.clone()
+            result |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
         results.append(result)
-        optimizer.step()
-        optimizer.zero_grad()
     return results
 
 
-def both(options: dict, steps: int, layers: int) -> float:
-    """The largest difference of the two backends, over the largest value."""
-    return largest_difference(train("torch", options, steps, layers), train("fused", options, steps, layers))
-
-
-def largest_difference(expected: list[dict[str, Tensor]], got: list[dict[str, Tensor]]) -> float:
-    """Over the largest value of each tensor."""
+def both(
+    options: dict, layers: int = 1, tokens: Sequence[Sequence[int]] = ((18, 18),), trained: int = 3
+) -> tuple[float, list[str]]:
+    """-> the largest difference of the two backends, over the largest value of each tensor; by name, what all
+    ranks had to agree on for the fused one."""
+    agreed: list[str] = []
+    agree, gather = SharedMemory._agree, SharedMemory._gather
+    note = lambda call: lambda *given: agreed.append(given[1]) or call(*given)  # noqa: E731
+    expected = train("torch", options, layers, tokens, trained)
+    with (
+        mock.patch.object(SharedMemory, "_agree", note(agree)),
+        mock.patch.object(SharedMemory, "_gather", note(gather)),
+    ):
+        got = train("fused", options, layers, tokens, trained)
     worst = 0.0
     for one, other in zip(expected, got, strict=True):
         assert one.keys() == other.keys()
@@ -67,63 +82,28 @@ def largest_difference(expected: list[dict[str, Tensor]], got: list[dict[str, Te
             if one[name].numel():
                 scale = one[name].abs().max().clamp_min(1e-3)
                 worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
-    return worst
+    return worst, agreed
 
 
 @pytest.mark.parametrize("options", few_of(CASES, 1), ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
 def test_fused_equals_torch(pool, options) -> None:
-    assert max(pool.run(both, options, 1, 1)) < 2e-5
+    assert max(pool.run(both, options))[0] < 2e-5
 
 
 @pytest.mark.long
 def test_three_layers_for_three_steps(pool) -> None:
     """Banks and epochs are used again and again; layers share one backward exchange."""
-    assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
+    assert max(pool.run(both, CASES[0] | {"bias": True}, 3, ((18, 18),) * 3))[0] < 1e-4
 
 
-TOKENS = ((12, 7), (0, 5), (3, 12))  # of each rank, step by step; none more than any of the first
-
-
-def train_varying(backend: str, options: dict) -> list[dict[str, Tensor]]:
-    """Steps with other numbers of tokens on every rank; the last one without gradients."""
-    torch.manual_seed(0)
-    rank = dist.get_rank()
-    layer = MoELayer(16, 24, 4, **options, backend=backend)
-    results = []
-    for step, tokens in enumerate(TOKENS):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        x = torch.randn(tokens[rank], 16, generator=generator, requires_grad=True)
-        with torch.set_grad_enabled(step + 1 < len(TOKENS)):
-            y = layer(x)
-        result = {"y": y.detach().clone()}
-        if y.requires_grad:
-            (y * torch.randn(y.shape, generator=generator)).sum().backward()
-            result |= {"x.grad": x.grad.clone()}
-        result |= {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-        results.append(result)
-        layer.zero_grad()
-    return results
-
-
-def both_varying(options: dict) -> tuple[float, list[str]]:
-    """-> the largest difference of the two backends, and what all ranks had to agree on, by name."""
-    agreed = []
-    agree, gather = SharedMemory._agree, SharedMemory._gather
-    note = lambda call: lambda *given: agreed.append(given[1]) or call(*given)  # noqa: E731
-    expected = train_varying("torch", options)
-    with (
-        mock.patch.object(SharedMemory, "_agree", note(agree)),
-        mock.patch.object(SharedMemory, "_gather", note(gather)),
-    ):
-        got = train_varying("fused", options)
-    return largest_difference(expected, got), agreed
+TOKENS = ((12, 7), (0, 5), (3, 12))  # none more than any of the first
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [CASES[1], CASES[0]], ids=lambda o: o["gate"])
 def test_other_numbers_of_tokens_in_every_step(pool, options) -> None:
     """Nothing is made and nothing is agreed upon for them: regions are there once, for the most tokens."""
-    for worst, agreed in pool.run(both_varying, options, timeout_s=240):
+    for worst, agreed in pool.run(both, options, 1, TOKENS, 2, timeout_s=240):
         assert worst < 2e-5
         # Those of the forward, and of the backward, once.
         assert sum(".rows'" in request for request in agreed) == 2
@@ -194,28 +174,15 @@ def test_a_layer_works_again_after_a_failed_wait(pool) -> None:
     assert max(worst for _, worst in results) < 1e-5
 
 
-def test_options_of_the_exchange_are_checked() -> None:
-    with pytest.raises(UserError, match="max_tokens: got 2 with backend='torch', expected None"):
-        MoELayer(16, 24, 2, max_tokens=2)
-    for name, value in (
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("receive_factor", -1.0),
-        ("timeout", "long"),
-    ):
-        with pytest.raises(UserError, match=f"{name}: got {value!r}, expected a positive"):
-            MoELayer(16, 24, 2, backend="fused", **{name: value})
-
-
-def in_pairs() -> float:
+def in_pairs() -> tuple[float, list[str]]:
     """Two expert groups of two ranks each, at once."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return both({"gate": "topk", "top_k": 2, "groups": pairs[dist.get_rank() // 2]}, 1, 1)
+    return both({"gate": "topk", "top_k": 2, "groups": pairs[dist.get_rank() // 2]})
 
 
 @pytest.mark.long
 def test_fused_expert_groups_of_two(pool) -> None:
-    assert max(pool.run(in_pairs, ranks=4, timeout_s=120)) < 2e-5
+    assert max(pool.run(in_pairs, ranks=4, timeout_s=120))[0] < 2e-5
 
 
 def test_one_rank_without_torch_distributed() -> None:
@@ -258,20 +225,12 @@ def test_more_tokens_than_before(pool) -> None:
         assert "5 tokens, more than the 3 before" in lines[0]
 
 
-def without_gradients() -> None:
-    layer = MoELayer(16, 24, 2, backend="fused")
-    with torch.no_grad():
-        outs = [layer(torch.ones(3, 16)) for _ in range(5)]
-    assert all(torch.equal(outs[0], out) for out in outs)
-
-
-def test_without_gradients_any_number_of_passes(pool) -> None:
-    pool.run(without_gradients)
-
-
 def forwards_before_a_backward() -> list[int]:
     """-> for how many passes there is room after some forwards whose results are dropped, and then kept."""
     layer, x, passes = MoELayer(16, 24, 2, backend="fused"), torch.ones(3, 16), []
+    with torch.no_grad():
+        outs = [layer(x) for _ in range(5)]
+    assert all(torch.equal(outs[0], out) for out in outs)
     for _ in range(5):
         layer(x)  # nobody keeps the result, so its place is free again
     passes.append(layer.memory().passes)
@@ -431,7 +390,15 @@ def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> Non
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_float64_and_a_wrong_name_are_refused() -> None:
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match="max_tokens: got 2 with backend='torch', expected None"):
+        MoELayer(16, 24, 2, max_tokens=2)
+    wrong = {"max_tokens": (0, 1.5), "receive_factor": (-1.0,), "timeout": ("long",)}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
+        with pytest.raises(UserError, match=f"{name}: got {value!r}, expected a positive"):
+            MoELayer(16, 24, 2, backend="fused", **{name: value})
+    with pytest.raises(UserError, match=r"memory\(\): got a layer with backend='torch'"):
+        MoELayer(16, 24, 4).memory()
     with pytest.raises(UserError, match="use backend='torch' for float64"):
         MoELayer(16, 24, 2, backend="fused", dtype=torch.float64)(torch.ones(3, 16, dtype=torch.float64))
     with pytest.raises(UserError, match="one of torch, fused"):
@@ -460,11 +427,6 @@ def memory_on_rank() -> None:
 
 def test_a_layer_says_what_memory_it_takes(pool):
     pool.run(memory_on_rank)
-
-
-def test_a_layer_of_torch_has_no_memory_of_its_own():
-    with pytest.raises(UserError, match=r"memory\(\): got a layer with backend='torch'"):
-        MoELayer(16, 24, 4).memory()
 
 
 def no_room_on_rank() -> str:

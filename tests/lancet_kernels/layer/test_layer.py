@@ -28,11 +28,7 @@ GATE_CASES = {
     "sigmoid-groups": Case("sigmoid", {"groups": 2, "top_groups": 1, "scale": 2.5}, top_k=2),
 }
 # (experts per rank, activation, bias, shared, skewed): each value of each appears.
-VARIANTS = [
-    (1, "gelu", False, None, False),
-    (2, "silu", True, 8, True),
-    (4, "swiglu", True, 5, True),
-]
+VARIANTS = [(1, "gelu", False, None, False), (2, "silu", True, 8, True), (4, "swiglu", True, 5, True)]
 
 
 def build_layer(case: Case, dtype: torch.dtype = torch.float64, **changes) -> MoELayer:
@@ -315,16 +311,11 @@ def test_layer_compiled_by_inductor_equals_eager():
 
 def check_compiled(case: Case, backend: str) -> None:
     x, dy, ids = (t[0] for t in reference.make_tokens(case))
-    eager, compiled = build_layer(case), build_layer(case)
+    eager, layer = build_layer(case), build_layer(case)
     wanted = run_layer(eager, x, dy, ids) | gradients(eager)
-    got = run_layer(torch.compile(compiled, backend=backend, fullgraph=True), x, dy, ids) | gradients(
-        compiled
-    )
-    assert wanted.keys() == got.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    got = run_layer(compiled, x, dy, ids) | gradients(layer)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.long
@@ -363,15 +354,15 @@ def test_compiled_layer_equals_eager_on_two_ranks(pool):
 # ---- other dtypes
 
 
-def naive_error(case: Case, dtype: torch.dtype, expected: dict[str, Tensor]) -> dict[str, float]:
-    """How far the reference, run in `dtype`, is from itself in float64: what rounding alone does."""
-    parameters = {n: p.requires_grad_() for n, p in reference.make_parameters(case, dtype).items()}
-    x, dy, ids = reference.make_tokens(case, dtype)
-    x.requires_grad_()
-    out = reference.forward(case, parameters, x, ids)
-    out["y"].backward(dy)
-    got = {"y": out["y"].detach(), "dx": x.grad} | {f"grad.{n}": p.grad for n, p in parameters.items()}
-    return {name: (value.double() - expected[name]).norm().item() for name, value in got.items()}
+def reference_in(case: Case, rounded: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+    """y and all gradients of the reference, computed in `dtype` from parameters and tokens in `rounded`."""
+    parameters = reference.make_parameters(case, rounded)
+    parameters = {name: p.to(dtype).requires_grad_() for name, p in parameters.items()}
+    x, dy, ids = reference.make_tokens(case, rounded)
+    x = x.to(dtype).requires_grad_()
+    y = reference.forward(case, parameters, x, ids)["y"]
+    y.backward(dy.to(dtype))
+    return {"y": y.detach(), "dx": x.grad} | {f"grad.{name}": p.grad for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize("width", [6, 16], ids=["mm", "grouped_mm"])
@@ -379,21 +370,16 @@ def naive_error(case: Case, dtype: torch.dtype, expected: dict[str, Tensor]) -> 
 def test_layer_in_lower_precision(dtype, width):
     """Not worse than the reference in the same dtype, whose router rounds too (ours does not)."""
     case = Case("hash", top_k=2, ranks=1, width=width, hidden=2 * width, capacity_factor=None, bias=True)
-    rounded = {name: p.to(dtype).double() for name, p in reference.make_parameters(case).items()}
-    parameters = {name: p.requires_grad_() for name, p in rounded.items()}
-    x, dy, ids = (t if t.dtype == torch.int64 else t.to(dtype).double() for t in reference.make_tokens(case))
-    x.requires_grad_()
-    out = reference.forward(case, parameters, x, ids)
-    (out["y"] * dy).sum().backward()
-    expected = {"y": out["y"].detach(), "dx": x.grad} | {f"grad.{n}": p.grad for n, p in parameters.items()}
-    allowed = naive_error(case, dtype, expected)
+    exact, same_dtype = (reference_in(case, dtype, other) for other in (torch.float64, dtype))
+    x, dy, ids = (t[0] for t in reference.make_tokens(case, dtype))
     layer = build_layer(case, dtype)
-    got = run_layer(layer, x[0].detach().to(dtype), dy[0].to(dtype), ids[0]) | gradients(layer)
-    for name, error in allowed.items():
+    got = run_layer(layer, x, dy, ids) | gradients(layer)
+    for name, wanted in exact.items():
         assert got[name].dtype == dtype
-        wanted = expected[name].view(got[name].shape)
-        distance = (got[name].double() - wanted).norm().item()
-        assert distance <= 2 * error + 1e-3 * torch.finfo(dtype).eps, name
+        distance, allowed = (
+            (of[name].view(wanted.shape).double() - wanted).norm().item() for of in (got, same_dtype)
+        )
+        assert distance <= 2 * allowed + 1e-3 * torch.finfo(dtype).eps, name
 
 
 def test_router_of_a_bf16_layer_runs_in_fp32():

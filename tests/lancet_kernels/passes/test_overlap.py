@@ -38,10 +38,6 @@ from tests.grids import few_of
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def shape(ranks: int) -> Shape:
-    return Shape("tiny", 2, 16, 2, 4, 2, 8, 16, 0, 8, 2, vocabulary=32, ranks=ranks, expert_ranks=2)
-
-
 def whole_step(model: nn.Module, tokens: Tensor) -> fx.GraphModule:
     """Loss and gradients as one graph of (parameters, tokens); nodes that autograd runs are tagged."""
     names = list(dict(model.named_parameters()))
@@ -75,7 +71,7 @@ def step_of_data(x: Tensor, sizes: Tensor, weight: Tensor) -> fx.GraphModule:
         return make_fx(dispatched)(*fake)
 
 
-def check_on_ranks(kind: str, ranks: int) -> tuple[bool, int]:
+def check_on_ranks(kind: str) -> tuple[bool, int]:
     """-> did the order change, the number of differing results; of this rank."""
     torch.manual_seed(dist.get_rank())
     if kind == "data":
@@ -83,7 +79,8 @@ def check_on_ranks(kind: str, ranks: int) -> tuple[bool, int]:
         inputs: list = [x, torch.tensor([4, 2] if dist.get_rank() else [1, 5]), weight]
         module = step_of_data(*inputs)
     else:
-        model, tokens = real_step(shape(ranks)), torch.randint(0, 32, (2, 8))
+        shape = Shape("tiny", 2, 16, 2, 4, 2, 8, 16, 0, 8, 2, 32, dist.get_world_size(), expert_ranks=2)
+        model, tokens = real_step(shape), torch.randint(0, 32, (2, 8))
         module = whole_step(model, tokens)
         inputs = [list(model.parameters()), tokens]
         if kind == "joint":
@@ -99,15 +96,11 @@ def check_on_ranks(kind: str, ranks: int) -> tuple[bool, int]:
     return instruction_order(module.graph) != instruction_order(planned.graph), different
 
 
-@pytest.mark.parametrize("kind", few_of(["step", "joint", "data"]))
-def test_results_stay_the_same(pool, kind):
-    assert pool.run(check_on_ranks, kind, 2) == [(True, 0)] * 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["step", "joint"])
-def test_results_stay_the_same_on_four_ranks(pool, kind):
-    assert pool.run(check_on_ranks, kind, 4, ranks=4) == [(True, 0)] * 4
+@pytest.mark.parametrize(
+    ("kind", "ranks"), few_of([("step", 2), ("joint", 2), ("data", 2), ("step", 4), ("joint", 4)])
+)
+def test_results_stay_the_same(pool, kind, ranks):
+    assert pool.run(check_on_ranks, kind, ranks=ranks) == [(True, 0)] * ranks
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels import CommunicationError, ops
-from lancet_kernels.ops import all_to_all, exchange_counts, start_all_reduce, start_all_to_all
+from lancet_kernels.ops import all_to_all, exchange_counts, start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_name
-from lancet_kernels.ops.comm.link import GPUS_PER_NODE, emulate_link, link
-from lancet_kernels.ops.comm.link_group import LinkGroup
+from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.link_group import LinkGroup, link_group
 from tests.grids import few_of
+from tests.ops.comm.test_link_group import OPS, functional, started
 
 MOST, D = 5, 8
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -122,19 +123,6 @@ def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, dtype, kind, 
             assert got["count"] == [1, 1]
 
 
-def test_alone_nothing_travels():
-    counts = torch.tensor([[2, 0, 5]])
-    rows = sent_by(counts[None], 0, torch.float32, seed=1).requires_grad_()
-    link.read()
-    received = exchange_counts(counts, D, torch.float32, "")
-    out = all_to_all(rows, counts, received, "", True)
-    out.sum().backward()
-    assert torch.equal(received, counts)
-    assert torch.equal(out, rows)
-    assert rows.grad.sum() == 7 * D
-    assert link.read().bytes_sent == 0
-
-
 # ---- the emulated link
 
 GBPS = 0.02
@@ -175,42 +163,6 @@ def test_emulated_link_takes_its_time(pool, ranks):
         assert got["total"] >= got["all_to_all"] * 0.999
 
 
-def paced_all_reduce_on_rank() -> tuple[float, float]:
-    """-> milliseconds of an all-reduce, and what its numbers are."""
-    gradient = torch.full((ROWS, WIDTH), 1.0 + dist.get_rank())
-    emulate_link(GBPS)
-    dist.barrier()
-    begin = time.monotonic()
-    (total,) = start_all_reduce([gradient], group_name(None)).wait()
-    assert (total == total[0, 0]).all()
-    return (time.monotonic() - begin) * 1e3, float(total[0, 0])
-
-
-def test_emulated_link_paces_all_reduces(pool):
-    """Each of two ranks sends half of its bytes twice, as one of a node's GPUs that have summed theirs."""
-    wire_ms = ROWS * WIDTH * 4 / GPUS_PER_NODE * 8 / (GBPS * 1e9) * 1e3
-    for milliseconds, total in pool.run(paced_all_reduce_on_rank, ranks=2):
-        assert milliseconds >= wire_ms
-        assert total == 3.0
-
-
-def two_at_once_on_rank() -> float:
-    counts = torch.full((2, 1), ROWS)
-    rows = torch.randn(2 * ROWS, WIDTH)
-    emulate_link(GBPS)
-    dist.barrier()
-    begin = time.monotonic()
-    pending = [start_all_to_all(rows, counts, counts, group_name(None), True) for _ in range(2)]
-    for transfer in pending:
-        transfer.wait()
-    return time.monotonic() - begin
-
-
-def test_emulated_link_carries_one_at_a_time(pool):
-    wire_s = ROWS * WIDTH * 4 * 8 / (GBPS * 1e9)
-    assert min(pool.run(two_at_once_on_rank)) >= 2 * wire_s * 0.999
-
-
 # ---- a peer that does not come
 
 
@@ -230,15 +182,17 @@ def absent_on_rank(op: str) -> tuple[str, str, float]:
             exchange_counts(counts, D, torch.float32, group)
         elif op == "all_to_all":
             all_to_all(rows, counts, counts, group, True)
-        else:
+        elif op == "emulated":
             emulate_link(1.0)
             start_all_to_all(rows, counts, counts, group, True).wait()
+        else:
+            functional.wait_tensor(started(op, rows, link_group(group)))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "no error", "", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated"]))
+@pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated", *OPS], 0, 3))
 def test_peer_that_never_comes(pool, op):
     results = pool.run(absent_on_rank, op, ranks=4, collective_timeout_s=1.0, leave_together=False)
     name = "the emulated link's first all-to-all" if op == "emulated" else op

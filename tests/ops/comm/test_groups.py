@@ -25,21 +25,12 @@ def test_without_torch_distributed() -> None:
     assert (group_size(""), group_rank("")) == (1, 0)
 
 
-def test_a_group_of_one_needs_no_communication(group_of_one: dist.ProcessGroup) -> None:
-    assert group_name(None) == ""
-    assert group_name(group_of_one) == ""
-
-
-def test_a_name_finds_its_group(group_of_one: dist.ProcessGroup) -> None:
-    name = group_of_one.group_name
-    assert group_of(name) is group_of_one
-    assert (group_size(name), group_rank(name)) == (1, 0)
-    assert group_device(name).type == "cpu"
-
-
 def test_ops_over_a_named_group_of_one(group_of_one: dist.ProcessGroup) -> None:
     """The path of many ranks with one: headers, splits and pending work, checked against the short cut."""
+    assert group_name(None) == group_name(group_of_one) == "", "a group of one needs no communication"
     name = group_of_one.group_name
+    assert group_of(name) is group_of_one
+    assert (group_size(name), group_rank(name), group_device(name).type) == (1, 0, "cpu")
     count_WL = torch.tensor([[2, 0, 1]])
     rows = torch.randn(3, 4)
     received_WL = ops.exchange_counts(count_WL, 4, torch.float32, name)

@@ -48,21 +48,15 @@ def unpaced() -> Iterator[None]:
     module.link.read()
 
 
-def paced_transfer(link: Link, clock: FakeTime, size: int, starts: list[float]) -> Transfer:
-    """A transfer on an emulated link whose ranks entered at `starts`, without a process group."""
-    gbps, link.gbps = link.gbps, None
-    transfer = link.start(None, sent=size, received=0, cuda=False)
-    link.gbps = gbps
+def paced_transfer(link: Link, seconds: float, *starts: float, urgent: bool = True) -> Transfer:
+    """A transfer that takes so long on the wire, whose ranks entered at `starts`; without a process group.
+
+    Args: urgent: False for an all-reduce.
+    """
+    transfer = link.start(None, sent=1, received=0, cuda=False)
     transfer._starts = torch.tensor(starts, dtype=torch.float64)
-    transfer.wire_seconds = size * 8 / (gbps * 1e9)
+    transfer.wire_seconds, transfer.is_urgent = seconds, urgent
     link._waiting.append(transfer)
-    return transfer
-
-
-def paced_all_reduce(link: Link, clock: FakeTime, size: int, starts: list[float]) -> Transfer:
-    """The same of an all-reduce."""
-    transfer = paced_transfer(link, clock, size, starts)
-    transfer.is_urgent = False
     return transfer
 
 
@@ -70,12 +64,10 @@ def test_all_reduces_share_the_wire_by_the_rule_of_the_clock(clock: FakeTime) ->
     """As in `schedules.time.clock`: R 100-105 is not interrupted by X at 102; X goes before S. T, which not
     all ranks have entered, holds nobody up."""
     link = Link()
-    link.gbps = 1.0
-    second = 125_000_000
-    reduced = paced_all_reduce(link, clock, 5 * second, [100.0, 99.0])
-    other = paced_all_reduce(link, clock, 3 * second, [101.0, 101.0])
-    late = paced_all_reduce(link, clock, 9 * second, [101.5, 0.0])
-    sent = paced_transfer(link, clock, 2 * second, [102.0, 102.0])
+    reduced = paced_transfer(link, 5, 100.0, 99.0, urgent=False)
+    other = paced_transfer(link, 3, 101.0, 101.0, urgent=False)
+    late = paced_transfer(link, 9, 101.5, 0.0, urgent=False)
+    sent = paced_transfer(link, 2, 102.0, 102.0)
     sent.finish(FakeWork(clock))
     assert (reduced.wire_end, sent.wire_end, clock.now) == (105, 107, pytest.approx(107))
     assert link.read().all_to_all_ms == pytest.approx(7000)  # 100 to 107: it was issued at 100
@@ -101,25 +93,19 @@ def test_unpaced_link_only_measures(clock: FakeTime) -> None:
 
 
 def test_a_transfer_lasts_as_long_as_its_bytes(clock: FakeTime) -> None:
-    """1 Gbit/s: 125 MB take one second, from when the last rank entered."""
+    """One second, from when the last rank entered; computation hides it."""
     link = Link()
-    link.gbps = 1.0
-    transfer = paced_transfer(link, clock, 125_000_000, [100.0, 100.5])
+    transfer = paced_transfer(link, 1, 100.0, 100.5)
     clock.now = 100.7
     transfer.finish(FakeWork(clock))
     assert clock.now == pytest.approx(101.5)
     traffic = link.read()
     assert traffic.all_to_all_ms == pytest.approx(1500)
     assert traffic.exposed_ms == pytest.approx(800)
-
-
-def test_computation_hides_the_wire(clock: FakeTime) -> None:
-    link = Link()
-    link.gbps = 1.0
-    transfer = paced_transfer(link, clock, 125_000_000, [100.0])
+    hidden, slept = paced_transfer(link, 1, clock.now), len(clock.slept)
     clock.now += 3
-    transfer.finish(FakeWork(clock))
-    assert clock.slept == []
+    hidden.finish(FakeWork(clock))
+    assert len(clock.slept) == slept
     assert link.read().exposed_ms == pytest.approx(0)
 
 
@@ -152,16 +138,11 @@ def test_nobody_waits_for_what_is_done(clock: FakeTime) -> None:
 def test_the_wire_carries_one_transfer_at_a_time(clock: FakeTime) -> None:
     """Two of one second each, begun together, end after one and after two seconds; idle time is not saved."""
     link = Link()
-    link.gbps = 1.0
-    transfers = [paced_transfer(link, clock, 125_000_000, [100.0]) for _ in range(2)]
-    transfers[0].finish(FakeWork(clock))
-    assert clock.now == pytest.approx(101)
-    transfers[1].finish(FakeWork(clock))
-    assert clock.now == pytest.approx(102)
-    clock.now = 110.0
-    late = paced_transfer(link, clock, 125_000_000, [110.0])
-    late.finish(FakeWork(clock))
-    assert clock.now == pytest.approx(111)
+    transfers = [paced_transfer(link, 1, begin) for begin in (100.0, 100.0, 110.0)]
+    for transfer, begin, end in zip(transfers, (100.0, 101.0, 110.0), (101.0, 102.0, 111.0), strict=True):
+        clock.now = begin
+        transfer.finish(FakeWork(clock))
+        assert clock.now == pytest.approx(end)
 
 
 def test_full_duplex_the_larger_direction_counts() -> None:

@@ -38,12 +38,10 @@ def converted(tensor: Tensor, source: Form, target: Form, group: str) -> Tensor:
     op = torch.ops.lancet
     if source == WHOLE:
         return op.take_shard(tensor, target.dimension, group)
+    if (source, target) == (PARTIAL, WHOLE):
+        return op.all_reduce(tensor, group)
     if source == PARTIAL:
-        return (
-            op.all_reduce(tensor, group)
-            if target == WHOLE
-            else op.reduce_scatter(tensor, target.dimension, group)
-        )
+        return op.reduce_scatter(tensor, target.dimension, group)
     if target == WHOLE:
         return op.all_gather(tensor, source.dimension, group)
     return op.exchange_shards(tensor, source.dimension, target.dimension, group)
@@ -104,17 +102,14 @@ def test_results_have_one_gradient_for_all_ranks(pool):
 
 def other_dtypes() -> bool:
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), group_name(None)
+    rows, columns = cut_along(0), cut_along(1)
+    same = []
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float32):
         whole = (torch.arange(16).reshape(4, 4) % 3).to(dtype)
-        for source, target in (
-            (cut_along(0), WHOLE),
-            (cut_along(0), cut_along(1)),
-            (cut_along(1), cut_along(0)),
-        ):
+        for source, target in ((rows, WHOLE), (rows, columns), (columns, rows)):
             result = converted(held(whole, source, rank, ranks), source, target, group)
-            if not torch.equal(result, held(whole, target, rank, ranks)):
-                return False
-    return True
+            same.append(torch.equal(result, held(whole, target, rank, ranks)))
+    return all(same)
 
 
 def test_truth_values_and_numbers_travel_unchanged(pool):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK, parse_gate
+from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK
 from lancet_kernels.ops.moe.losses import RoutingSums
-from tests.grids import few_of
 from tests.ops.op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 
 KINDS = ["normal", "ties", "skewed", "one"]
@@ -120,29 +119,6 @@ def check_parts_route_as_the_whole(case: Case) -> None:
 @given(case=cases)
 def test_parts_route_as_the_whole(case: Case) -> None:
     check_parts_route_as_the_whole(case)
-
-
-@pytest.mark.parametrize("name", [name for name, gate in GATES.items() if gate.partitionable])
-@pytest.mark.parametrize("dtype", few_of([torch.float32, torch.float64]))
-def test_every_partitionable_gate_cut_into_single_tokens(name: str, dtype: torch.dtype) -> None:
-    """61 tokens of 7 experts, one by one: no cut leaves a token where it stood in a vector register."""
-    gate, experts, capacity = parse_gate(name), 7, 9
-    top_k = 1 if name == "switch" else 3
-    logits_TE = skewed_logits("normal", 61, experts, dtype, seed=5) if gate.uses_logits else None
-    key_T = None if gate.key is None else torch.arange(61)
-
-    def route(start: int, stop: int, used_E: Tensor) -> Routing:
-        logits = None if logits_TE is None else logits_TE[start:stop]
-        key = None if key_T is None else key_T[start:stop]
-        return Routing(*ops.gate(logits, used_E, key, None, name, top_k, capacity))
-
-    whole, used_E, parts = route(0, 61, no_use(experts)), no_use(experts), []
-    for token in range(61):
-        parts.append(route(token, token + 1, used_E))
-        used_E = parts[-1].used_E
-    joined = Routing(*(torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3]), used_E)
-    assert_same_routing(joined, whole)
-    assert (whole.slot_TK >= capacity).any(), "the example must drop something"
 
 
 @pytest.mark.long

@@ -55,20 +55,6 @@ def test_splitmix64_gives_the_published_numbers() -> None:
     assert [int(x) % 2**64 for x in splitmix64(states)] == published
 
 
-def test_a_token_id_always_meets_the_same_experts() -> None:
-    key_T = torch.tensor([7, 3, 7, 7, 3])
-    expert_TK, slot_TK, weight_TK, _ = ops.gate(None, no_use(8), key_T, None, "hash", 2, 3)
-    assert torch.equal(expert_TK[[0, 0, 1]], expert_TK[[2, 3, 4]])
-    assert slot_TK[[0, 2, 3], 0].tolist() == sorted(slot_TK[[0, 2, 3], 0].tolist())
-    assert weight_TK.tolist() == [[0.5, 0.5]] * 5
-
-
-def test_seeds_give_different_assignments() -> None:
-    key_T = torch.arange(64)
-    routed = [ops.gate(None, no_use(8), key_T, None, f"random(seed={s})", 1, 9)[0] for s in (0, 1)]
-    assert not torch.equal(*routed)
-
-
 @pytest.mark.parametrize("spec", ["hash", "random", "random(seed=9)"])
 @pytest.mark.parametrize("experts", few_of([7, 16]))
 def test_experts_are_used_evenly(spec: str, experts: int) -> None:

@@ -43,29 +43,20 @@ def operands(
     """x_RA, weight_LAB, bias_LB, dy_RB: float64."""
     rng, local, rows = generator(seed), count_WL.shape[1], int(count_WL.sum())
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=rng)
-
-    return (
-        randn(rows, width_in),
-        randn(local, width_in, width_out),
-        randn(local, width_out),
-        randn(rows, width_out),
-    )
+    shapes = (rows, width_in), (local, width_in, width_out), (local, width_out), (rows, width_out)
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes)
 
 
-def reference_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, count: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dw, dbias by torch's own GEMMs, one expert after the other, in the dtype given."""
-    dx, dw, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+def naive_all(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, count: Tensor) -> list[Tensor]:
+    """y; dx, dw, dbias by torch's own GEMMs, one expert after the other, in the dtype given."""
+    dx, dw, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(weight[:, 0])
     begin = 0
     for e, n in enumerate(count.sum(0).tolist()):
         rows = slice(begin, begin + n)
         dx[rows] = dy[rows] @ weight[e].T
         dw[e], dbias[e] = x[rows].T @ dy[rows], dy[rows].sum(0)
         begin += n
-    return dx, dw, dbias
+    return [naive_grouped_gemm(x, count, weight, bias), dx, dw, dbias]
 
 
 def run_all(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, count: Tensor) -> tuple[Tensor, ...]:
@@ -91,14 +82,12 @@ def test_against_reference(
     count: Tensor, width_in: int, width_out: int, biased: bool, gaps: bool, dtype: torch.dtype, seed: int
 ) -> None:
     x, weight, bias, dy = operands(count, width_in, width_out, seed)
-    expected = (
-        naive_grouped_gemm(x, count, weight, bias if biased else None),
-        *reference_gradients(x, weight, bias, dy, count),
-    )
-    x, weight, bias, dy = (t.to(dtype) for t in (x, weight, bias, dy))
+    given = x, weight, bias if biased else None, dy, count
+    expected = naive_all(*given)
+    given = [t if t is None or t is count else t.to(dtype) for t in given]
     if gaps:
-        x, weight, bias, dy, count = map(with_gaps, (x, weight, bias, dy, count))
-    actual = run_all(x, weight, bias if biased else None, dy, count)
+        given = [t if t is None else with_gaps(t) for t in given]
+    actual = run_all(*given)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
@@ -130,14 +119,9 @@ def test_experts_without_tokens_have_zero_gradients(
 @pytest.mark.parametrize("widths", few_of(map(pytest.param, [(64, 40), (37, 29)]), 1))
 def test_as_exact_as_torch(dtype: torch.dtype, widths: tuple[int, int]) -> None:
     count = torch.tensor([[0, 0, 30, 40], [21, 0, 11, 40]])
-    x, weight, bias, dy = (t.to(dtype) for t in operands(count, *widths))
-    doubles = tuple(t.double() for t in (x, weight, bias, dy))
-    same_dtype = (
-        naive_grouped_gemm(x, count, weight, bias),
-        *reference_gradients(x, weight, bias, dy, count),
-    )
-    exact = (naive_grouped_gemm(doubles[0], count, *doubles[1:3]), *reference_gradients(*doubles, count))
-    for a, b, c in zip(run_all(x, weight, bias, dy, count), same_dtype, exact, strict=True):
+    given = [t.to(dtype) for t in operands(count, *widths)]
+    exact = naive_all(*(t.double() for t in given), count)
+    for a, b, c in zip(run_all(*given, count), naive_all(*given, count), exact, strict=True):
         assert_as_exact_as_torch(a, b, c)
 
 
@@ -255,10 +239,7 @@ def test_bias_gradient_of_many_rows_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("widths", [(8, 16), (5, 3)], ids=["grouped_mm", "expert by expert"])
 def test_rows_behind_the_last_one_are_not_read(widths: tuple[int, int]) -> None:
     x, weight, bias, dy = (t.float() for t in operands(COUNTS, *widths))
-    more = torch.nn.functional.pad
-    padded = (more(t, (0, 0, 0, 2), value=torch.nan) for t in (x, dy))
-    x_more, dy_more = padded
-    for found, expected in zip(
-        run_all(x_more, weight, bias, dy_more, COUNTS), run_all(x, weight, bias, dy, COUNTS), strict=True
-    ):
-        torch.testing.assert_close(found[: len(expected)], expected)
+    x_more, dy_more = (torch.nn.functional.pad(t, (0, 0, 0, 2), value=torch.nan) for t in (x, dy))
+    actual = run_all(x_more, weight, bias, dy_more, COUNTS)
+    for a, expected in zip(actual, run_all(x, weight, bias, dy, COUNTS), strict=True):
+        torch.testing.assert_close(a[: len(expected)], expected)

@@ -61,18 +61,14 @@ def test_parts_add_up_with_their_gradient(tokens: int, cut: int, seed: int) -> N
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_gates_that_learn_nothing_have_no_balance_loss() -> None:
+def test_gates_that_learn_nothing_and_no_tokens_have_no_loss() -> None:
     sums = routing_sums(Hash(), None, no_use(3), torch.tensor([2, 0, 4]), 3, 6)
     losses = moe_losses([sums], "")
-    assert losses.balance.tolist() == [0.0]
-    assert losses.z.tolist() == [0.0]
+    assert losses.balance.tolist() == losses.z.tolist() == [0.0]
     assert losses.dropped.item() == pytest.approx(1 / 6)
-
-
-def test_no_tokens_give_zero_not_nan() -> None:
+    # Without tokens, zero and not NaN.
     losses = moe_losses([routing_sums(Switch(), torch.zeros(0, 3), no_use(3), no_use(3), 1, 0)], "")
-    assert losses.balance.tolist() == [0.0]
-    assert losses.z.tolist() == [0.0]
+    assert losses.balance.tolist() == losses.z.tolist() == [0.0]
 
 
 def test_sum_over_ranks_of_one() -> None:

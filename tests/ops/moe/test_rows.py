@@ -6,13 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.rows import (
-    DROPPED,
-    expert_major,
-    group_bounds,
-    group_offsets,
-    rank_major,
-)
+from lancet_kernels.ops.moe.rows import DROPPED, expert_major, group_bounds, group_offsets, rank_major
 from lancet_kernels.ops.moe.send_rows import choice_of_rows
 from tests.ops.op_cases import (
     QUICK,
@@ -96,6 +90,8 @@ def test_rows_of_choices(batch: Batch, gaps: bool) -> None:
     expert_TK, slot_TK = batch.routing.expert_TK, batch.routing.slot_TK
     expected = naive_send_rows(expert_TK, slot_TK, batch.count_WL)
     relayout = with_gaps if gaps else torch.clone
+    kept = [min(int(used), batch.capacity) for used in batch.routing.used_E]
+    assert ops.kept_counts(batch.routing.used_E, batch.capacity, batch.ranks).flatten().tolist() == kept
     row_TK = ops.send_rows(relayout(expert_TK), relayout(slot_TK), relayout(batch.count_WL))
     assert torch.equal(row_TK, expected)
     assert sorted(row_TK[row_TK >= 0].tolist()) == list(range(batch.num_rows))

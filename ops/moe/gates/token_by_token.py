@@ -1,0 +1,136 @@
+"""Gates that decide token by token, with token-order priority: the partitionable, learned ones.
+
+Switch: Fedus et al. 2022. Top-k: Shazeer et al. 2017, Mixtral (softmax after selection), and Qwen's
+renormalized softmax. Sigmoid: DeepSeek-V3 (2024, section 2.1.2), with a correction bias.
+
+Group-limited selection: experts lie in `groups` equal groups, and a token chooses among those of its best
+`top_groups` alone. DeepSeek-V2 (2024, section 2.2.2) rates a group by its best expert, DeepSeek-V3 by the
+sum of its two best.
+
+T  tokens      E  experts in `groups` groups of S = E / groups
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.ops.moe.gates.base import Gate
+from lancet_kernels.ops.moe.gates.slots import top_k_stable
+from lancet_kernels.ops.moe.gates.weights import sigmoid
+
+
+@dataclass(frozen=True)
+class Switch(Gate):
+    """The largest logit of each token; its softmax probability is the weight."""
+
+    name: ClassVar[str] = "switch"
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        super().check(num_experts, top_k)
+        if top_k != 1:
+            raise UserError("top_k of gate switch", got=top_k, expected=1, do="use gate='topk' for more")
+
+
+class _GroupLimited(Gate):
+    """Among the experts of a token's best groups, with scaled weights."""
+
+    groups: int
+    top_groups: int
+    best: ClassVar[int]
+    """A group is rated by the sum of the scores of so many of its experts."""
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        super().check(num_experts, top_k)
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise UserError(
+                f"scale of gate {self.name}",
+                got=self.scale,
+                expected="a positive number",
+                do="leave it out for weights that are not scaled",
+            )
+        if self.groups < 1 or num_experts % self.groups:
+            raise UserError(
+                f"groups of gate {self.name}",
+                got=self.groups,
+                expected=f"a divisor of num_experts ({num_experts})",
+                do="choose how many equal groups the experts form",
+            )
+        reachable = self.top_groups * (num_experts // self.groups)
+        if not 1 <= self.top_groups <= self.groups or top_k > reachable:
+            raise UserError(
+                f"top_groups of gate {self.name}",
+                got=self.top_groups,
+                expected=f"1 to groups ({self.groups}) with at least top_k ({top_k}) experts in them",
+                do="raise top_groups or lower top_k",
+            )
+
+    def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
+        score_TE = self.selection_scores(logits_TE, bias_E)
+        if self.top_groups < self.groups:
+            size = num_experts // self.groups
+            rated_TGS = score_TE.view(-1, self.groups, size)
+            group_TG = rated_TGS.topk(min(self.best, size), dim=-1).values.sum(-1)
+            allowed_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+            allowed_TG.scatter_(1, top_k_stable(group_TG, self.top_groups), True)
+            score_TE = score_TE.masked_fill(~allowed_TG.repeat_interleave(size, dim=1), -torch.inf)
+        return top_k_stable(score_TE, top_k)
+
+    def selection_scores(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """What selection compares, [T, E]."""
+        return logits_TE
+
+
+@dataclass(frozen=True)
+class TopK(_GroupLimited):
+    """The k largest logits of each token.
+
+    softmax: "before" selection (weights are probabilities over all experts) or "after" (over the chosen).
+    renormalize: divide the weights of a token by their sum. scale: multiply the weights by it.
+    groups, top_groups: choose among the experts of a token's best groups, those with the largest logit.
+    """
+
+    name: ClassVar[str] = "topk"
+    best: ClassVar[int] = 1
+    softmax: str = "before"
+    renormalize: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        super().check(num_experts, top_k)
+        check_name("softmax of gate topk", self.softmax, ("before", "after"))
+
+    @property
+    def normalized(self) -> bool:
+        return self.renormalize or self.softmax == "after"
+
+
+# By keyword: `scale`, a name of the base class too, would otherwise be the first positional argument.
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid(_GroupLimited):
+    """groups, top_groups: group-limited selection; renormalize: weights of a token sum to `scale`.
+
+    The correction bias steers the selection alone; the weights are the plain sigmoids.
+    """
+
+    name: ClassVar[str] = "sigmoid"
+    best: ClassVar[int] = 2
+    uses_correction_bias: ClassVar[bool] = True
+    score: ClassVar[str] = "sigmoid"
+    groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+    @property
+    def normalized(self) -> bool:
+        return self.renormalize
+
+    def selection_scores(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        score_TE = sigmoid(logits_TE)
+        return score_TE if bias_E is None else score_TE + bias_E.to(score_TE.dtype)
