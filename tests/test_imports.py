@@ -5,6 +5,7 @@ Read from the sources, so that an import inside a function, which no test may ev
 """
 
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -12,6 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lancet_kernels"
@@ -30,6 +36,14 @@ def sources(root: Path) -> Iterator[tuple[str, bool, Path]]:
             parts = file.relative_to(folder).with_suffix("").parts
             package = parts[-1] == "__init__"
             yield ".".join([prefix, *(parts[:-1] if package else parts)]), package, file
+
+
+def test_a_wheel_has_every_folder() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {module for module, is_package, _ in sources(ROOT) if is_package}
+    assert sorted(setuptools["packages"]) == sorted(folders)
+    mapped = {name for name in folders if name.split(".")[1:2] in (["ops"], ["graph"], ["schedules"])}
+    assert set(setuptools["package-dir"]) == mapped | {PACKAGE}
 
 
 def level(module: str) -> int:
