@@ -17,7 +17,6 @@ from lancet_kernels.graph.program.program import Instruction, TensorSpec
 
 FORMAT = "lancet-measured-times"
 VERSION = 1
-IGNORED = "they are ignored and will be measured again"
 
 
 def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec], device: str) -> str:
@@ -36,12 +35,9 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
 class MeasuredTimes:
     """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
 
-    def __init__(self, path: str | Path | None = None):
-        self._file = None if path is None else CacheFile(path, FORMAT, VERSION, IGNORED)
-        self._times: dict[str, float] = {} if self._file is None else self._read(self._file)
-
-    def __len__(self) -> int:
-        return len(self._times)
+    def __init__(self, path: str | Path):
+        self._file = CacheFile(path, FORMAT, VERSION, "they are ignored and will be measured again")
+        self._times = self._read()
 
     def get(self, key: str) -> float | None:
         """The measured milliseconds; None if there is no measurement."""
@@ -62,14 +58,12 @@ class MeasuredTimes:
     def save(self) -> None:
         """Write atomically: readers see the old file or the new one. Entries of other processes are
         preserved."""
-        if self._file is None:
-            return
         with self._file.changed() as sections:
-            self._times = dict(sorted({**self._read(self._file), **self._times}.items()))
+            self._times = dict(sorted({**self._read(), **self._times}.items()))
             sections["milliseconds"] = self._times
 
-    def _read(self, file: CacheFile) -> dict[str, float]:
-        return file.section("milliseconds", "measured times", _times_from_json, {})
+    def _read(self) -> dict[str, float]:
+        return self._file.section("milliseconds", "measured times", _times_from_json, {})
 
 
 def _times_from_json(times: Any) -> dict[str, float]:

@@ -162,9 +162,8 @@ class Profiler:
                 continue
             key = collective_of(instruction), instruction.attributes.get("group", "world")
             largest[key] = max(largest.get(key, 0), int(instruction.bytes))
-        wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
-        prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
+        prefix = f"communication up to {sizes}, rows of {width}, {self._where_with_link}: "
         times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not times:
             model = measure_communication(largest, width, self.groups, self.device, others=self._others)

@@ -270,7 +270,7 @@ class CapturedStep:
         if cluster is not None:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
-            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
+            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks, shards)
             program = step.program
         else:
             program = self.profiler.program(step.module, step.inputs, step.program)

@@ -1,6 +1,7 @@
 """Clusters, the communication model, the roofline, measured times on disk, and parts of instructions."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import CostModel, roofline_ms
-from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
+from lancet_kernels.graph.costs.measured import MeasuredTimes
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
@@ -85,12 +86,11 @@ def test_a_cluster_of_ones_own(tmp_path):
 def test_interpolation_by_hand():
     model = CommunicationModel.measured({("all_to_all", "world"): [(1024, 1.0), (2048, 2.0), (4096, 3.0)]})
 
-    def ask(size, parts=1):
-        return model.milliseconds("all_to_all", size, parts=parts)
+    def ask(size):
+        return model.milliseconds("all_to_all", size)
 
     assert [ask(s) for s in (0, 512, 1024, 1536, 2048, 3072, 4096)] == [1, 1, 1, 1.5, 2, 2.5, 3]
     assert ask(8192) == 5  # the last slope goes on: 1 ms per 2048 bytes
-    assert ask(4096, parts=4) == ask(1024)  # an irregular part is asked for at C/k
     with pytest.raises(UserError, match="all_reduce in world"):
         model.milliseconds("all_reduce", 1)
 
@@ -122,12 +122,9 @@ def test_roofline_by_hand():
 
 def test_costs_prefer_what_was_measured():
     instruction, specs = mm()
-    measured = MeasuredTimes()
-    cost = CostModel.for_cluster(load_cluster("p4de"), 8, measured)
-    estimate = cost(instruction, specs)
-    measured.put(measurement_key(instruction, specs, "A100-SXM4-80GB"), 7.0)
-    assert (cost(instruction, specs), estimate < 1) == (7.0, True)
-    carries = Instruction("mm", "aten.mm", ("x", "w"), ("y",), milliseconds=5.0)
+    cost = CostModel.for_cluster(load_cluster("p4de"), 8)
+    assert cost(instruction, specs) < 1
+    carries = replace(instruction, milliseconds=5.0)
     assert cost(carries, specs) == 5.0
     # A part of a measured whole pays the launch (8 us) again.
     part, part_specs = part_instruction(carries, specs, {"x": cut_along(0), "y": cut_along(0)}, 0, 2)
@@ -183,7 +180,7 @@ def test_measured_times_survive_and_merge(tmp_path):
     two.put("b", 2.0)
     two.save()
     again = MeasuredTimes(path)
-    assert (again.get("a"), again.get("b"), again.get("c"), len(again)) == (1.0, 2.0, None, 2)
+    assert (again.get("a"), again.get("b"), again.get("c")) == (1.0, 2.0, None)
     assert [f.name for f in path.parent.iterdir() if not f.name.endswith(".lock")] == ["times.json"]
     with pytest.raises(UserError, match="time of a"):
         one.put("a", float("nan"))
