@@ -110,8 +110,8 @@ def permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> s
 
 
 def along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
-    """An op that works along `dim`, by default the first (cat, split, slice, softmax, and the backward of
-    slice and select): every other dimension may be cut. Inputs or outputs may lack the dimension, or have
+    """An op that works along `dim`, by default the first (cat, stack, split, slice, softmax, and the backward
+    of slice and select): every other dimension may be cut. Inputs or outputs may lack the dimension, or have
     another size there."""
     rank = max(map(len, (*inputs, *outputs)))
     dim = attributes.get("dim", 0) % max(rank, 1)
@@ -123,14 +123,6 @@ def along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str
         return names[:dim] + names[dim + 1 :] if len(shape) == rank - 1 else []
 
     return _equation(map(operand, inputs), map(operand, outputs))
-
-
-def stack(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """An op that adds the dimension `dim` (by default the first); every other one may be cut."""
-    rank = len(inputs[0])
-    dim = attributes.get("dim", 0) % (rank + 1)
-    names = _names(rank)
-    return _equation([names] * len(inputs), [[*names[:dim], "new!", *names[dim:]]])
 
 
 def gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
@@ -159,11 +151,10 @@ def repeat(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> st
 
 def pad(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """`pad`: (before, after) from the last dimension on; those that are not padded may be cut."""
-    pad = attributes.get("pad")
-    if pad is None:
+    sizes, rank = attributes.get("pad"), len(inputs[0])
+    if sizes is None:
         return None
-    rank = len(inputs[0])
-    names = _names(rank, {rank - 1 - n // 2 for n, size in enumerate(pad) if size})
+    names = _names(rank, {rank - 1 - n // 2 for n, size in enumerate(sizes) if size})
     return _equation([names], [names])
 
 

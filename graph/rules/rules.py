@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
@@ -202,15 +203,15 @@ _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp 
     zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy
     gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward leaky_relu_backward
     log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward"""
-_ALONG = """_softmax softmax _log_softmax log_softmax cat split split_with_sizes slice select chunk unbind
-    cumsum _softmax_backward_data _log_softmax_backward_data"""
+_ALONG = """_softmax softmax _log_softmax log_softmax cat stack split split_with_sizes slice select chunk
+    unbind cumsum _softmax_backward_data _log_softmax_backward_data"""
 _FUSED_ATTENTION = [
     f"_scaled_dot_product_{kind}"
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 ]
 
 
-def _derived(derivation: Derivation, ops: str, **arguments: int) -> dict[str, Rule]:
+def _derived(derivation: Derivation, ops: str, **arguments: Any) -> dict[str, Rule]:
     return {f"aten.{op}": Rule(derived=derivation, **arguments) for op in ops.split()}
 
 
@@ -224,7 +225,6 @@ RULES: dict[str, Rule] = {
     **_derived(derived.permute, "permute transpose t"),
     **_derived(derived.squeeze, "squeeze"),
     **_derived(derived.unflatten, "unflatten"),
-    **_derived(derived.stack, "stack"),
     **_derived(derived.gather, "gather"),
     **_derived(derived.repeat, "repeat"),
     **_derived(derived.pad, "constant_pad_nd"),

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lancet_kernels.graph.program.forms import CARRIED, WHOLE, cut_along
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, TensorSpec
+from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
 from lancet_kernels.schedules.partition.axes import AxisInference
@@ -49,8 +48,6 @@ def test_between_the_all_to_alls_everything_is_cut_along_the_batch(name):
         if not any(t in forms for t in (*i.inputs, *i.outputs))
     ]
     assert {i.op for i in whole} <= NEVER_CUT.keys()
-    for instruction in program.instructions[gate : last + 1]:
-        assert rule_for(instruction) or instruction.op in NEVER_CUT
     assert not {i.op for i in whole if i.op == "aten.bitwise_not"} or "written-out" in name
 
 
@@ -77,41 +74,6 @@ def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
     inference = AxisInference(program)
     assert inference.forms(position, send) is None
     assert inference.forms(position + 1, send)
-
-
-def instruction(op, inputs, outputs, **attributes):
-    specs = {f"t{i}": TensorSpec(f"t{i}", shape) for i, shape in enumerate([*inputs, *outputs])}
-    names = list(specs)
-    made = Instruction("i", op, names[: len(inputs)], names[len(inputs) :], attributes=attributes)
-    return made, specs
-
-
-@pytest.mark.parametrize(
-    ("kind", "besides"),
-    [
-        ("flash", [(2, 4, 6), (2,), (), (0,)]),
-        ("efficient", [(2, 4, 32), (), ()]),
-        ("cudnn", [(2, 4, 6, 1), (), ()]),
-    ],
-)
-def test_attention_as_cuda_has_it(kind, besides):
-    """What torch 2.13's meta functions say it returns; seeds count for nothing without dropout."""
-    shape = (2, 4, 6, 8)
-    op = f"aten._scaled_dot_product_{kind}_attention"
-    i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.0)
-    ways = RULES[op].assignments(i, tensors, only_experts=False)
-    seeds = [CARRIED] * (len(besides) - 1)
-    assert ways == [(*[cut_along(n)] * 5, *seeds) for n in (0, 1)]
-    i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.1)
-    assert RULES[op].assignments(i, tensors, only_experts=False) == []
-
-
-def test_example_of_the_paper():
-    i, tensors = instruction("aten.mm", [(4, 5), (5, 6)], [(4, 6)])
-    assert set(RULES["aten.mm"].assignments(i, tensors, only_experts=False)) == {
-        (cut_along(0), WHOLE, cut_along(0)),
-        (WHOLE, cut_along(1), cut_along(1)),
-    }
 
 
 # A wrong rule must not pass the proof of tests/graph/rules/test_rules_torch.py.

@@ -43,6 +43,27 @@ def test_derived_equations():
     assert view([(4, 8, 6)], [(32, 6)], {}) == "x0 inner! x2 -> x0 x2"
 
 
+def test_example_of_the_paper():
+    assert cuts("aten.mm", [(4, 5), (5, 6)], [(4, 6)]) == {(0, WHOLE, 0), (WHOLE, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "besides"),
+    [
+        ("flash", [(2, 4, 6), (2,), (), (0,)]),
+        ("efficient", [(2, 4, 32), (), ()]),
+        ("cudnn", [(2, 4, 6, 1), (), ()]),
+    ],
+)
+def test_attention_as_cuda_has_it(kind, besides):
+    """What torch 2.13's meta functions say it returns; seeds count for nothing without dropout."""
+    shape = (2, 4, 6, 8)
+    attention = f"aten._scaled_dot_product_{kind}_attention", [shape] * 3, [shape, *besides]
+    seeds = [CARRIED] * (len(besides) - 1)
+    assert cuts(*attention, dropout_p=0.0) == {(*[n] * 5, *seeds) for n in (0, 1)}
+    assert cuts(*attention, dropout_p=0.1) == set()
+
+
 W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
 
 
