@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from importlib import resources
 
 import pytest
 
@@ -9,7 +10,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import CostModel, roofline_ms
-from lancet_kernels.graph.costs.measured import MeasuredTimes
+from lancet_kernels.graph.costs.profiler import MeasuredTimes
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
@@ -35,52 +36,54 @@ def test_every_cluster_loads():
         assert load_cluster(name).name == name
 
 
-def test_cluster_files_are_checked(tmp_path):
+def test_a_cluster_that_does_not_exist(tmp_path):
     with pytest.raises(UserError, match="cluster: got 'p9'"):
         load_cluster("p9")
     with pytest.raises(UserError, match="readable TOML"):
         load_cluster(tmp_path / "missing.toml")
-    file = tmp_path / "mine.toml"
-    file.write_text('name = "mine"')
-    with pytest.raises(UserError, match=r"mine\.toml: got missing key compute_efficiency, description"):
-        load_cluster(file)
-    file.write_text('name = "mine"\nspeed = 1')
-    with pytest.raises(UserError, match=r"mine\.toml: got unknown key speed, expected keys among"):
-        load_cluster(file)
-    file.write_text('name = "mine"\n[peak_tflops]\nfloat32 = 1\nlaunch_us = 9')
-    with pytest.raises(UserError, match=r"key launch_us inside \[peak_tflops\], expected it above the first"):
-        load_cluster(file)
-    for table in ("kernels", "dispatchers.mine"):
-        file.write_text(f'name = "mine"\n[{table}]\nmemory_gb = 9')
-        with pytest.raises(UserError, match=rf"key memory_gb inside \[{table}\], expected it above"):
-            load_cluster(file)
 
 
-def test_a_cluster_of_ones_own(tmp_path):
-    from importlib import resources
+MINE = 'name = "mine"\n'
+P3DN = (resources.files("lancet_kernels.graph.costs") / "clusters" / "p3dn.toml").read_text()
 
-    text = (resources.files("lancet_kernels.graph.costs") / "clusters" / "p3dn.toml").read_text()
-    file = tmp_path / "mine.toml"
-    file.write_text(text.replace("launch_us = 9.0", "launch_us = 0.0"))
-    assert load_cluster(file).launch_us == 0
-    file.write_text(text.replace("memory_gb = 32.0", "memory_gb = -1"))
-    with pytest.raises(UserError, match="memory_gb in"):
-        load_cluster(file)
-    assert "[kernels]" not in text
-    for more, said in (
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MINE, r"mine\.toml: got missing key compute_efficiency, description"),
+        (MINE + "speed = 1", r"mine\.toml: got unknown key speed, expected keys among"),
         (
-            "[kernels]\nspeed = 1",
+            MINE + "[peak_tflops]\nfloat32 = 1\nlaunch_us = 9",
+            r"key launch_us inside \[peak_tflops\], expected it above the first",
+        ),
+        (MINE + "[kernels]\nmemory_gb = 9", r"key memory_gb inside \[kernels\], expected it above"),
+        (
+            MINE + "[dispatchers.mine]\nmemory_gb = 9",
+            r"key memory_gb inside \[dispatchers.mine\], expected it above",
+        ),
+        (P3DN.replace("memory_gb = 32.0", "memory_gb = -1"), "memory_gb in"),
+        (
+            P3DN + "\n[kernels]\nspeed = 1",
             r"\[kernels\] in cluster file .*: got unknown key speed, expected keys among",
         ),
         (
-            '[dispatchers.mine]\nsends = "rows"',
+            P3DN + '\n[dispatchers.mine]\nsends = "rows"',
             r"\[dispatchers.mine\] in .*: got missing key inside_gb_per_s, ",
         ),
-        ("[dispatchers]\nmine = 1", r"\[dispatchers.mine\] in .*: got 1, expected a table"),
-    ):
-        file.write_text(f"{text}\n{more}\n")
-        with pytest.raises(UserError, match=said):
-            load_cluster(file)
+        (P3DN + "\n[dispatchers]\nmine = 1", r"\[dispatchers.mine\] in .*: got 1, expected a table"),
+    ],
+)
+def test_cluster_files_are_checked(tmp_path, text, message):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_cluster(file)
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(P3DN.replace("launch_us = 9.0", "launch_us = 0.0"))
+    assert load_cluster(file).launch_us == 0
 
 
 def test_interpolation_by_hand():
