@@ -56,12 +56,6 @@ class Draw:
 Sample = tuple[Callable, tuple, dict]
 Make = Callable[[Draw], Sample]
 
-UNARY = """neg sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf silu
-    gelu relu leaky_relu elu hardtanh hardswish softplus abs sign round floor ceil trunc isnan isinf
-    zeros_like ones_like clone detach alias lift_fresh_copy log_sigmoid_forward""".split()
-BINARY = "add sub mul div pow remainder fmod maximum minimum eq ne lt le gt ge".split()
-LOGICAL = "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor".split()
-
 OPERANDS: dict[str, Callable[[Draw, tuple[int, ...]], object]] = {
     "full": lambda d, shape: d.real(*shape),
     "stretched": lambda d, shape: d.real(*d.stretched(shape)),
@@ -72,16 +66,26 @@ OPERANDS: dict[str, Callable[[Draw, tuple[int, ...]], object]] = {
     "new dim": lambda d, shape: d.dim(len(shape) + 1),
     "order": lambda d, shape: d.order(len(shape)),
     "few": lambda d, shape: d.size(1, 3),
+    "times": lambda d, shape: [d.size(1, 2) for _ in range(len(shape) + d.size(0, 1))],
+    "pads": lambda d, shape: [d.size(0, 2) for _ in range(2 * d.size(1, len(shape)))],
+    "diagonal": lambda d, shape: d.size(-1, 1),
+    "two": lambda d, shape: [d.real(*shape), d.real(*shape)],
 }
 """Arguments that depend on the drawn shape."""
 
 
-def _shaped(target: Callable, *arguments: object, swap: bool = False, **by_name: object) -> Make:
+def _shaped(
+    target: Callable,
+    *arguments: object,
+    ranks: tuple[int, int] = (1, 4),
+    swap: bool = False,
+    **by_name: object,
+) -> Make:
     """An op on one drawn shape. Args: arguments: names among `OPERANDS`, or what is given as it stands. swap:
     the arguments may come in the other order."""
 
     def make(d: Draw) -> Sample:
-        shape = d.shape()
+        shape = d.shape(*ranks)
         given = [OPERANDS[a](d, shape) if isinstance(a, str) else a for a in arguments]
         if swap and d.one_of(True, False):
             given.reverse()
@@ -90,10 +94,14 @@ def _shaped(target: Callable, *arguments: object, swap: bool = False, **by_name:
     return make
 
 
-def _overload(op: str) -> Callable:
-    packet = getattr(aten, op)
-    names = ("Tensor", "Tensor_Tensor", "default")
-    return next(getattr(packet, n) for n in names if n in packet.overloads())
+def _each(ops: str, *arguments: object, **options: object) -> dict[str, Make]:
+    """Several ops on one drawn shape, by name."""
+    samples = {}
+    for op in ops.split():
+        packet = getattr(aten, op)
+        overload = next(o for o in ("Tensor", "Tensor_Tensor", "default", "int") if o in packet.overloads())
+        samples[f"aten.{op}"] = _shaped(getattr(packet, overload), *arguments, **options)
+    return samples
 
 
 def _product(target: Callable, *operands: str | tuple[str, ...]) -> Make:
@@ -160,11 +168,6 @@ def _cat(d: Draw) -> Sample:
     return aten.cat.default, (tensors, dim) if dim % len(shape) or d.one_of(True, False) else (tensors,), {}
 
 
-def _stack(d: Draw) -> Sample:
-    shape = d.shape(1, 3)
-    return aten.stack.default, ([d.real(*shape), d.real(*shape)], d.dim(len(shape) + 1)), {}
-
-
 def _split_with_sizes(d: Draw) -> Sample:
     shape = list(d.shape())
     dim, sizes = d.dim(len(shape)), [d.size(1, 3), d.size(1, 3)]
@@ -213,22 +216,6 @@ def _gather(d: Draw) -> Sample:
         other = d.dim(len(shape))
         index[other] = d.size(1, shape[other])
     return aten.gather.default, (d.real(*shape), dim, d.whole(shape[dim], *index)), {}
-
-
-def _triangle(op: str) -> Make:
-    return lambda d: (getattr(aten, op).default, (d.real(*d.shape(2, 4)), d.size(-1, 1)), {})
-
-
-def _repeat(d: Draw) -> Sample:
-    shape = d.shape(1, 3)
-    times = [d.size(1, 2) for _ in range(len(shape) + d.size(0, 1))]
-    return aten.repeat.default, (d.real(*shape), times), {}
-
-
-def _pad(d: Draw) -> Sample:
-    shape = d.shape()
-    pad = [d.size(0, 2) for _ in range(2 * d.size(1, len(shape)))]
-    return aten.constant_pad_nd.default, (d.real(*shape), pad, 1.0), {}
 
 
 def _embedding(d: Draw) -> Sample:
@@ -433,87 +420,74 @@ def _expert_activation_backward(d: Draw) -> Sample:
 
 
 SAMPLES: dict[str, Make] = {
-    **{f"aten.{op}": _shaped(_overload(op), "full") for op in UNARY},
-    **{f"aten.{op}": _shaped(_overload(op), "full", "stretched", swap=True) for op in BINARY},
-    **{f"aten.{op}": _shaped(_overload(op), "flags", "mask") for op in LOGICAL},
-    **{
-        f"aten.{op}": _shaped(_overload(op), "full", "stretched", "full")
-        for op in ("addcmul", "addcdiv", "lerp")
-    },
-    **{f"aten.{op}": _shaped(getattr(aten, op).default, "flags") for op in ("logical_not", "bitwise_not")},
-    **{f"aten.{op}": _view(op) for op in ("view", "reshape", "_unsafe_view")},
-    **{f"aten.{op}": _triangle(op) for op in ("tril", "triu")},
-    **{f"aten.{op}": _norm(op) for op in ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm")},
-    "aten.scaled_dot_product_attention": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **_each(
+        """neg sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf silu
+        gelu relu leaky_relu elu hardtanh hardswish softplus abs sign round floor ceil trunc isnan isinf
+        zeros_like ones_like clone detach alias lift_fresh_copy log_sigmoid_forward""",
+        "full",
+    ),
+    **_each(
+        "add sub mul div pow remainder fmod maximum minimum eq ne lt le gt ge", "full", "stretched", swap=True
+    ),
+    **_each("logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor", "flags", "mask"),
+    **_each("logical_not bitwise_not", "flags"),
+    **_each("addcmul addcdiv lerp", "full", "stretched", "full"),
+    **_each("full_like", "full", 2.5),
+    **_each("_to_copy", "full", dtype=torch.float32),
+    **_each("copy", "full", "stretched"),
+    **_each("expand", "stretched", "sizes"),
+    **_each("unsqueeze", "full", "new dim"),
+    **_each("_softmax _log_softmax", "full", "dim", False),
+    **_each("softmax log_softmax unbind cumsum", "full", "dim"),
+    **_each("_softmax_backward_data _log_softmax_backward_data", "full", "full", "dim", torch.float64),
+    **_each("stack", "two", "new dim", ranks=(1, 3)),
+    **_each("split chunk", "full", "few", "dim"),
+    **_each("permute", "full", "order"),
+    **_each("transpose", "full", "dim", "dim"),
+    **_each("t", "full", ranks=(1, 2)),
+    **_each("tril triu", "full", "diagonal", ranks=(2, 4)),
+    **_each("repeat", "full", "times", ranks=(1, 3)),
+    **_each("constant_pad_nd", "full", "pads", 1.0),
+    **_each("silu_backward sigmoid_backward tanh_backward gelu_backward hardswish_backward", "full", "full"),
+    **_each("threshold_backward", "full", "full", 0.0),
+    **_each("leaky_relu_backward", "full", "full", 0.1, False),
+    **_each("hardtanh_backward", "full", "full", -1.0, 1.0),
+    **_each("softplus_backward", "full", "full", 1.0, 20.0),
+    **_each("elu_backward", "full", 1.0, 1.0, 1.0, False, "full"),
     "aten.rsub": _shaped(aten.rsub.Scalar, "full", 1.5),
     "aten.clamp": _shaped(aten.clamp.default, "full", -0.5, 0.5),
     "aten.clamp_min": _shaped(aten.clamp_min.default, "full", 0.1),
     "aten.clamp_max": _shaped(aten.clamp_max.default, "full", 0.1),
-    "aten.full_like": _shaped(aten.full_like.default, "full", 2.5),
-    "aten._to_copy": _shaped(aten._to_copy.default, "full", dtype=torch.float32),
-    "aten.copy": _shaped(aten.copy.default, "full", "stretched"),
     "aten.where": _shaped(aten.where.self, "mask", "full", "stretched"),
     "aten.masked_fill": _shaped(aten.masked_fill.Scalar, "full", "mask", -1.5),
-    "aten.expand": _shaped(aten.expand.default, "stretched", "sizes"),
-    "aten.unsqueeze": _shaped(aten.unsqueeze.default, "full", "new dim"),
+    "aten.log_sigmoid_backward": _log_sigmoid_backward,
+    **{f"aten.{op}": _view(op) for op in ("view", "reshape", "_unsafe_view")},
     "aten.squeeze": _squeeze,
     "aten.flatten": _flatten,
     "aten.unflatten": _unflatten,
-    "aten._softmax": _shaped(aten._softmax.default, "full", "dim", False),
-    "aten._log_softmax": _shaped(aten._log_softmax.default, "full", "dim", False),
-    "aten.softmax": _shaped(aten.softmax.int, "full", "dim"),
-    "aten.log_softmax": _shaped(aten.log_softmax.int, "full", "dim"),
-    **{
-        f"aten.{op}": _shaped(getattr(aten, op).default, "full", "full", "dim", torch.float64)
-        for op in ("_softmax_backward_data", "_log_softmax_backward_data")
-    },
     "aten.cat": _cat,
-    "aten.stack": _stack,
-    "aten.split": _shaped(aten.split.Tensor, "full", "few", "dim"),
     "aten.split_with_sizes": _split_with_sizes,
-    "aten.chunk": _shaped(aten.chunk.default, "full", "few", "dim"),
     "aten.slice": _slice,
+    "aten.slice_backward": _slice_backward,
     "aten.select": _select,
-    "aten.unbind": _shaped(aten.unbind.int, "full", "dim"),
-    "aten.cumsum": _shaped(aten.cumsum.default, "full", "dim"),
-    "aten.permute": _shaped(aten.permute.default, "full", "order"),
-    "aten.transpose": _shaped(aten.transpose.int, "full", "dim", "dim"),
-    "aten.t": lambda d: (aten.t.default, (d.real(*d.shape(1, 2)),), {}),
+    "aten.select_backward": _select_backward,
+    "aten.gather": _gather,
     "aten.sum": _sum,
     "aten.mean": _reduction(aten.mean.dim),
-    "aten.native_layer_norm_backward": _norm_backward,
-    **{f"aten.{op}_forward": _nll_loss(op) for op in ("nll_loss", "nll_loss2d")},
-    **{f"aten.{op}_backward": _nll_loss_backward(op) for op in ("nll_loss", "nll_loss2d")},
-    "aten.embedding_dense_backward": _embedding_backward,
-    "aten.slice_backward": _slice_backward,
-    "aten.select_backward": _select_backward,
-    **{
-        f"aten.{op}_backward": _shaped(getattr(aten, f"{op}_backward").default, "full", "full", *rest)
-        for op, *rest in (
-            ("gelu",),
-            ("silu",),
-            ("threshold", 0.0),
-            ("sigmoid",),
-            ("tanh",),
-            ("leaky_relu", 0.1, False),
-            ("hardtanh", -1.0, 1.0),
-            ("hardswish",),
-            ("softplus", 1.0, 20.0),
-        )
-    },
-    "aten.elu_backward": _shaped(aten.elu_backward.default, "full", 1.0, 1.0, 1.0, False, "full"),
-    "aten.log_sigmoid_backward": _log_sigmoid_backward,
     **{f"aten.{op}": _reduction(getattr(aten, op).default) for op in ("logsumexp", "amax", "amin")},
     **{f"aten.{op}": _reduction(getattr(aten, op).default, one_dim=True) for op in ("argmax", "argmin")},
     **{f"aten.{op}": _reduction(getattr(aten, op).dim, one_dim=True) for op in ("all", "any")},
     "aten.prod": _reduction(aten.prod.dim_int, one_dim=True),
     **{f"aten.{op}": _reduction(getattr(aten, op).correction) for op in ("var", "std", "var_mean")},
-    "aten.gather": _gather,
-    "aten.repeat": _repeat,
-    "aten.constant_pad_nd": _pad,
+    **{f"aten.{op}": _norm(op) for op in ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm")},
+    "aten.native_layer_norm_backward": _norm_backward,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **{f"aten.{op}_forward": _nll_loss(op) for op in ("nll_loss", "nll_loss2d")},
+    **{f"aten.{op}_backward": _nll_loss_backward(op) for op in ("nll_loss", "nll_loss2d")},
     "aten.embedding": _embedding,
+    "aten.embedding_dense_backward": _embedding_backward,
     "aten.mm": _product(aten.mm.default, "tk", "kf"),
     "aten.mv": _product(aten.mv.default, "tk", "k"),
     "aten.addmm": _product(aten.addmm.default, ("f", "1f", "tf", "t1", "1"), "tk", "kf"),
