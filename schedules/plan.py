@@ -15,8 +15,7 @@ from typing import Any
 
 from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.program.program_json import check_fingerprint
-from lancet_kernels.graph.program.saved_json import SavedJson
+from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
 from lancet_kernels.schedules.explanation import (
     account_text,
     bounds_text,

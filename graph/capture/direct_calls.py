@@ -18,30 +18,12 @@ from torch import fx
 from lancet_kernels.ops.registration import function_of
 
 aten = torch.ops.aten
-_FUNCTIONS: dict[object, Callable] = {
-    aten.add.Tensor: torch.add,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.clone.default: torch.clone,
-    aten.detach.default: torch.detach,
-    aten.div.Scalar: torch.div,
-    aten.div.Tensor: torch.div,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Scalar: torch.mul,
-    aten.mul.Tensor: torch.mul,
-    aten.neg.default: torch.neg,
-    aten.permute.default: torch.permute,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.reshape.default: torch.reshape,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.select.int: torch.select,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten._unsafe_view.default: torch.reshape,
+_SAME_NAMES = """add.Tensor bmm.default cat.default clone.default detach.default div.Scalar div.Tensor
+    mean.dim mm.default mul.Scalar mul.Tensor neg.default permute.default pow.Tensor_Scalar reshape.default
+    rsqrt.default select.int sub.Tensor sum.dim_IntList t.default transpose.int unsqueeze.default""".split()
+_FUNCTIONS: dict[object, Callable] = {aten._unsafe_view.default: torch.reshape} | {
+    getattr(getattr(aten, name), overload): getattr(torch, name)
+    for name, _, overload in (text.partition(".") for text in _SAME_NAMES)
 }
 """Functions of torch that take the arguments of an op as they stand in a graph."""
 _METHODS = {aten.expand.default: "expand"}

@@ -35,10 +35,7 @@ def forward_of(captured: Captured, name: str) -> Program:
             needed |= {*instruction.inputs, *instruction.mutates}
             instructions.append(instruction)
     saved = {
-        _storage_of(t, program)
-        for i in program.instructions
-        if i.phase is not Phase.FORWARD
-        for t in i.inputs
+        program.storage[t] for i in program.instructions if i.phase is not Phase.FORWARD for t in i.inputs
     }
     instructions = [
         replace(i, attributes={**i.attributes, "saved": [p for p, t in enumerate(i.outputs) if t in saved]})
@@ -116,9 +113,3 @@ def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:
     module._parameters, module._buffers, module._modules = root._parameters, root._buffers, root._modules
     module._non_persistent_buffers_set = root._non_persistent_buffers_set
     return module
-
-
-def _storage_of(tensor: str, program: Program) -> str:
-    """The tensor whose storage a view shares."""
-    base = program.tensors[tensor].alias_of
-    return tensor if base is None else _storage_of(base, program)

@@ -7,6 +7,7 @@ split at every start and wait of a collective and at every fused launch, and eac
 from __future__ import annotations
 
 import operator
+from collections import Counter
 
 import torch
 from torch import fx
@@ -31,42 +32,33 @@ def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.
 
     Args: compiler: a backend of torch.compile, "inductor" say. Pieces are compiled when first called.
     """
-    number_of, compiled = _number(module.graph)
+    number_of, sizes = _number(module.graph)
     parts = split_module(module, module, number_of.__getitem__, keep_original_order=True)
-    for number in compiled:
+    for number, size in sizes.items():
         name = f"submod_{number}"
-        if hasattr(parts, name):
+        if size >= SMALLEST_PIECE and hasattr(parts, name):
             piece = getattr(parts, name)
             setattr(parts, name, torch.compile(piece, backend=compiler, fullgraph=True, dynamic=False))
     return parts
 
 
-def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
-    """The number of each node's piece, in order, and the pieces that are long enough to be compiled."""
+def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], Counter[int]]:
+    """The number of each node's piece, in order, and how many nodes a piece to compile has."""
     number_of: dict[fx.Node, int] = {}
-    compiled: list[int] = []
-    number, size = 0, 0
-
-    def close() -> None:
-        nonlocal number, size
-        if size >= SMALLEST_PIECE:
-            compiled.append(number)
-        number, size = number + 1, 0
-
+    sizes: Counter[int] = Counter()
+    number = 0
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target is operator.getitem and node.args[0] in number_of:
             number_of[node] = number_of[node.args[0]]  # a tuple does not cross pieces
         elif is_wait(node) or (is_instruction(node) and stands_alone(node)):
-            close()
-            number_of[node] = number
-            number += 1
+            number_of[node] = number + 1
+            number += 2
         else:
             number_of[node] = number
-            size += 1
-    close()
-    return number_of, compiled
+            sizes[number] += 1
+    return number_of, sizes
 
 
 def stands_alone(node: fx.Node) -> bool:

@@ -35,7 +35,9 @@ class PlainTensors:
         self._expressions: dict[str, CodeType] = {}
         self.paths: dict[str, str] = {}
         self.trained: list[str] = []
-        names = _names_of_state(module)
+        # The first name of each parameter and buffer.
+        state = [*module.named_buffers(), *module.named_parameters()]
+        names = {id(tensor): name for name, tensor in state}
         holder = nn.Module()
         for node in traced.graph.find_nodes(op="placeholder"):
             expression = node._dynamo_source.name
@@ -78,12 +80,6 @@ class PlainTensors:
             name: self._function.value(expression, self._module)
             for name, expression in self._expressions.items()
         }
-
-
-def _names_of_state(module: nn.Module) -> dict[int, str]:
-    """By id, the first name of each parameter and buffer."""
-    named = [*module.named_buffers(), *module.named_parameters()]
-    return {id(tensor): name for name, tensor in named}
 
 
 def _read_attribute(graph: fx.Graph, placeholder: fx.Node, name: str) -> None:

@@ -40,7 +40,8 @@ _ROUTING = ("lancet.gate", "lancet.kept_counts", "lancet.exchange_counts")
 def insert_recomputation(module: fx.GraphModule) -> None:
     """Make the recomputation that a traced joint graph asks for part of the graph; remove torch's marks."""
     graph = module.graph
-    forward = _traced_in_forward(graph)
+    # What was traced in the forward, and the inputs; later nodes may also depend on no tangent.
+    forward = {n for n in graph.nodes if n.op != "output" and n.meta.get("partitioner_tag") != "is_backward"}
     marked = {n for n in forward if n.meta.get("recompute") in _RECOMPUTED} - _saved(module, forward)
     readers: dict[fx.Node, list[fx.Node]] = {}
     """By region's first reader, the marked nodes that the backward reads of it."""
@@ -70,11 +71,6 @@ def insert_recomputation(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _traced_in_forward(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs, and the nodes that were traced in the forward; later ones may also depend on no tangent."""
-    return {n for n in graph.nodes if n.op != "output" and n.meta.get("partitioner_tag") != "is_backward"}
-
-
 def _region(node: fx.Node) -> object:
     return node.meta.get("ac_graph_id")
 
@@ -85,16 +81,13 @@ def _saved(module: fx.GraphModule, forward: set[fx.Node]) -> set[fx.Node]:
     changed = {d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)}
     saved = set()
     for node in module.graph.nodes:
+        is_saved = _is_read_outside(node, forward)
         if node.target is operator.getitem:
-            if node.args[0] in saved and not _is_read_outside(node.args[0], forward):
-                saved.add(node)
-                continue
+            is_saved |= node.args[0] in saved and not _is_read_outside(node.args[0], forward)
         elif node.op == "call_function":
             reads_changed = any(source.meta.get("desc") in changed for source in node.all_input_nodes)
-            if draws_random_numbers(node) or op_name(node) in _ROUTING or reads_changed:
-                saved.add(node)
-                continue
-        if _is_read_outside(node, forward):
+            is_saved |= draws_random_numbers(node) or op_name(node) in _ROUTING or reads_changed
+        if is_saved:
             saved.add(node)
     return saved
 

@@ -71,19 +71,15 @@ class GraphRunner:
     def _run(self, inputs: list) -> object:
         if self.recorder.on:
             return _Clocked(self.module, self.phase, self.recorder).boxed_run(inputs)
-        if self.pieces is not None:
-            arguments = tuple(inputs)
-            inputs.clear()
-            return self.pieces(*arguments)
         on_gpu = inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].is_cuda
-        if on_gpu or self.frees:
+        if self.pieces is None and (on_gpu or self.frees):
             # The interpreter frees each saved activation after its last use; a call keeps its arguments
             # alive.
             return fx.Interpreter(self.direct).boxed_run(inputs)
         # On the CPU the interpreter's overhead, some 10 us a node, would be part of every iteration.
         arguments = tuple(inputs)
         inputs.clear()
-        return self.direct.forward(*arguments)
+        return (self.pieces or self.direct.forward)(*arguments)
 
 
 class _Clocked(fx.Interpreter):

@@ -56,16 +56,15 @@ class Assumptions:
     def broken(self, module: nn.Module) -> str:
         """The first assumption that no longer holds, in terms of the module: `dropout.p == 0.1`."""
         result = self._manager.guard_manager.check_verbose(self._function.locals(module))
-        return self._plain(result.verbose_code_parts[0]) if result.verbose_code_parts else ""
+        for code in result.verbose_code_parts:
+            return self._function.plain(code.split("  # ")[0].strip())
+        return ""
 
     def _of_module(self, guards: Sequence) -> list[bool]:
         """For each of the trace's guards: is it about the module, rather than its inputs or torch's state?"""
         states = ("GLOBAL_STATE", "SHAPE_ENV")
         reads_arguments = self._function.reads_arguments
         return [g.guard_type not in states and not reads_arguments(g.orig_guard.name) for g in guards]
-
-    def _plain(self, code: str) -> str:
-        return self._function.plain(code.split("  # ")[0].strip())
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ else:
 
 _FOLDER = resources.files("lancet_kernels.graph.costs") / "clusters"
 _TABLES = ("peak_tflops", "compute_efficiency")
-_OPTIONAL = ("kernels", "dispatchers")
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,7 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             do="move it up",
         )  # fmt: skip
     _check_keys(Cluster, data, f"cluster file {source}")
-    text = ("name", "description", "device", *_TABLES, *_OPTIONAL)
-    numbers = {k: v for k, v in data.items() if k not in text}
+    numbers = {f.name: data[f.name] for f in fields(Cluster) if f.type in ("int", "float")}
     for table in _TABLES:
         if not isinstance(data[table], dict) or "float32" not in data[table]:
             raise UserError(

@@ -71,32 +71,28 @@ class CommunicationModel:
                 do="use whole nodes",
             )
         among = expert_ranks or gpus
-        formulas: dict[tuple[str, str], Callable[[float], float]] = {
-            ("all_to_all", "world"): lambda size: _all_to_all_ms(cluster, among, size)
-        }
         # Any two ranks may exchange data: in the worst case every GPU of a node sends to another node at
         # once.
         leaving = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 0
-        formulas["point_to_point", "world"] = lambda size: point_to_point_ms(cluster, size, leaving)
-        sums = {"world": lambda size: _all_reduce_ms(cluster, gpus, size)}
+        points = {
+            ("all_to_all", "world"): _points(lambda size: _all_to_all_ms(cluster, among, size)),
+            ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
+        }
+        sums = {"world": (gpus, 1)}
         if among < gpus:
-            sums["replica"] = lambda size: _replica_all_reduce_ms(cluster, gpus, among, size)
+            sums["replica"] = gpus, among
         if shard_ranks is not None:
-            sums["shards"] = lambda size: _all_reduce_ms(cluster, shard_ranks, size)
-            sums["copies"] = lambda size: _replica_all_reduce_ms(cluster, gpus, shard_ranks, size)
-        for group, all_reduce in sums.items():
-            formulas["all_reduce", group] = all_reduce
+            sums |= {"shards": (shard_ranks, 1), "copies": (gpus, shard_ranks)}
+        for group, ranks in sums.items():
+            whole = _points(partial(_all_reduce_ms, cluster, *ranks))
+            points["all_reduce", group] = whole
             # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
-            for half in ("reduce_scatter", "all_gather"):
-                formulas[half, group] = partial(_half_of, all_reduce)
-        return cls(
-            {key: tuple((float(b), formula(b)) for b in POINT_BYTES) for key, formula in formulas.items()}
-        )
+            half = tuple((size, ms / 2) for size, ms in whole)
+            points["reduce_scatter", group] = points["all_gather", group] = half
+        return cls(points)
 
-    def milliseconds(self, collective: str, bytes: float, group: str = "world", parts: int = 1) -> float:
-        """Time of one collective over `bytes` per rank, or of one of its `parts` (priced at bytes / parts).
-
-        Below the first point it is pure latency (`interpolated`).
+    def milliseconds(self, collective: str, bytes: float, group: str = "world") -> float:
+        """Time of one collective over `bytes` per rank. Below the first point it is pure latency.
 
         Raises:
             UserError: no points for this collective and group.
@@ -107,7 +103,7 @@ class CommunicationModel:
             raise UserError(
                 "communication cost", got=f"{collective} in {group}", expected=measured, do="measure it first"
             )
-        return interpolated(points, bytes / parts)
+        return interpolated(points, bytes)
 
     def latency(self, collective: str, group: str = "world") -> float:
         """Milliseconds that even an empty message takes."""
@@ -149,8 +145,8 @@ def point_to_point_ms(cluster: Cluster, size: float, leaving: int) -> float:
     return latency * 1e-3 + max(inside, outside) * 1e3
 
 
-def _half_of(formula: Callable[[float], float], size: float) -> float:
-    return formula(size) / 2
+def _points(formula: Callable[[float], float]) -> Points:
+    return tuple((float(size), formula(size)) for size in POINT_BYTES)
 
 
 def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:
@@ -175,23 +171,16 @@ def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int,
     return latency * 1e-3 + max(inside, outside) * 1e3
 
 
-def _all_reduce_ms(cluster: Cluster, gpus: int, size: float) -> float:
-    """Hierarchical: reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes.
+def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> float:
+    """Of groups of every `apart`-th rank, all at the same time (1: one group of all ranks). Hierarchical:
+    reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes.
 
     Per GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
-    """
-    local = min(gpus, cluster.gpus_per_node)
-    return grouped_all_reduce_ms(cluster, size, local, gpus // local, 1)
-
-
-def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size: float) -> float:
-    """As `_all_reduce_ms`, within the replica groups (every `expert_ranks`-th rank), all at the same time.
-
     Example: 16 GPUs, 8 per node, expert groups of 8: no two ranks of a node have the same experts, and 8
     all-reduces between the two nodes share the network cards, each with 2 * 1/2 of its bytes.
     """
     node = min(gpus, cluster.gpus_per_node)
-    local, nodes = max(1, node // expert_ranks), max(1, gpus // max(node, expert_ranks))
+    local, nodes = max(1, node // apart), max(1, gpus // max(node, apart))
     return grouped_all_reduce_ms(cluster, size, local, nodes, node // local)
 
 

@@ -1,9 +1,9 @@
 """The time of an instruction: measured if there is a measurement, otherwise estimated.
 
-`CostModel` uses the first of these that applies: the instruction's own `milliseconds`, the cache of measured
-times, a part's share of the measured whole, the communication model (for collectives), and the roofline,
-which is the slower of arithmetic and memory traffic plus the fixed cost of a kernel. `MeasuredCosts` is for a
-step that was measured on this machine; it needs no description of a cluster.
+`CostModel` uses the first of these that applies: the instruction's own `milliseconds`, a part's share of the
+measured whole, the communication model (for collectives), and the roofline, which is the slower of arithmetic
+and memory traffic plus the fixed cost of a kernel. `MeasuredCosts` is for a step that was measured on this
+machine; it needs no description of a cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.device_costs import DeviceCosts
-from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 
 Tensors = Mapping[str, TensorSpec]
@@ -42,14 +41,12 @@ class CostModel:
 
     cluster: Cluster
     communication: CommunicationModel
-    measured: MeasuredTimes | None = None
 
     @classmethod
     def for_cluster(
         cls,
         cluster: Cluster,
         gpus: int,
-        measured: MeasuredTimes | None = None,
         expert_ranks: int | None = None,
         shard_ranks: int | None = None,
     ) -> CostModel:
@@ -59,20 +56,19 @@ class CostModel:
             many parameters are sharded, if not over all.
         """
         communication = CommunicationModel.from_cluster(cluster, gpus, expert_ranks, shard_ranks)
-        return cls(cluster, communication, measured)
+        return cls(cluster, communication)
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
-        measured_ms = self._measured_ms(instruction, tensors)
-        if measured_ms is not None:
-            return measured_ms
         if "whole_milliseconds" in instruction.attributes:
-            return part_of_measured(instruction, self._fixed_ms(instruction))
+            # The cost of an empty part: the latency of a message, or the launch of a kernel.
+            fixed_ms = self.cluster.launch_us * 1e-3
+            if instruction.kind.is_communication:
+                fixed_ms = communication_ms(self.communication, replace(instruction, bytes=0.0))
+            return part_of_measured(instruction, fixed_ms)
         if instruction.kind.is_communication:
-            return self.communication.milliseconds(
-                collective_of(instruction), instruction.bytes, instruction.attributes.get("group", "world")
-            )
+            return communication_ms(self.communication, instruction)
         operands = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t in tensors]
         dtype = next((d for d in operands if "float" in d), "float32")
         return roofline_ms(self.cluster, dtype, instruction.flops, instruction.bytes)
@@ -80,24 +76,9 @@ class CostModel:
     @property
     def source(self) -> str:
         """Where the costs come from, with a digest of all numbers that they are calculated from."""
-        measured = self.measured.items() if self.measured is not None else []
-        numbers = asdict(self.cluster), self.communication.to_json(), measured
+        numbers = asdict(self.cluster), self.communication.to_json()
         digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
         return f"calculated for cluster {self.cluster.name} ({self.cluster.device}), digest {digest}"
-
-    def _measured_ms(self, instruction: Instruction, tensors: Tensors) -> float | None:
-        if self.measured is None or not len(self.measured):
-            return None
-        if not all(t in tensors for t in (*instruction.inputs, *instruction.outputs)):
-            return None
-        return self.measured.get(measurement_key(instruction, tensors, self.cluster.device))
-
-    def _fixed_ms(self, instruction: Instruction) -> float:
-        """The cost of an empty part: the latency of a message, or the launch of a kernel."""
-        if instruction.kind.is_communication:
-            group = instruction.attributes.get("group", "world")
-            return self.communication.latency(collective_of(instruction), group)
-        return self.cluster.launch_us * 1e-3
 
 
 @dataclass(frozen=True)
@@ -121,9 +102,7 @@ class MeasuredCosts:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
         if instruction.kind.is_communication:
-            return self.communication.milliseconds(
-                collective_of(instruction), instruction.bytes, instruction.attributes.get("group", "world")
-            )
+            return communication_ms(self.communication, instruction)
         whole_ms = instruction.attributes.get("whole_milliseconds")
         if whole_ms is None:
             return self.slowdown * self.device.added_ms(instruction.op, instruction.bytes)
@@ -163,6 +142,12 @@ def source_of(cost: Cost) -> str:
 def durations(program: Program, cost: Cost) -> list[float]:
     """Milliseconds of every instruction of a program, in its order."""
     return [cost(instruction, program.tensors) for instruction in program.instructions]
+
+
+def communication_ms(model: CommunicationModel, instruction: Instruction) -> float:
+    """The time of a communication by the points of its collective and group."""
+    group = instruction.attributes.get("group", "world")
+    return model.milliseconds(collective_of(instruction), instruction.bytes, group)
 
 
 def collective_of(instruction: Instruction) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.costs.communication import CommunicationModel
-from lancet_kernels.graph.costs.costs import collective_of
+from lancet_kernels.graph.costs.costs import communication_ms
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 
 _PERMUTE = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
@@ -54,8 +54,7 @@ class KernelCosts:
         if instruction.kind is Kind.ALL_TO_ALL:
             return self.all_to_all_ms(instruction.bytes)
         if instruction.kind.is_communication:
-            group = instruction.attributes.get("group", "world")
-            return self._communication.milliseconds(collective_of(instruction), instruction.bytes, group)
+            return communication_ms(self._communication, instruction)
         if not instruction.flops and not instruction.bytes:
             return 0.0
         return self._compute_ms(instruction, tensors) + self.kernels.kernel_us * 1e-3

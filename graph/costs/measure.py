@@ -68,7 +68,7 @@ def measure_nodes(
 
     Args: inputs: one per placeholder of the graph, on the device to measure.
     """
-    names = [node.name for node in module.graph.nodes if is_instruction(node)]
+    nodes = [node for node in module.graph.nodes if is_instruction(node)]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
     runs = []
     with unpaced(inputs):
@@ -76,13 +76,13 @@ def measure_nodes(
             timer = _GpuTimer(module) if on_gpu else _Timer(module)
             with torch.no_grad():
                 timer.run(*inputs)
-            runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
+            runs.append([timer.times[node.name] for node in nodes])
     # [run, instruction, (CPU, wall, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
     slowest = _over_ranks(measured.median(0).values, group, "max")
     least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
     times = {}
-    for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
+    for i, node in enumerate(nodes):
         # A node that waits for other ranks: the rank that arrives last waits least; the minimum over runs.
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
         times[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
@@ -136,13 +136,11 @@ def _waits_for_ranks(node: fx.Node) -> bool:
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph node by node, and records CPU and wall milliseconds and bytes on the wire by node."""
+    """Runs a graph node by node. `times`: CPU and wall milliseconds, and bytes on the wire, by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.cpu: dict[str, float] = {}
-        self.wall: dict[str, float] = {}
-        self.wire: dict[str, float] = {}
+        self.times: dict[str, tuple[float, float, float]] = {}
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return super().call_function(with_any_strides(target), args, kwargs)
@@ -160,9 +158,8 @@ class _Timer(fx.Interpreter):
         link.read()
         begin, cpu = time.perf_counter(), clock()
         result = _arrived(node, call())
-        self.cpu[node.name] = (clock() - cpu) * 1e3
-        self.wall[node.name] = (time.perf_counter() - begin) * 1e3
-        self.wire[node.name] = link.read().bytes_on_wire
+        cpu_ms, wall_ms = (clock() - cpu) * 1e3, (time.perf_counter() - begin) * 1e3
+        self.times[node.name] = cpu_ms, wall_ms, link.read().bytes_on_wire
         return result
 
 
@@ -187,8 +184,7 @@ class _GpuTimer(_Timer):
         computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)
         if is_collective(node) and not traffic.count:
             computing_ms = 0.0
-        self.cpu[node.name], self.wall[node.name] = computing_ms, elapsed_ms
-        self.wire[node.name] = traffic.bytes_on_wire
+        self.times[node.name] = computing_ms, elapsed_ms, traffic.bytes_on_wire
         return result
 
 
@@ -255,8 +251,8 @@ def measure_communication(
         points = []
         size = SMALLEST_BYTES
         while True:
-            timed = _link_time if collective == "all_to_all" else _total_time
-            points.append((float(size), _median_ms(timed(call, size, device), groups.world, repeats)))
+            timed = partial(_link_ms if collective == "all_to_all" else _total_ms, call, size, device)
+            points.append((float(size), _median_ms(timed, groups.world, repeats)))
             if size >= largest[collective, name]:
                 break
             size *= 2
@@ -265,31 +261,20 @@ def measure_communication(
     return CommunicationModel.measured(samples)
 
 
-def _link_time(call: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
-    """A call that returns the milliseconds on the link; packing and unpacking count as computation."""
-
-    def timed() -> float:
-        link.read()
-        call(size)
-        return link.read().all_to_all_ms
-
-    return timed
+def _link_ms(call: Callable[[int], object], size: int, device: torch.device) -> float:
+    """Milliseconds on the link; packing and unpacking count as computation."""
+    link.read()
+    call(size)
+    return link.read().all_to_all_ms
 
 
-def _total_time(call: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
-    def timed() -> float:
-        _finish(device)
-        begin = time.perf_counter()
-        call(size)
-        _finish(device)
-        return (time.perf_counter() - begin) * 1e3
-
-    return timed
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _total_ms(call: Callable[[int], object], size: int, device: torch.device) -> float:
+    finish = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    finish()
+    begin = time.perf_counter()
+    call(size)
+    finish()
+    return (time.perf_counter() - begin) * 1e3
 
 
 def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:

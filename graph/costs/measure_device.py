@@ -31,6 +31,7 @@ from lancet_kernels.graph.costs.measure import GPU_SLEEP_CYCLES, unpaced
 from lancet_kernels.graph.program.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.program.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
+from lancet_kernels.graph.rules.derived import attention
 from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
 from lancet_kernels.ops.moe.parts import merge_rows, part_rows, window_counts
@@ -38,7 +39,7 @@ from lancet_kernels.ops.moe.parts import merge_rows, part_rows, window_counts
 PARTS = (2, 4, 8)
 MEASURED_OPS = frozenset(
     ["aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear"]
-    + [op for op, rule in RULES.items() if rule.derived == "attention"]
+    + [op for op, rule in RULES.items() if rule.derived is attention]
     + [f"lancet.{op}" for op in ("grouped_gemm", "grouped_gemm_dx", "grouped_gemm_dw", "dispatch", "combine")]
     + [f"lancet.{op}" for op in ("gate", "exchange_counts", "expert_activation")]
     + ["lancet.expert_activation_backward", "aten.native_layer_norm"]

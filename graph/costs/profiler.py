@@ -2,24 +2,27 @@
 add.
 
 Lancet's caching op profiler and communication cost model (section 3): each op and shape is measured once.
-Times are stored in a JSON file (`graph.costs.measured`), which rank 0 reads and writes for all ranks. What a
-partitioned graph adds is measured later than the rest, so its times are scaled (`speed_then`).
-Instructions with the same op, shapes and attributes share one time, the median of all of them.
+Times are stored in a JSON file, which rank 0 reads and writes for all ranks. What a partitioned graph adds is
+measured later than the rest, so its times are scaled (`speed_then`). Instructions with the same op, shapes
+and attributes share one time, the median of all of them.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
 
-from lancet_kernels.cache_file import cache_folder
+from lancet_kernels.cache_file import CacheFile, cache_folder
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile
@@ -35,22 +38,73 @@ from lancet_kernels.graph.costs.measure_device import (
     measure_launch,
     measure_parts,
 )
-from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Instruction, Kind, Program
+from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
 
+FORMAT, VERSION = "lancet-measured-times", 1
+AGAIN = "they are ignored and will be measured again"
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, in the same folder as that of the measured times."""
 SHARED = 0.25
 """Less of a step says too little about the speed of the machine."""
 
 
-def default_cache() -> Path:
-    """The default file of measured times, in the user's cache folder."""
-    return cache_folder() / "times.json"
+def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec], where: str) -> str:
+    """Op, shapes and dtypes of all operands, where it was measured, and attributes, as one readable line.
+
+    Example: `aten.mm (4x8:float16, 8x2:float16) -> (4x2:float16) on V100 []`.
+    """
+
+    def side(names: tuple[str, ...]) -> str:
+        specs = [tensors[t] for t in names]
+        return ", ".join(f"{'x'.join(map(str, s.shape)) or 'scalar'}:{s.dtype}" for s in specs)
+
+    operands = f"({side(instruction.inputs)}) -> ({side(instruction.outputs)})"
+    attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
+    return f"{instruction.op} {operands} on {where} [{attributes}]"
+
+
+class MeasuredTimes:
+    """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
+
+    def __init__(self, path: str | Path):
+        self._file = CacheFile(path, FORMAT, VERSION, AGAIN)
+        self._times = self._read()
+
+    def get(self, key: str) -> float | None:
+        """The measured milliseconds; None if there is no measurement."""
+        return self._times.get(key)
+
+    def items(self) -> list[tuple[str, float]]:
+        """All keys and milliseconds."""
+        return list(self._times.items())
+
+    def put(self, key: str, milliseconds: float) -> None:
+        """Add one measurement; `save` writes the file."""
+        if not (math.isfinite(milliseconds) and milliseconds >= 0):
+            raise UserError(
+                f"time of {key}", got=milliseconds, expected="milliseconds >= 0", do="measure it again"
+            )
+        self._times[key] = float(milliseconds)
+
+    def save(self) -> None:
+        """Write atomically: readers see the old file or the new one. Entries of other processes are
+        preserved."""
+        with self._file.changed() as sections:
+            self._times = dict(sorted({**self._read(), **self._times}.items()))
+            sections["milliseconds"] = self._times
+
+    def _read(self) -> dict[str, float]:
+        return self._file.section("milliseconds", "measured times", _times_from_json, {})
+
+
+def _times_from_json(times: Any) -> dict[str, float]:
+    if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
+        raise ValueError("a time that is not a number >= 0")
+    return {str(k): float(v) for k, v in times.items()}
 
 
 class Profiler:
@@ -68,7 +122,7 @@ class Profiler:
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.groups, self.device, self._others = groups, device, others
-        file = Path(cache or default_cache())
+        file = Path(cache or cache_folder() / "times.json")
         self.times = MeasuredTimes(file)
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
@@ -90,7 +144,11 @@ class Profiler:
         program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
         preset = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
-        keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in preset}
+        keys = {
+            i.name: measurement_key(i, program.tensors, self._where)
+            for i in program.instructions
+            if i.name not in preset
+        }
         every_key = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
         cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
         times = {key: number for key, number in cached.items() if number is not None}
@@ -132,8 +190,8 @@ class Profiler:
             if i.kind is Kind.COMPUTE and i.name not in preset
         }
         ranks = group_size(self.groups.expert)
-        instructions = list(program.instructions)
-        for position, instruction in enumerate(instructions):
+        sizes: dict[str, float] = {}
+        for position, instruction in enumerate(program.instructions):
             if instruction.kind is Kind.COMPUTE:
                 continue
             host_ms = times[keys[instruction.name]]
@@ -146,15 +204,15 @@ class Profiler:
                 milliseconds[name] += host_ms / len(beside)
             if instruction.kind is Kind.ALL_TO_ALL:
                 # The bytes of an all-to-all with evenly spread rows, as in the points of the model.
-                size = times[_bytes_key(keys[instruction.name])] * ranks / max(1, ranks - 1)
-                instructions[position] = replace(instruction, bytes=size)
-        return replace(
-            program,
-            instructions=tuple(
-                replace(i, milliseconds=milliseconds[i.name]) if i.kind is Kind.COMPUTE else i
-                for i in instructions
-            ),
-        )
+                on_wire = times[_bytes_key(keys[instruction.name])]
+                sizes[instruction.name] = on_wire * ranks / max(1, ranks - 1)
+        instructions = [
+            replace(i, milliseconds=milliseconds[i.name])
+            if i.kind is Kind.COMPUTE
+            else replace(i, bytes=sizes.get(i.name, i.bytes))
+            for i in program.instructions
+        ]
+        return replace(program, instructions=tuple(instructions))
 
     def communication(self, program: Program, width: int) -> CommunicationModel:
         """Measured times of the collectives of a Program, up to its largest sizes.
@@ -167,9 +225,8 @@ class Profiler:
                 continue
             key = collective_of(instruction), instruction.attributes.get("group", "world")
             largest[key] = max(largest.get(key, 0), int(instruction.bytes))
-        wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
-        prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
+        prefix = f"communication up to {sizes}, rows of {width}, {self._where_with_link}: "
         times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not times:
             model = measure_communication(largest, width, self.groups, self.device, others=self._others)
@@ -230,10 +287,6 @@ class Profiler:
         if group_rank(self.groups.world) == 0:
             self._device_costs.put(costs)
         return costs
-
-    def _key(self, instruction: Instruction, program: Program) -> str:
-        attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
-        return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
 
     def _from_first(self, values: Value) -> Value:
         """The value of rank 0, on every rank: all must make the same decision whether to measure."""

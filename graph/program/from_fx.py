@@ -280,17 +280,14 @@ def _instruction(
     # Each group has its own communication costs (`graph.costs.communication`).
     if "group" in node.meta:
         attributes["group"] = node.meta["group"]
-    if UNIT in node.meta and op in _COLLECTIVES:
-        attributes[GATHERS] = True
     if op in _COLLECTIVES:
         attributes["collective"] = _COLLECTIVES[op]
-    if op == "lancet.gate":
-        attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
-    inputs = _tensor_names(node.all_input_nodes)
+        if UNIT in node.meta:
+            attributes[GATHERS] = True
     return Instruction(
         name=node.name,
         op=op,
-        inputs=tuple(dict.fromkeys(inputs)),
+        inputs=tuple(dict.fromkeys(_tensor_names(node.all_input_nodes))),
         outputs=tuple(spec.name for spec in outputs),
         kind=_kind(op),
         phase=phase,
@@ -397,15 +394,12 @@ def _flops(node: fx.Node, op: str) -> float:
     packet = getattr(node.target, "overloadpacket", None)
     if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
         # Fused kernels skip the masked half of causal attention, which torch's registry ignores.
-        return _attention_flops(values, "backward" in op) * (0.5 if _is_causal(node) else 1.0)
+        is_causal = _arguments(node).get("is_causal") is True
+        return _attention_flops(values, "backward" in op) * (0.5 if is_causal else 1.0)
     if packet in flop_registry:
         by_name = fx.map_arg(node.kwargs, _value)
         return float(flop_registry[packet](*values, **by_name, out_val=_value(node)))
     return 0.0
-
-
-def _is_causal(node: fx.Node) -> bool:
-    return _arguments(node).get("is_causal") is True
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:

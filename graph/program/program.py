@@ -18,23 +18,15 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.program.reachability import Reachability
 
 ITEM_BYTES = {
-    "complex128": 16,
-    "complex64": 8,
-    "float64": 8,
-    "uint64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-    "uint16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+    dtype: size
+    for size, dtypes in {
+        16: "complex128",
+        8: "complex64 float64 uint64 int64",
+        4: "float32 int32 uint32",
+        2: "float16 bfloat16 int16 uint16",
+        1: "float8_e4m3fn float8_e5m2 int8 uint8 bool",
+    }.items()
+    for dtype in dtypes.split()
 }
 
 

@@ -6,135 +6,191 @@ and returns its equation (`graph.rules.equations`), or None if the instruction c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from lancet_kernels.graph.rules import equations
 from lancet_kernels.graph.rules.equations import Shape
 
 Derivation = Callable[[list[Shape], list[Shape], Mapping], "str | None"]
 
 
-def _elementwise(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
-    return equations.elementwise(inputs, outputs)
+def _names(rank: int, marked: Collection[int] = (), mark: str = "!") -> list[str]:
+    """Example: `_names(3, {1})` is [x0, x1!, x2]."""
+    return [f"x{n}{mark if n in marked else ''}" for n in range(rank)]
 
 
-def _view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    return equations.view(inputs[0], outputs[0]) if len(inputs) == len(outputs) == 1 else None
+def _equation(inputs: Iterable[list[str]], outputs: Iterable[list[str]]) -> str:
+    left, right = (", ".join(" ".join(names) or "-" for names in side) for side in (inputs, outputs))
+    return f"{left} -> {right}"
 
 
-def _squeeze(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def elementwise(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    """Broadcast from the right; a broadcast dimension of size one stays whole.
+
+    Example: (4, 8) and (8,) to (4, 8) is `x1 x0, x0 -> x1 x0`.
+    """
+    result = outputs[0][::-1]
+
+    def operand(shape: Shape) -> list[str]:
+        sizes = zip(shape[::-1], result, strict=False)
+        return [f"x{n}" if size == full != 1 else "1" for n, (size, full) in enumerate(sizes)][::-1]
+
+    return _equation(map(operand, inputs), map(operand, outputs))
+
+
+def view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Dimensions that it keeps, splits or joins are matched from the left by their products.
+
+    Example: (4, 8, 6) to (32, 6) is `x0 inner! x2 -> x0 x2`: the 32 is cut where the 4 is.
+    """
+    if not len(inputs) == len(outputs) == 1:
+        return None
+    (source,), (target,) = inputs, outputs
+    left: list[str] = []
+    right: list[str] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        a, b = list(source[i : i + 1]), list(target[j : j + 1])
+        i, j = i + len(a), j + len(b)
+        while math.prod(a) != math.prod(b):
+            if math.prod(a) < math.prod(b) and i < len(source):
+                a.append(source[i])
+                i += 1
+            elif j < len(target):
+                b.append(target[j])
+                j += 1
+            else:
+                return "- -> -"
+        shared = f"x{len(left)}"
+        left += _block(a, shared)
+        right += _block(b, shared)
+    return _equation([left], [right])
+
+
+def _block(sizes: list[int], shared: str) -> list[str]:
+    """Names of the dimensions of one side of a matched block. Only the slowest one of size > 1 is shared."""
+    names: list[str] = []
+    for size in sizes:
+        names.append("1" if size == 1 else "inner!" if shared in names else shared)
+    return names
+
+
+def squeeze(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """A dimension in `dim` stays whole: if a part had size one there, squeeze would remove it."""
     rank = len(inputs[0])
     dims = attributes.get("dim", range(rank))
     named = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)}
-    source = [f"x{n}{'!' if n in named else ''}" for n in range(rank)]
+    source = _names(rank, named)
     target = [source[n] for n in range(rank) if n not in named or inputs[0][n] != 1]
     return _equation([source], [target])
 
 
-def _unflatten(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def unflatten(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """The dimension that is split stays whole, because the new sizes are arguments."""
     rank, dim = len(inputs[0]), attributes.get("dim")
     if dim is None:
         return None
     dim %= rank
-    source = [f"x{n}" for n in range(rank)]
+    source = _names(rank, {dim})
     split = [f"y{n}!" for n in range(len(outputs[0]) - rank + 1)]
-    return _equation(
-        [[*source[:dim], source[dim] + "!", *source[dim + 1 :]]], [source[:dim] + split + source[dim + 1 :]]
-    )
+    return _equation([source], [source[:dim] + split + source[dim + 1 :]])
 
 
-def _permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """`dims`: the order for a permute; two dimensions to swap for a transpose (`swap` true)."""
     rank, dims = len(inputs[0]), attributes.get("dims")
     if dims is None:
-        return equations.permute(2, (1, 0)) if rank == 2 else None
+        return "x0 x1 -> x1 x0" if rank == 2 else None
     order = [d % rank for d in dims]
     if attributes.get("swap"):
         first, second = order
         order = list(range(rank))
         order[first], order[second] = second, first
-    return equations.permute(rank, order)
+    return _equation([_names(rank)], [[f"x{d}" for d in order]])
 
 
-def _along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """An op that works along `dim`, by default the first."""
-    return equations.along(inputs, outputs, attributes.get("dim", 0))
+def along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    """An op that works along `dim`, by default the first (cat, stack, split, slice, softmax, and the backward
+    of slice and select): every other dimension may be cut. Inputs or outputs may lack the dimension, or have
+    another size there."""
+    rank = max(map(len, (*inputs, *outputs)))
+    dim = attributes.get("dim", 0) % max(rank, 1)
+    names = _names(rank, {dim})
+
+    def operand(shape: Shape) -> list[str]:
+        if len(shape) == rank:
+            return names
+        return names[:dim] + names[dim + 1 :] if len(shape) == rank - 1 else []
+
+    return _equation(map(operand, inputs), map(operand, outputs))
 
 
-def _stack(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """An op that adds the dimension `dim` (by default the first); every other one may be cut."""
-    rank = len(inputs[0])
-    dim = attributes.get("dim", 0) % (rank + 1)
-    names = [f"x{n}" for n in range(rank)]
-    return _equation([names] * len(inputs), [[*names[:dim], "new!", *names[dim:]]])
-
-
-def _gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """Inputs: source and index. Dimensions other than `dim` may be cut if both have the same size there."""
     if len(inputs) != 2 or "dim" not in attributes or len(inputs[0]) != len(inputs[1]):
         return None
     dim = attributes["dim"] % max(len(inputs[0]), 1)
     sizes = enumerate(zip(*inputs, strict=True))
-    names = [f"x{n}" + ("!" if n == dim or a != b else "") for n, (a, b) in sizes]
+    names = _names(len(inputs[0]), [n for n, (a, b) in sizes if n == dim or a != b])
     return _equation([names, names], [names])
 
 
-def _last_two(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def last_two(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """An op on matrices (tril): all dimensions but the last two may be cut."""
     return "... r! c! -> ... r! c!" if len(inputs) == 1 and len(inputs[0]) >= 2 else None
 
 
-def _repeat(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def repeat(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """Dimensions that are not repeated may be cut."""
-    rank, sizes = len(outputs[0]), outputs[0]
+    rank = len(outputs[0])
     shift = rank - len(inputs[0])
-    names = [f"x{n}" + ("" if n >= shift and inputs[0][n - shift] == sizes[n] else "!") for n in range(rank)]
+    before = (None,) * shift + inputs[0]
+    names = _names(rank, [n for n in range(rank) if before[n] != outputs[0][n]])
     return _equation([names[shift:]], [names])
 
 
-def _pad(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def pad(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """`pad`: (before, after) from the last dimension on; those that are not padded may be cut."""
-    pad = attributes.get("pad")
-    if pad is None:
+    sizes, rank = attributes.get("pad"), len(inputs[0])
+    if sizes is None:
         return None
-    rank = len(inputs[0])
-    padded = {rank - 1 - n for n in range(len(pad) // 2) if pad[2 * n] or pad[2 * n + 1]}
-    names = [f"x{n}" + ("!" if n in padded else "") for n in range(rank)]
+    names = _names(rank, {rank - 1 - n // 2 for n, size in enumerate(sizes) if size})
     return _equation([names], [names])
 
 
 def _reduce(mark: str) -> Derivation:
     """A reduction over `dims` or `dim`; `mark` is the mark of the reduced dimensions in the equation."""
 
-    def write(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    def derivation(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
         rank, dims = len(inputs[0]), attributes.get("dims", attributes.get("dim"))
         if dims is None or len(inputs) != 1:
             return None
         dims = [dims] if isinstance(dims, int) else dims or range(rank)
         reduced = {d % max(rank, 1) for d in dims}
-        source = [f"x{n}{mark if n in reduced else ''}" for n in range(rank)]
+        source = _names(rank, reduced, mark)
         keepdim = len(outputs[0]) == rank
         target = ["1" if n in reduced else f"x{n}" for n in range(rank) if keepdim or n not in reduced]
         return _equation([source], [target] * len(outputs))
 
-    return write
+    return derivation
 
 
-def _norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+sums, reduces = _reduce("+"), _reduce("!")
+
+
+def norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """A norm over the last dimensions, those of `normalized_shape` (by default one). The optional weight and
     bias stay whole."""
     rank, normalized = len(inputs[0]), len(attributes.get("normalized_shape", "D"))
     free = rank - normalized
-    names = [f"x{n}" + ("!" if n >= free else "") for n in range(rank)]
+    names = _names(rank, range(free, rank))
     statistics = [*names[:free], *["1"] * normalized]
     return _equation(
         [names] + [names[free:]] * (len(inputs) - 1), [names] + [statistics] * (len(outputs) - 1)
     )
 
 
-def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """query, key, value, optional mask -> result, logsumexp, and further values for the backward.
 
     None with dropout, because random numbers must not depend on how the batch is cut. Without dropout, the
@@ -157,7 +213,7 @@ def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -
     return _equation(operands, results)
 
 
-def _attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """Gradient of the result, query, key, value, further results of the forward, optional mask -> gradients.
 
     Operands are recognized by shape: those with four dimensions start with batch and heads, as does a
@@ -181,7 +237,7 @@ def _attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: M
     return _equation([operand(s) for s in inputs], [operand(s) for s in outputs])
 
 
-def _norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+def norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
     """Gradient of the result, input, statistics, weight and bias -> gradients of the input, and (partial
     sums) of weight and bias. Operands are recognized by shape, because gradients that are not needed are
     missing. Cut along the first dimension only: torch assumes that the statistics are contiguous."""
@@ -197,7 +253,7 @@ def _norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mappin
     return _equation([operand(s) for s in inputs], [operand(s) for s in outputs])
 
 
-def _nll_loss(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def nll_loss(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """log p[T, V] (or [B, V, ...]), target[T] (, weight[V]) -> loss, total weight. Losses and weights are
     sums over parts; with `reduction` 0 there is a loss for each target and no total weight."""
     if len(inputs[0]) < 2:
@@ -211,7 +267,7 @@ def _nll_loss(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) ->
     )
 
 
-def _nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """Gradient of the loss, log p, target (, weight), total weight of the whole -> gradient of log p."""
     if len(inputs[1]) < 2:
         return None
@@ -222,7 +278,7 @@ def _nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Ma
     return _equation([gradient, scores, target, *weight, []], [scores])
 
 
-def _embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """gradient[..., D], index[...] -> gradient of the table[V, D], a sum over all indices.
 
     None with `scale_grad_by_freq`: a part does not know how often an index appears in the others.
@@ -233,17 +289,7 @@ def _embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: M
     return _equation([[*index, "d"], index], [["v!", "d"]])
 
 
-def _put_back(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """The backward of slice and select along `dim`: the gradient, padded with zeros."""
-    rank = len(outputs[0])
-    if "dim" not in attributes or len(inputs) != 1:
-        return None
-    dim = attributes["dim"] % rank
-    names = [f"x{n}" + ("!" if n == dim else "") for n in range(rank)]
-    return _equation([names if len(inputs[0]) == rank else names[:dim] + names[dim + 1 :]], [names])
-
-
-def _fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+def fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """The backward launch of fused experts, and the weight gradients that it computes as fillers: cut along
     the tokens, which are the first dimension of all operands but the ticket and the experts' parameters.
     Behind the fillers' operands may come the forward's x."""
@@ -258,34 +304,3 @@ def _fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mappi
     for n, shape in enumerate(outputs[2:], 2):
         right[n] = [f"r{n}x{axis}!" for axis in range(len(shape))]
     return _equation(left, right)
-
-
-def _equation(inputs: list[list[str]], outputs: list[list[str]]) -> str:
-    left, right = (", ".join(" ".join(names) or "-" for names in side) for side in (inputs, outputs))
-    return f"{left} -> {right}"
-
-
-DERIVED: dict[str, Derivation] = {
-    "elementwise": _elementwise,
-    "view": _view,
-    "squeeze": _squeeze,
-    "unflatten": _unflatten,
-    "permute": _permute,
-    "along": _along,
-    "stack": _stack,
-    "gather": _gather,
-    "last_two": _last_two,
-    "repeat": _repeat,
-    "pad": _pad,
-    "attention_backward": _attention_backward,
-    "norm_backward": _norm_backward,
-    "nll_loss": _nll_loss,
-    "nll_loss_backward": _nll_loss_backward,
-    "embedding_backward": _embedding_backward,
-    "put_back": _put_back,
-    "fused_backward": _fused_backward,
-    "sum": _reduce("+"),
-    "reduce": _reduce("!"),
-    "norm": _norm,
-    "attention": _attention,
-}

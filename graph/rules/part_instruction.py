@@ -56,12 +56,12 @@ def part_tensor(
 ) -> TensorSpec:
     """One part of a tensor. Example: x (8, 4) cut along 0 into 2: `x_part0` (4, 4), half the bytes."""
     name = part_name(spec.name, part)
-    shape = list(spec.shape)
     dimension = row_dimension if form in (IRREGULAR, WINDOW) else form.dimension
-    if dimension is not None:
-        shape[dimension] = -(-shape[dimension] // parts)
-        return TensorSpec(name, tuple(shape), spec.dtype, -(-spec.bytes // parts), spec.alias_of)
-    return TensorSpec(name, tuple(shape), spec.dtype, spec.bytes, spec.alias_of)
+    if dimension is None:
+        return replace(spec, name=name)
+    shape = list(spec.shape)
+    shape[dimension] = -(-shape[dimension] // parts)
+    return replace(spec, name=name, shape=tuple(shape), bytes=-(-spec.bytes // parts))
 
 
 def can_be_cut(tensors: Mapping[str, TensorSpec], forms: Forms, parts: int) -> bool:

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules import equations
-from lancet_kernels.graph.rules.derived import DERIVED
-from lancet_kernels.graph.rules.equations import Equation, Shape
+from lancet_kernels.graph.rules import derived
+from lancet_kernels.graph.rules.derived import Derivation
+from lancet_kernels.graph.rules.equations import Equation, Shape, parse
 
 Tensors = Mapping[str, TensorSpec]
 
 MEAN, SUM = 1, 2
 """The values of the `reduction` argument of torch's losses."""
+_MARKS = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED, "+": PARTIAL}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Rule:
     """How one op may be cut.
 
     equations: alternatives for different numbers of operands; the first that fits the operands is used.
-    derived: instead, the name of a function in `DERIVED` that gives the equation from shapes and attributes.
+    derived: instead, the function that gives the equation from shapes and attributes.
     irregular: for cuts after the gate: per operand `~` (irregular), `^` (carried), `.` (whole), `+` (partial)
     or a dimension name. in_experts: the op is an all-to-all or part of the experts, where rows may be cut.
     carries: (output, argument): the output of a part is this argument of the next part.
@@ -57,7 +59,7 @@ class Rule:
     """
 
     equations: tuple[str, ...] = ()
-    derived: str | None = None
+    derived: Derivation | None = None
     irregular: tuple[str, ...] = ()
     in_experts: bool = False
     carries: tuple[tuple[int, int], ...] = ()
@@ -88,19 +90,14 @@ class Rule:
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction; None if no equation of the rule fits its operands."""
-        shapes = (
-            [tensors[t].shape for t in instruction.inputs],
-            [tensors[t].shape for t in instruction.outputs],
-        )
-        ranks = tuple(len(s) for side in shapes for s in side)
+        inputs = [tensors[t].shape for t in instruction.inputs]
+        outputs = [tensors[t].shape for t in instruction.outputs]
         texts = self.equations
         if self.derived:
-            text = DERIVED[self.derived](*shapes, instruction.attributes)
+            text = self.derived(inputs, outputs, instruction.attributes)
             texts = () if text is None else (text,)
-        for text in texts:
-            if _fits(text, ranks, len(shapes[0])):
-                return equations.parse(text, ranks)
-        return None
+        ranks = tuple(map(len, (*inputs, *outputs)))
+        return next((parse(text, ranks) for text in texts if _fits(text, ranks, len(inputs))), None)
 
     def assignments(
         self, instruction: Instruction, tensors: Tensors, *, only_experts: bool, contractions: bool = False
@@ -119,29 +116,35 @@ class Rule:
             return []
         if self.with_backward and not contractions:
             return []
-        operands = list(zip(instruction.inputs, equation.inputs, strict=True))
-        results = list(zip(instruction.outputs, equation.outputs, strict=True))
-        result: list[tuple[Form, ...]] = []
-        if self.in_experts and not only_experts:
-            names: list[str] = []
-        else:
+        operands = _operands(instruction, equation)
+        inputs = len(instruction.inputs)
+        names: list[str] = []
+        if only_experts or not self.in_experts:
             names = equation.cuttable
             if contractions:
                 names = list(dict.fromkeys([*names, *sorted(equation.contractions)]))
+        result: list[tuple[Form, ...]] = []
         for name in names:
-            sources = [self._form(tensors[t].shape, dims, name) for t, dims in operands]
-            targets = [self._form(tensors[t].shape, dims, name) for t, dims in results]
+            forms = [self._form(tensors[t].shape, dims, name) for t, dims in operands]
+            sources, targets = forms[:inputs], forms[inputs:]
             if name in equation.summed | equation.contractions:
                 targets = [
                     form if name in dims else PARTIAL
-                    for form, (_, dims) in zip(targets, results, strict=True)
+                    for form, dims in zip(targets, equation.outputs, strict=True)
                 ]
             for target in (*(output for output, _ in self.carries), *equation.any_part):
                 targets[target] = CARRIED
             if any(form != WHOLE for form in sources) and WHOLE not in targets:
                 result.append((*sources, *targets))
-        if not only_experts:
-            result += self._irregular(instruction, equation, tensors)
+        for text in () if only_experts else self.irregular:
+            marks = text.replace("->", ",").replace(",", " ").split()
+            if len(marks) == len(operands):
+                result.append(
+                    tuple(
+                        _MARKS.get(mark) or self._form(tensors[t].shape, dims, mark)
+                        for mark, (t, dims) in zip(marks, operands, strict=True)
+                    )
+                )
         return result
 
     def carried(self, instruction: Instruction, tensors: Tensors) -> list[tuple[int, int]]:
@@ -155,27 +158,6 @@ class Rule:
                     break
         return result
 
-    def _irregular(
-        self, instruction: Instruction, equation: Equation, tensors: Tensors
-    ) -> list[tuple[Form, ...]]:
-        operands = [*zip(instruction.inputs, equation.inputs, strict=True)]
-        operands += zip(instruction.outputs, equation.outputs, strict=True)
-        result = []
-        for text in self.irregular:
-            marks = text.replace("->", ",").split(",")
-            if len(marks) == len(operands):
-                codes = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED, "+": PARTIAL}
-                pairs = zip(marks, operands, strict=True)
-                result.append(
-                    tuple(
-                        codes[m.strip()]
-                        if m.strip() in codes
-                        else self._form(tensors[t].shape, names, m.strip())
-                        for m, (t, names) in pairs
-                    )
-                )
-        return result
-
     def _form(self, shape: Shape, names: tuple[str | None, ...], name: str) -> Form:
         """The form of an operand if `name` is cut; a dimension of size one is broadcast and stays whole."""
         if name not in names or shape[names.index(name)] == 1:
@@ -187,9 +169,13 @@ class Rule:
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
-        pairs = [*zip(instruction.inputs, equation.inputs, strict=True)]
-        pairs += zip(instruction.outputs, equation.outputs, strict=True)
-        return {t: names.index("r") for t, names in pairs if "r" in names}
+        return {t: names.index("r") for t, names in _operands(instruction, equation) if "r" in names}
+
+
+def _operands(instruction: Instruction, equation: Equation) -> list[tuple[str, tuple[str | None, ...]]]:
+    """Inputs and outputs with the names of their dimensions."""
+    tensors = (*instruction.inputs, *instruction.outputs)
+    return list(zip(tensors, (*equation.inputs, *equation.outputs), strict=True))
 
 
 def rule_for(instruction: Instruction) -> Rule | None:
@@ -201,11 +187,12 @@ def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
     left, right = (side.split(",") for side in text.split("->"))
     if len(left) != inputs or len(left) + len(right) != len(ranks):
         return False
-    for operand, rank in zip([*left, *right], ranks, strict=True):
-        size = len(operand.split())
-        if operand.strip() not in ("-", "*") and not ("..." in operand and rank >= size - 1) and rank != size:
-            return "(" in operand
-    return True
+    return all(
+        operand.strip() in ("-", "*")
+        or rank == len(operand.split())
+        or ("..." in operand and rank >= len(operand.split()) - 1)
+        for operand, rank in zip([*left, *right], ranks, strict=True)
+    )
 
 
 _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p
@@ -215,49 +202,44 @@ _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp 
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
     zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy
     gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward leaky_relu_backward
-    log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward""".split()
-_VIEWS = "unsqueeze flatten".split()
-_SHAPED = {"expand": "elementwise", "view": "view", "reshape": "view", "_unsafe_view": "view"}
-_ALONG = """_softmax softmax _log_softmax log_softmax cat split split_with_sizes slice select chunk unbind
-    cumsum _softmax_backward_data _log_softmax_backward_data""".split()
-_REDUCED = "logsumexp amax amin all any argmax argmin var_mean var std prod".split()
-_ATTENTION = """scaled_dot_product_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention""".split()
-_LOSSES = "nll_loss_forward nll_loss2d_forward".split()
-_LOSSES_BACKWARD = "nll_loss_backward nll_loss2d_backward".split()
+    log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward"""
+_ALONG = """_softmax softmax _log_softmax log_softmax cat stack split split_with_sizes slice select chunk
+    unbind cumsum _softmax_backward_data _log_softmax_backward_data"""
+_FUSED_ATTENTION = [
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
+
+
+def _derived(derivation: Derivation, ops: str, **arguments: Any) -> dict[str, Rule]:
+    return {f"aten.{op}": Rule(derived=derivation, **arguments) for op in ops.split()}
+
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{op}": Rule(derived="elementwise") for op in _ELEMENTWISE},
-    **{f"aten.{op}": Rule(derived="view") for op in _VIEWS},
-    **{f"aten.{op}": Rule(derived=derived, shape_argument=1) for op, derived in _SHAPED.items()},
-    **{f"aten.{op}": Rule(derived="along") for op in _ALONG},
-    **{f"aten.{op}": Rule(derived="permute") for op in ("permute", "transpose", "t")},
-    **{f"aten.{op}": Rule(derived="reduce") for op in _REDUCED},
-    **{f"aten.{op}": Rule(derived="last_two") for op in ("tril", "triu")},
-    **{f"aten.{op}": Rule(derived="norm") for op in ("native_layer_norm", "layer_norm", "rms_norm")},
-    **{f"aten.{op}": Rule(derived="attention") for op in _ATTENTION},
-    **{f"aten.{op}_backward": Rule(derived="attention_backward") for op in _ATTENTION[1:]},
-    **{f"aten.{op}": Rule(derived="nll_loss", reduction_argument=3) for op in _LOSSES},
-    **{f"aten.{op}": Rule(derived="nll_loss_backward") for op in _LOSSES_BACKWARD},
-    **{
-        f"aten.{op}": Rule(derived="norm_backward")
-        for op in ("native_layer_norm_backward", "_fused_rms_norm_backward")
-    },
-    **{
-        f"aten.{op}": Rule(derived="put_back", shape_argument=1)
-        for op in ("slice_backward", "select_backward")
-    },
-    "aten.embedding_dense_backward": Rule(derived="embedding_backward"),
-    "aten.sum": Rule(derived="sum"),
-    "aten.mean": Rule(derived="sum", averages=True),
-    "aten.squeeze": Rule(derived="squeeze"),
-    "aten.unflatten": Rule(derived="unflatten"),
-    "aten.stack": Rule(derived="stack"),
-    "aten.gather": Rule(derived="gather"),
-    "aten.repeat": Rule(derived="repeat"),
-    "aten.constant_pad_nd": Rule(derived="pad"),
-    "aten._fused_rms_norm": Rule(derived="norm"),
+    **_derived(derived.elementwise, _ELEMENTWISE),
+    **_derived(derived.elementwise, "expand", shape_argument=1),
+    **_derived(derived.view, "unsqueeze flatten"),
+    **_derived(derived.view, "view reshape _unsafe_view", shape_argument=1),
+    **_derived(derived.along, _ALONG),
+    **_derived(derived.along, "slice_backward select_backward", shape_argument=1),
+    **_derived(derived.permute, "permute transpose t"),
+    **_derived(derived.squeeze, "squeeze"),
+    **_derived(derived.unflatten, "unflatten"),
+    **_derived(derived.gather, "gather"),
+    **_derived(derived.repeat, "repeat"),
+    **_derived(derived.pad, "constant_pad_nd"),
+    **_derived(derived.last_two, "tril triu"),
+    **_derived(derived.sums, "sum"),
+    **_derived(derived.sums, "mean", averages=True),
+    **_derived(derived.reduces, "logsumexp amax amin all any argmax argmin var_mean var std prod"),
+    **_derived(derived.norm, "native_layer_norm layer_norm rms_norm _fused_rms_norm"),
+    **_derived(derived.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
+    **_derived(derived.attention, "scaled_dot_product_attention"),
+    **_derived(derived.attention, " ".join(_FUSED_ATTENTION)),
+    **_derived(derived.attention_backward, " ".join(f"{op}_backward" for op in _FUSED_ATTENTION)),
+    **_derived(derived.nll_loss, "nll_loss_forward nll_loss2d_forward", reduction_argument=3),
+    **_derived(derived.nll_loss_backward, "nll_loss_backward nll_loss2d_backward"),
+    **_derived(derived.embedding_backward, "embedding_dense_backward"),
     "aten.mm": Rule(("t d, d f -> t f",)),
     "aten.mv": Rule(("t d, d -> t",)),
     # No partial sums: the bias must be added once.
@@ -355,7 +337,7 @@ RULES: dict[str, Rule] = {
     ),
     # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A]) (, x[T, D])
     #   -> dx[T, D], dweight[T, K], dw1, dw2 (, db1, db2) (, fillers' results [A, B])
-    "lancet.fused_experts_backward": Rule(derived="fused_backward", with_backward=True),
+    "lancet.fused_experts_backward": Rule(derived=derived.fused_backward, with_backward=True),
     # dweight[T, K], logits[T, E], expert[T, K] -> dlogits[T, E]
     "lancet.gate_backward": Rule(("t k!, t e!, t k! -> t e!",)),
 }

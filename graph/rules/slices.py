@@ -192,10 +192,6 @@ class Partition:
                 index = index * primitive.slices + primitive.slice(phase, dimension, own, now)
         return index
 
-    def tile(self, phase: str, dimensions: Iterable[str], device: int, t: int) -> Tile:
-        """The slice of each dimension."""
-        return tuple(self.slice(phase, d, device, t) for d in dimensions)
-
     def tiles(self, phase: str, dimensions: Sequence[str], t: int) -> tuple[Tile, ...]:
         """The tiles of all devices."""
         if not dimensions:

@@ -271,7 +271,7 @@ class CapturedStep:
         if cluster is not None:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
-            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
+            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks, shards)
             return replace(step, timed=self._shared(step.program, cost), cost=cost)
         layers = moe_layers(self.model)
         width = layers[0].d_model if layers else 1

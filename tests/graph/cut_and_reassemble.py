@@ -6,7 +6,7 @@ Written without a look at `schedules.rewrite.cut`, so that both are checked agai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, fx
@@ -50,18 +50,23 @@ COUNTS = {
 }
 
 
-def window(values: Tensor, count: Tensor, p: int, parts: int, by_expert: bool) -> Tensor:
+def segments(count: Tensor) -> list[int]:
+    """The rows of each segment, by expert, then rank. (One rank's rows lie alike in both orders.)"""
+    return count.T.reshape(-1).tolist()
+
+
+def window(values: Tensor, count: Tensor, p: int, parts: int) -> Tensor:
     """The rows in part p's window of slots, segment by segment."""
-    lengths = (count.T if by_expert else count).reshape(-1).tolist()
+    lengths = segments(count)
     pieces = zip(values.split(lengths), lengths, strict=True)
     return torch.cat([piece[n * p // parts : n * (p + 1) // parts] for piece, n in pieces])
 
 
-def put_together(pieces: list[Tensor], count: Tensor, by_expert: bool) -> Tensor:
+def put_together(pieces: list[Tensor], count: Tensor) -> Tensor:
     """Windows in the order of the parts -> all rows."""
-    lengths, parts = (count.T if by_expert else count).reshape(-1).tolist(), len(pieces)
+    parts = len(pieces)
     split = [
-        piece.split([n * (p + 1) // parts - n * p // parts for n in lengths])
+        piece.split([n * (p + 1) // parts - n * p // parts for n in segments(count)])
         for p, piece in enumerate(pieces)
     ]
     return torch.cat([rows for of_segment in zip(*split, strict=True) for rows in of_segment])
@@ -113,17 +118,10 @@ def _program_of(module: fx.GraphModule) -> Program:
 def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[Form, ...]]:
     """Every assignment the rule offers that needs no other op of an MoE layer."""
     instruction, program = instruction_of(node)
-    rule = rule or rule_for(instruction)
-    found = [
-        way
-        for only_experts in (False, True)
-        for way in (
-            rule.assignments(instruction, program.tensors, only_experts=only_experts, contractions=True)
-            if rule
-            else []
-        )
-    ]
-    return [way for way in dict.fromkeys(found) if IRREGULAR not in way]
+    rule = rule or rule_for(instruction) or Rule()
+    assignments = partial(rule.assignments, instruction, program.tensors, contractions=True)
+    every = [*assignments(only_experts=False), *assignments(only_experts=True)]
+    return [way for way in dict.fromkeys(every) if IRREGULAR not in way]
 
 
 def check_node(node: fx.Node, values: Values, parts: Sequence[int], rule: Rule | None = None) -> int:
@@ -167,13 +165,11 @@ def check_way(
 
     carried = {instruction.inputs[i]: o for i, o in rule.carried(instruction, program.tensors)}
     # The uncut op first.
-    expected = _tensors(_call(node, fx.map_arg((node.args, node.kwargs), values.__getitem__)))
+    expected = _results(node, fx.map_arg((node.args, node.kwargs), values.__getitem__))
     pieces: list[list[Tensor]] = []
     windows = way[0] == WINDOW
     if windows:
         operand_count, result_count = (values[node.args[COUNTS[instruction.op][i]]] for i in (0, -1))
-        # One rank's rows lie alike in both orders; all other ops have received rows.
-        by_expert = True
     where = f"{instruction.op} {[shapes[t] for t in forms]} cut {[*map(str, way)]} into {parts}"
     for p in range(parts):
 
@@ -183,7 +179,7 @@ def check_way(
                 return pieces[-1][carried[name]]
             form = forms.get(name, WHOLE)
             if form == WINDOW:
-                return window(values[source], operand_count, p, parts, by_expert)
+                return window(values[source], operand_count, p, parts)
             if not form.is_cut:
                 return values[source]
             first, behind = bounds(shapes[name][form.dimension], p)
@@ -204,7 +200,7 @@ def check_way(
         if is_mean:
             args[3] = SUM
         try:
-            pieces.append(_tensors(_call(node, (args, kwargs))))
+            pieces.append(_results(node, (args, kwargs)))
         except (RuntimeError, IndexError, ValueError) as error:
             raise WrongRule(f"{where}: part {p} does not run: {error}") from error
         if instruction.op == "aten.mean" and way[-1] == PARTIAL:
@@ -217,21 +213,15 @@ def check_way(
             continue  # marked `*`: nobody may rely on it
         try:
             results = [piece[n] for piece in pieces]
-            if form == WINDOW:
-                joined = put_together(results, result_count, by_expert)
-            else:
-                joined = _joined(results, form)
+            joined = put_together(results, result_count) if form == WINDOW else _joined(results, form)
         except (RuntimeError, IndexError) as error:
             raise WrongRule(f"{where}: the parts do not go together: {error}") from error
         _compare(f"{where}, result {n}", joined, whole, instruction.op)
 
 
-def _call(node: fx.Node, arguments: tuple) -> object:
+def _results(node: fx.Node, arguments: tuple) -> list[Tensor]:
     args, kwargs = arguments
-    return node.target(*args, **kwargs)
-
-
-def _tensors(result: object) -> list[Tensor]:
+    result = node.target(*args, **kwargs)
     return [t for t in result if isinstance(t, Tensor)] if isinstance(result, (tuple, list)) else [result]
 
 

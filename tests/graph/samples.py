@@ -44,6 +44,9 @@ class Draw:
     def dim(self, rank: int) -> int:
         return self._draw(st.integers(-rank, rank - 1))
 
+    def order(self, rank: int) -> list[int]:
+        return self._draw(st.permutations(range(rank)))
+
     def stretched(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape that broadcasts to `shape`: leading dimensions left out, some of size one."""
         kept = shape[self._draw(st.integers(0, len(shape))) :]
@@ -51,75 +54,74 @@ class Draw:
 
 
 Sample = tuple[Callable, tuple, dict]
+Make = Callable[[Draw], Sample]
 
-UNARY = """neg sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf silu
-    gelu relu leaky_relu elu hardtanh hardswish softplus abs sign round floor ceil trunc isnan isinf
-    zeros_like ones_like clone detach alias lift_fresh_copy""".split()
-BINARY = "add sub mul div pow remainder fmod maximum minimum eq ne lt le gt ge".split()
-LOGICAL = "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor".split()
+OPERANDS: dict[str, Callable[[Draw, tuple[int, ...]], object]] = {
+    "full": lambda d, shape: d.real(*shape),
+    "stretched": lambda d, shape: d.real(*d.stretched(shape)),
+    "flags": lambda d, shape: d.flag(*shape),
+    "mask": lambda d, shape: d.flag(*d.stretched(shape)),
+    "sizes": lambda d, shape: list(shape),
+    "dim": lambda d, shape: d.dim(len(shape)),
+    "new dim": lambda d, shape: d.dim(len(shape) + 1),
+    "order": lambda d, shape: d.order(len(shape)),
+    "few": lambda d, shape: d.size(1, 3),
+    "times": lambda d, shape: [d.size(1, 2) for _ in range(len(shape) + d.size(0, 1))],
+    "pads": lambda d, shape: [d.size(0, 2) for _ in range(2 * d.size(1, len(shape)))],
+    "diagonal": lambda d, shape: d.size(-1, 1),
+    "two": lambda d, shape: [d.real(*shape), d.real(*shape)],
+}
+"""Arguments that depend on the drawn shape."""
 
 
-def _overload(op: str, *names: str) -> Callable:
-    packet = getattr(aten, op)
-    return next(getattr(packet, n) for n in names if n in packet.overloads())
+def _shaped(
+    target: Callable,
+    *arguments: object,
+    ranks: tuple[int, int] = (1, 4),
+    swap: bool = False,
+    **by_name: object,
+) -> Make:
+    """An op on one drawn shape. Args: arguments: names among `OPERANDS`, or what is given as it stands. swap:
+    the arguments may come in the other order."""
 
-
-def _unary(op: str) -> Callable[[Draw], Sample]:
-    return lambda d: (_overload(op, "default"), (d.real(*d.shape()),), {})
-
-
-def _binary(op: str) -> Callable[[Draw], Sample]:
     def make(d: Draw) -> Sample:
-        shape = d.shape()
-        operands = [d.real(*shape), d.real(*d.stretched(shape))]
-        if d.one_of(True, False):
-            operands.reverse()
-        return _overload(op, "Tensor", "Tensor_Tensor", "default"), tuple(operands), {}
+        shape = d.shape(*ranks)
+        given = [OPERANDS[a](d, shape) if isinstance(a, str) else a for a in arguments]
+        if swap and d.one_of(True, False):
+            given.reverse()
+        return target, tuple(given), by_name
 
     return make
 
 
-def _logical(op: str) -> Callable[[Draw], Sample]:
+def _each(ops: str, *arguments: object, **options: object) -> dict[str, Make]:
+    """Several ops on one drawn shape, by name."""
+    samples = {}
+    for op in ops.split():
+        packet = getattr(aten, op)
+        overload = next(o for o in ("Tensor", "Tensor_Tensor", "default", "int") if o in packet.overloads())
+        samples[f"aten.{op}"] = _shaped(getattr(packet, overload), *arguments, **options)
+    return samples
+
+
+def _product(target: Callable, *operands: str | tuple[str, ...]) -> Make:
+    """An op on operands with the dimensions of these letters. A tuple: one of several."""
+
     def make(d: Draw) -> Sample:
-        shape = d.shape()
-        return _overload(op, "Tensor", "default"), (d.flag(*shape), d.flag(*d.stretched(shape))), {}
+        sizes = {"1": 1}
+
+        def operand(axes: str) -> Tensor:
+            for axis in axes:
+                if axis not in sizes:
+                    sizes[axis] = d.size()
+            return d.real(*(sizes[axis] for axis in axes))
+
+        return target, tuple(operand(o if isinstance(o, str) else d.one_of(*o)) for o in operands), {}
 
     return make
 
 
-def _three(op: str) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        shape = d.shape()
-        return (
-            _overload(op, "Tensor", "default"),
-            tuple(d.real(*s) for s in (shape, d.stretched(shape), shape)),
-            {},
-        )
-
-    return make
-
-
-def _where(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.where.self, (d.flag(*d.stretched(shape)), d.real(*shape), d.real(*d.stretched(shape))), {}
-
-
-def _masked_fill(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.masked_fill.Scalar, (d.real(*shape), d.flag(*d.stretched(shape)), -1.5), {}
-
-
-def _copy(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.copy.default, (d.real(*shape), d.real(*d.stretched(shape))), {}
-
-
-def _expand(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.expand.default, (d.real(*d.stretched(shape)), list(shape)), {}
-
-
-def _view(op: str) -> Callable[[Draw], Sample]:
+def _view(op: str) -> Make:
     """Dimensions joined, split, or put in and out at random: all factorings of one count."""
 
     def make(d: Draw) -> Sample:
@@ -138,21 +140,11 @@ def _view(op: str) -> Callable[[Draw], Sample]:
     return make
 
 
-def _unsqueeze(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.unsqueeze.default, (d.real(*shape), d.dim(len(shape) + 1)), {}
-
-
 def _squeeze(d: Draw) -> Sample:
     shape = d.shape()
-    x = d.real(*shape)
-    dims = sorted({d.dim(len(shape)) % len(shape) for _ in range(2)})
-    return (
-        *d.one_of(
-            (aten.squeeze.default, (x,)), (aten.squeeze.dim, (x, dims[0])), (aten.squeeze.dims, (x, dims))
-        ),
-        {},
-    )
+    x, dims = d.real(*shape), sorted({d.dim(len(shape)) % len(shape) for _ in range(2)})
+    ways = (aten.squeeze.default, (x,)), (aten.squeeze.dim, (x, dims[0])), (aten.squeeze.dims, (x, dims))
+    return (*d.one_of(*ways), {})
 
 
 def _flatten(d: Draw) -> Sample:
@@ -168,31 +160,12 @@ def _unflatten(d: Draw) -> Sample:
     return aten.unflatten.int, (d.real(*shape), dim, sizes), {}
 
 
-def _softmax(op: str, *rest: object) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        shape = d.shape()
-        return _overload(op, "default", "int"), (d.real(*shape), d.dim(len(shape)), *rest), {}
-
-    return make
-
-
 def _cat(d: Draw) -> Sample:
     shape = list(d.shape())
-    dim = d.dim(len(shape))
-    other = list(shape)
+    dim, other = d.dim(len(shape)), list(shape)
     other[dim] = d.size()
     tensors = [d.real(*shape), d.real(*other)]
     return aten.cat.default, (tensors, dim) if dim % len(shape) or d.one_of(True, False) else (tensors,), {}
-
-
-def _stack(d: Draw) -> Sample:
-    shape = d.shape(1, 3)
-    return aten.stack.default, ([d.real(*shape), d.real(*shape)], d.dim(len(shape) + 1)), {}
-
-
-def _split(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.split.Tensor, (d.real(*shape), d.size(1, 3), d.dim(len(shape))), {}
 
 
 def _split_with_sizes(d: Draw) -> Sample:
@@ -202,20 +175,12 @@ def _split_with_sizes(d: Draw) -> Sample:
     return aten.split_with_sizes.default, (d.real(*shape), sizes, dim), {}
 
 
-def _chunk(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.chunk.default, (d.real(*shape), d.size(1, 3), d.dim(len(shape))), {}
-
-
 def _slice(d: Draw) -> Sample:
     shape = d.shape()
     dim = d.dim(len(shape))
     first = d.size(0, shape[dim] - 1)
-    return (
-        aten.slice.Tensor,
-        (d.real(*shape), dim, first, d.size(first + 1, shape[dim] + 2), d.size(1, 2)),
-        {},
-    )
+    behind = d.size(first + 1, shape[dim] + 2)
+    return aten.slice.Tensor, (d.real(*shape), dim, first, behind, d.size(1, 2)), {}
 
 
 def _select(d: Draw) -> Sample:
@@ -224,25 +189,7 @@ def _select(d: Draw) -> Sample:
     return aten.select.int, (d.real(*shape), dim, d.size(-shape[dim], shape[dim] - 1)), {}
 
 
-def _with_dim(target: Callable) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        shape = d.shape()
-        return target, (d.real(*shape), d.dim(len(shape))), {}
-
-    return make
-
-
-def _permute(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.permute.default, (d.real(*shape), d._draw(st.permutations(range(len(shape))))), {}
-
-
-def _transpose(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.transpose.int, (d.real(*shape), d.dim(len(shape)), d.dim(len(shape))), {}
-
-
-def _reduction(target: Callable, *, one_dim: bool = False, extra: tuple = ()) -> Callable[[Draw], Sample]:
+def _reduction(target: Callable, *, one_dim: bool = False) -> Make:
     def make(d: Draw) -> Sample:
         shape = d.shape()
         dims = sorted({d.dim(len(shape)) % len(shape) for _ in range(d.size(1, len(shape)))})
@@ -250,19 +197,15 @@ def _reduction(target: Callable, *, one_dim: bool = False, extra: tuple = ()) ->
         x = d.real(*shape)
         if "correction" in str(target):
             return target, (x, dims), {"correction": 0, "keepdim": keep}
-        return target, (x, dims[0] if one_dim else dims, *extra, keep), {}
+        return target, (x, dims[0] if one_dim else dims, keep), {}
 
     return make
 
 
 def _sum(d: Draw) -> Sample:
-    shape = d.shape()
-    if d.one_of(True, False, False):
-        return (
-            *d.one_of((aten.sum.default, (d.real(*shape),)), (aten.sum.dim_IntList, (d.real(*shape), []))),
-            {},
-        )
-    return _reduction(aten.sum.dim_IntList)(d)
+    everything = _shaped(aten.sum.default, "full"), _shaped(aten.sum.dim_IntList, "full", [])
+    some = _reduction(aten.sum.dim_IntList)
+    return d.one_of(*everything, some, some, some, some)(d)
 
 
 def _gather(d: Draw) -> Sample:
@@ -275,61 +218,9 @@ def _gather(d: Draw) -> Sample:
     return aten.gather.default, (d.real(*shape), dim, d.whole(shape[dim], *index)), {}
 
 
-def _triangle(op: str) -> Callable[[Draw], Sample]:
-    return lambda d: (getattr(aten, op).default, (d.real(*d.shape(2, 4)), d.size(-1, 1)), {})
-
-
-def _repeat(d: Draw) -> Sample:
-    shape = d.shape(1, 3)
-    times = [d.size(1, 2) for _ in range(len(shape) + d.size(0, 1))]
-    return aten.repeat.default, (d.real(*shape), times), {}
-
-
-def _pad(d: Draw) -> Sample:
-    shape = d.shape()
-    return (
-        aten.constant_pad_nd.default,
-        (d.real(*shape), [d.size(0, 2) for _ in range(2 * d.size(1, len(shape)))], 1.0),
-        {},
-    )
-
-
 def _embedding(d: Draw) -> Sample:
     rows = d.size(2, 9)
     return aten.embedding.default, (d.real(rows, d.size()), d.whole(rows, *d.shape(1, 3))), {}
-
-
-def _mm(d: Draw) -> Sample:
-    t, k, f = d.size(), d.size(), d.size()
-    return aten.mm.default, (d.real(t, k), d.real(k, f)), {}
-
-
-def _mv(d: Draw) -> Sample:
-    t, k = d.size(), d.size()
-    return aten.mv.default, (d.real(t, k), d.real(k)), {}
-
-
-def _addmm(d: Draw) -> Sample:
-    t, k, f = d.size(), d.size(), d.size()
-    return (
-        aten.addmm.default,
-        (d.real(*d.one_of((f,), (1, f), (t, f), (t, 1), (1,))), d.real(t, k), d.real(k, f)),
-        {},
-    )
-
-
-def _bmm(d: Draw) -> Sample:
-    b, t, k, f = (d.size() for _ in range(4))
-    return aten.bmm.default, (d.real(b, t, k), d.real(b, k, f)), {}
-
-
-def _baddbmm(d: Draw) -> Sample:
-    b, t, k, f = (d.size() for _ in range(4))
-    return (
-        aten.baddbmm.default,
-        (d.real(*d.one_of((b, t, f), (1, t, f), (b, 1, f))), d.real(b, t, k), d.real(b, k, f)),
-        {},
-    )
 
 
 def _linear(d: Draw) -> Sample:
@@ -338,73 +229,70 @@ def _linear(d: Draw) -> Sample:
     return aten.linear.default, (d.real(*shape), d.real(f, shape[-1]), *bias), {}
 
 
-def _norm(op: str) -> Callable[[Draw], Sample]:
+def _normalized(d: Draw) -> tuple[tuple[int, ...], list[int], Tensor | None, Tensor | None]:
+    """A shape, its dimensions that are normalized, optional weight and bias."""
+    shape = d.shape(2, 4)
+    normalized = list(shape[d.size(1, len(shape) - 1) :])
+    weight = d.real(*normalized) if d.one_of(True, False) else None
+    bias = d.real(*normalized) if weight is not None and d.one_of(True, False) else None
+    return shape, normalized, weight, bias
+
+
+def _norm(op: str) -> Make:
     def make(d: Draw) -> Sample:
-        shape = d.shape(2, 4)
-        normalized = shape[d.size(1, len(shape) - 1) :]
-        weight = d.real(*normalized) if d.one_of(True, False) else None
-        bias = d.real(*normalized) if weight is not None and d.one_of(True, False) else None
-        x = d.real(*shape)
-        if op == "native_layer_norm":
-            return aten.native_layer_norm.default, (x, list(normalized), weight, bias, 1e-5), {}
-        if op == "layer_norm":
-            return aten.layer_norm.default, (x, list(normalized), weight, bias), {}
-        return getattr(aten, op).default, (x, list(normalized), weight, 1e-6), {}
+        shape, normalized, weight, bias = _normalized(d)
+        rest = {"native_layer_norm": (bias, 1e-5), "layer_norm": (bias,)}.get(op, (1e-6,))
+        return getattr(aten, op).default, (d.real(*shape), normalized, weight, *rest), {}
 
     return make
-
-
-def _attention(op: str) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        b, h, s, t, a = (d.size() for _ in range(5))
-        query, key, value = d.real(b, h, s, a), d.real(b, h, t, a), d.real(b, h, t, a)
-        causal = d.one_of(True, False)
-        mask = None if causal or d.one_of(True, False) else d.real(*d.one_of((b, h), (b, 1), (1, 1)), s, t)
-        if op == "scaled_dot_product_attention":
-            if mask is not None and d.one_of(True, False):
-                mask = d.real(s, t)
-            if d.one_of(True, False) and h % 2 == 0:
-                key, value = d.real(b, h // 2, t, a), d.real(b, h // 2, t, a)
-                return (
-                    aten.scaled_dot_product_attention.default,
-                    (query, key, value, mask, 0.0, causal),
-                    {"enable_gqa": True},
-                )
-            return aten.scaled_dot_product_attention.default, (query, key, value, mask, 0.0, causal), {}
-        return (
-            getattr(aten, op).default,
-            (query, key, value, 0.0, causal),
-            {} if mask is None else {"attn_mask": mask},
-        )
-
-    return make
-
-
-def _attention_backward(d: Draw) -> Sample:
-    b, h, s, t, a = (d.size() for _ in range(5))
-    query, key, value = d.real(b, h, s, a), d.real(b, h, t, a), d.real(b, h, t, a)
-    causal = d.one_of(True, False)
-    mask = None if causal or d.one_of(True, False) else d.real(*d.one_of((b, h), (b, 1), (1, 1)), s, t)
-    by_name = {} if mask is None else {"attn_mask": mask}
-    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-    result, logsumexp = forward(query, key, value, 0.0, causal, **by_name)
-    operands = d.real(*result.shape), query, key, value, result, logsumexp, 0.0, causal
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward.default, operands, by_name
 
 
 def _norm_backward(d: Draw) -> Sample:
-    shape = d.shape(2, 4)
-    normalized = list(shape[d.size(1, len(shape) - 1) :])
+    shape, normalized, weight, bias = _normalized(d)
     statistics = [*shape[: len(shape) - len(normalized)], *[1] * len(normalized)]
-    weight = d.real(*normalized) if d.one_of(True, False) else None
-    bias = d.real(*normalized) if weight is not None and d.one_of(True, False) else None
     asked = [True, weight is not None, bias is not None]
     operands = d.real(*shape), d.real(*shape), normalized, d.real(*statistics), d.real(*statistics)
     return aten.native_layer_norm_backward.default, (*operands, weight, bias, asked), {}
 
 
-def _loss(d: Draw, *behind: int) -> tuple:
+def _attended(d: Draw, *masks: str) -> tuple[list[Tensor], bool, Tensor | None]:
+    """Query, key and value; causal or not; an optional mask."""
+    sizes = {axis: d.size() for axis in "bhsta"} | {"1": 1}
+
+    def operand(axes: str) -> Tensor:
+        return d.real(*(sizes[axis] for axis in axes))
+
+    causal = d.one_of(True, False)
+    masked = not causal and d.one_of(True, False)
+    mask = operand(d.one_of("bhst", "b1st", "11st", *masks)) if masked else None
+    return [operand(axes) for axes in ("bhsa", "bhta", "bhta")], causal, mask
+
+
+def _attention(d: Draw) -> Sample:
+    (query, key, value), causal, mask = _attended(d, "st")
+    shares_heads = d.one_of(True, False) and query.shape[1] % 2 == 0
+    if shares_heads:
+        key, value = (x[:, : x.shape[1] // 2] for x in (key, value))
+    operands = query, key, value, mask, 0.0, causal
+    return aten.scaled_dot_product_attention.default, operands, {"enable_gqa": True} if shares_heads else {}
+
+
+def _cpu_attention(d: Draw) -> Sample:
+    operands, causal, mask = _attended(d)
+    by_name = {} if mask is None else {"attn_mask": mask}
+    return aten._scaled_dot_product_flash_attention_for_cpu.default, (*operands, 0.0, causal), by_name
+
+
+def _attention_backward(d: Draw) -> Sample:
+    forward, (*operands, dropout, causal), by_name = _cpu_attention(d)
+    result, logsumexp = forward(*operands, dropout, causal, **by_name)
+    operands = d.real(*result.shape), *operands, result, logsumexp, dropout, causal
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward.default, operands, by_name
+
+
+def _loss(d: Draw, op: str) -> tuple:
     """log p, targets, weights of classes; some targets are ignored (-100), never all."""
+    behind = () if op == "nll_loss" else (d.size(), d.size())
     batch, classes = d.size(), d.size(2, 5)
     target = d.whole(classes, batch, *behind)
     target[1:] = torch.where(d.flag(*target[1:].shape), target[1:], -100)
@@ -415,18 +303,14 @@ def _loss(d: Draw, *behind: int) -> tuple:
 MEAN, SUM = 1, 2
 
 
-def _nll_loss(d: Draw) -> Sample:
-    return aten.nll_loss_forward.default, _loss(d), {}
+def _nll_loss(op: str) -> Make:
+    return lambda d: (getattr(aten, f"{op}_forward").default, _loss(d, op), {})
 
 
-def _nll_loss2d(d: Draw) -> Sample:
-    return aten.nll_loss2d_forward.default, _loss(d, d.size(), d.size()), {}
-
-
-def _nll_loss_backward(op: str) -> Callable[[Draw], Sample]:
+def _nll_loss_backward(op: str) -> Make:
     def make(d: Draw) -> Sample:
-        loss = _loss(d, *(() if op == "nll_loss" else (d.size(), d.size())))
-        result, total = getattr(aten, f"{op}_forward").default(*loss)
+        forward, loss, _ = _nll_loss(op)(d)
+        result, total = forward(*loss)
         return getattr(aten, f"{op}_backward").default, (d.real(*result.shape), *loss, total), {}
 
     return make
@@ -451,28 +335,6 @@ def _select_backward(d: Draw) -> Sample:
     dim = d.dim(len(shape)) % len(shape)
     piece = shape[:dim] + shape[dim + 1 :]
     return aten.select_backward.default, (d.real(*piece), shape, dim, d.size(0, shape[dim] - 1)), {}
-
-
-def _softmax_backward(op: str) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        shape = d.shape()
-        operands = d.real(*shape), d.real(*shape), d.dim(len(shape)), torch.float64
-        return getattr(aten, op).default, operands, {}
-
-    return make
-
-
-def _activation_backward(op: str, *rest: object) -> Callable[[Draw], Sample]:
-    def make(d: Draw) -> Sample:
-        shape = d.shape()
-        return getattr(aten, op).default, (d.real(*shape), d.real(*shape), *rest), {}
-
-    return make
-
-
-def _elu_backward(d: Draw) -> Sample:
-    shape = d.shape()
-    return aten.elu_backward.default, (d.real(*shape), 1.0, 1.0, 1.0, False, d.real(*shape)), {}
 
 
 def _log_sigmoid_backward(d: Draw) -> Sample:
@@ -513,176 +375,133 @@ class Experts:
     """Rows of an MoE layer: W ranks, L experts each, counts of rows."""
 
     def __init__(self, d: Draw) -> None:
-        self.ranks, self.local = d.size(1, 2), d.size(1, 3)
-        self.width, self.hidden = d.size(1, 5), 2 * d.size(1, 3)
-        self.counts = d.whole(9, self.ranks, self.local)
+        self.local, self.width, self.hidden = d.size(1, 3), d.size(1, 5), 2 * d.size(1, 3)
+        self.counts = d.whole(9, d.size(1, 2), self.local)
         self.counts[0, 0] += 1
         self.d = d
 
-    def rows(self, width: int) -> Tensor:
-        return self.d.real(int(self.counts.sum()), width)
+    def operand(self, what: str) -> object:
+        """counts; x, h: rows; w, b: parameters."""
+        if what == "counts":
+            return self.counts
+        rows, local = int(self.counts.sum()), self.local
+        shapes = {"x": (rows, self.width), "h": (rows, self.hidden), "b": (local, self.hidden)}
+        return self.d.real(*shapes.get(what, (local, self.width, self.hidden)))
+
+
+def _experts(target: Callable, operands: str) -> Make:
+    def make(d: Draw) -> Sample:
+        e = Experts(d)
+        return target, tuple(e.operand(what) for what in operands.split()), {}
+
+    return make
 
 
 def _all_to_all(d: Draw) -> Sample:
-    e = Experts(d)
-    counts = e.counts[:1]
-    rows = e.d.real(int(counts.sum()), e.width)
+    counts = Experts(d).counts[:1]
+    rows = d.real(int(counts.sum()), d.size(1, 5))
     return lancet.all_to_all.default, (rows, counts, counts.clone(), "", d.one_of(True, False)), {}
 
 
 def _grouped_gemm(d: Draw) -> Sample:
-    e = Experts(d)
-    bias = d.real(e.local, e.hidden) if d.one_of(True, False) else None
-    return (
-        lancet.grouped_gemm.default,
-        (e.rows(e.width), e.counts, d.real(e.local, e.width, e.hidden), bias),
-        {},
-    )
-
-
-def _grouped_gemm_dx(d: Draw) -> Sample:
-    e = Experts(d)
-    return (
-        lancet.grouped_gemm_dx.default,
-        (e.rows(e.hidden), e.counts, d.real(e.local, e.width, e.hidden)),
-        {},
-    )
-
-
-def _grouped_gemm_dw(d: Draw) -> Sample:
-    e = Experts(d)
-    return lancet.grouped_gemm_dw.default, (e.rows(e.width), e.rows(e.hidden), e.counts), {}
-
-
-def _grouped_gemm_dbias(d: Draw) -> Sample:
-    e = Experts(d)
-    return lancet.grouped_gemm_dbias.default, (e.rows(e.hidden), e.counts), {}
+    target, (*operands, bias), by_name = _experts(lancet.grouped_gemm.default, "x counts w b")(d)
+    return target, (*operands, d.one_of(bias, None)), by_name
 
 
 def _expert_activation(d: Draw) -> Sample:
-    e = Experts(d)
-    return (
-        lancet.expert_activation.default,
-        (e.rows(e.hidden), e.counts, d.one_of("gelu", "silu", "swiglu")),
-        {},
-    )
+    target, operands, _ = _experts(lancet.expert_activation.default, "h counts")(d)
+    return target, (*operands, d.one_of("gelu", "silu", "swiglu")), {}
 
 
 def _expert_activation_backward(d: Draw) -> Sample:
-    e, kind = Experts(d), d.one_of("gelu", "silu", "swiglu")
-    outer = e.hidden // 2 if kind == "swiglu" else e.hidden
-    return (
-        lancet.expert_activation_backward.default,
-        (e.rows(outer), e.rows(e.hidden), e.counts, kind),
-        {},
-    )
+    _, (h, counts, kind), _ = _expert_activation(d)
+    outer = h.shape[1] // 2 if kind == "swiglu" else h.shape[1]
+    return lancet.expert_activation_backward.default, (d.real(h.shape[0], outer), h, counts, kind), {}
 
 
-SAMPLES: dict[str, Callable[[Draw], Sample]] = {
-    **{f"aten.{op}": _unary(op) for op in UNARY},
-    **{f"aten.{op}": _binary(op) for op in BINARY},
-    **{f"aten.{op}": _logical(op) for op in LOGICAL},
+SAMPLES: dict[str, Make] = {
+    **_each(
+        """neg sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf silu
+        gelu relu leaky_relu elu hardtanh hardswish softplus abs sign round floor ceil trunc isnan isinf
+        zeros_like ones_like clone detach alias lift_fresh_copy log_sigmoid_forward""",
+        "full",
+    ),
+    **_each(
+        "add sub mul div pow remainder fmod maximum minimum eq ne lt le gt ge", "full", "stretched", swap=True
+    ),
+    **_each("logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor", "flags", "mask"),
+    **_each("logical_not bitwise_not", "flags"),
+    **_each("addcmul addcdiv lerp", "full", "stretched", "full"),
+    **_each("full_like", "full", 2.5),
+    **_each("_to_copy", "full", dtype=torch.float32),
+    **_each("copy", "full", "stretched"),
+    **_each("expand", "stretched", "sizes"),
+    **_each("unsqueeze", "full", "new dim"),
+    **_each("_softmax _log_softmax", "full", "dim", False),
+    **_each("softmax log_softmax unbind cumsum", "full", "dim"),
+    **_each("_softmax_backward_data _log_softmax_backward_data", "full", "full", "dim", torch.float64),
+    **_each("stack", "two", "new dim", ranks=(1, 3)),
+    **_each("split chunk", "full", "few", "dim"),
+    **_each("permute", "full", "order"),
+    **_each("transpose", "full", "dim", "dim"),
+    **_each("t", "full", ranks=(1, 2)),
+    **_each("tril triu", "full", "diagonal", ranks=(2, 4)),
+    **_each("repeat", "full", "times", ranks=(1, 3)),
+    **_each("constant_pad_nd", "full", "pads", 1.0),
+    **_each("silu_backward sigmoid_backward tanh_backward gelu_backward hardswish_backward", "full", "full"),
+    **_each("threshold_backward", "full", "full", 0.0),
+    **_each("leaky_relu_backward", "full", "full", 0.1, False),
+    **_each("hardtanh_backward", "full", "full", -1.0, 1.0),
+    **_each("softplus_backward", "full", "full", 1.0, 20.0),
+    **_each("elu_backward", "full", 1.0, 1.0, 1.0, False, "full"),
+    "aten.rsub": _shaped(aten.rsub.Scalar, "full", 1.5),
+    "aten.clamp": _shaped(aten.clamp.default, "full", -0.5, 0.5),
+    "aten.clamp_min": _shaped(aten.clamp_min.default, "full", 0.1),
+    "aten.clamp_max": _shaped(aten.clamp_max.default, "full", 0.1),
+    "aten.where": _shaped(aten.where.self, "mask", "full", "stretched"),
+    "aten.masked_fill": _shaped(aten.masked_fill.Scalar, "full", "mask", -1.5),
+    "aten.log_sigmoid_backward": _log_sigmoid_backward,
     **{f"aten.{op}": _view(op) for op in ("view", "reshape", "_unsafe_view")},
-    **{f"aten.{op}": _triangle(op) for op in ("tril", "triu")},
-    **{f"aten.{op}": _norm(op) for op in ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm")},
-    **{
-        f"aten.{op}": _attention(op)
-        for op in ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
-    },
-    "aten.rsub": lambda d: (aten.rsub.Scalar, (d.real(*d.shape()), 1.5), {}),
-    "aten.clamp": lambda d: (aten.clamp.default, (d.real(*d.shape()), -0.5, 0.5), {}),
-    "aten.clamp_min": lambda d: (aten.clamp_min.default, (d.real(*d.shape()), 0.1), {}),
-    "aten.clamp_max": lambda d: (aten.clamp_max.default, (d.real(*d.shape()), 0.1), {}),
-    "aten.logical_not": lambda d: (aten.logical_not.default, (d.flag(*d.shape()),), {}),
-    "aten.bitwise_not": lambda d: (aten.bitwise_not.default, (d.flag(*d.shape()),), {}),
-    "aten.full_like": lambda d: (aten.full_like.default, (d.real(*d.shape()), 2.5), {}),
-    "aten._to_copy": lambda d: (aten._to_copy.default, (d.real(*d.shape()),), {"dtype": torch.float32}),
-    "aten.copy": _copy,
-    "aten.log_sigmoid_forward": _unary("log_sigmoid_forward"),
-    "aten.addcmul": _three("addcmul"),
-    "aten.addcdiv": _three("addcdiv"),
-    "aten.lerp": _three("lerp"),
-    "aten.where": _where,
-    "aten.masked_fill": _masked_fill,
-    "aten.expand": _expand,
-    "aten.unsqueeze": _unsqueeze,
     "aten.squeeze": _squeeze,
     "aten.flatten": _flatten,
     "aten.unflatten": _unflatten,
-    "aten._softmax": _softmax("_softmax", False),
-    "aten._log_softmax": _softmax("_log_softmax", False),
-    "aten.softmax": _softmax("softmax"),
-    "aten.log_softmax": _softmax("log_softmax"),
     "aten.cat": _cat,
-    "aten.stack": _stack,
-    "aten.split": _split,
     "aten.split_with_sizes": _split_with_sizes,
-    "aten.chunk": _chunk,
     "aten.slice": _slice,
+    "aten.slice_backward": _slice_backward,
     "aten.select": _select,
-    "aten.unbind": _with_dim(aten.unbind.int),
-    "aten.cumsum": _with_dim(aten.cumsum.default),
-    "aten.permute": _permute,
-    "aten.transpose": _transpose,
-    "aten.t": lambda d: (aten.t.default, (d.real(*d.shape(1, 2)),), {}),
+    "aten.select_backward": _select_backward,
+    "aten.gather": _gather,
     "aten.sum": _sum,
     "aten.mean": _reduction(aten.mean.dim),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten.native_layer_norm_backward": _norm_backward,
-    "aten.nll_loss_forward": _nll_loss,
-    "aten.nll_loss2d_forward": _nll_loss2d,
-    **{f"aten.{op}_backward": _nll_loss_backward(op) for op in ("nll_loss", "nll_loss2d")},
-    "aten.embedding_dense_backward": _embedding_backward,
-    "aten.slice_backward": _slice_backward,
-    "aten.select_backward": _select_backward,
-    **{
-        f"aten.{op}": _softmax_backward(op) for op in ("_softmax_backward_data", "_log_softmax_backward_data")
-    },
-    **{
-        f"aten.{op}_backward": _activation_backward(f"{op}_backward", *rest)
-        for op, *rest in (
-            ("gelu",),
-            ("silu",),
-            ("threshold", 0.0),
-            ("sigmoid",),
-            ("tanh",),
-            ("leaky_relu", 0.1, False),
-            ("hardtanh", -1.0, 1.0),
-            ("hardswish",),
-            ("softplus", 1.0, 20.0),
-        )
-    },
-    "aten.elu_backward": _elu_backward,
-    "aten.log_sigmoid_backward": _log_sigmoid_backward,
-    "lancet.gate_backward": _gate_backward,
-    "aten.logsumexp": _reduction(aten.logsumexp.default),
-    "aten.amax": _reduction(aten.amax.default),
-    "aten.amin": _reduction(aten.amin.default),
-    "aten.all": _reduction(aten.all.dim, one_dim=True),
-    "aten.any": _reduction(aten.any.dim, one_dim=True),
-    "aten.argmax": _reduction(aten.argmax.default, one_dim=True),
-    "aten.argmin": _reduction(aten.argmin.default, one_dim=True),
+    **{f"aten.{op}": _reduction(getattr(aten, op).default) for op in ("logsumexp", "amax", "amin")},
+    **{f"aten.{op}": _reduction(getattr(aten, op).default, one_dim=True) for op in ("argmax", "argmin")},
+    **{f"aten.{op}": _reduction(getattr(aten, op).dim, one_dim=True) for op in ("all", "any")},
     "aten.prod": _reduction(aten.prod.dim_int, one_dim=True),
-    "aten.var": _reduction(aten.var.correction),
-    "aten.std": _reduction(aten.std.correction),
-    "aten.var_mean": _reduction(aten.var_mean.correction),
-    "aten.gather": _gather,
-    "aten.repeat": _repeat,
-    "aten.constant_pad_nd": _pad,
+    **{f"aten.{op}": _reduction(getattr(aten, op).correction) for op in ("var", "std", "var_mean")},
+    **{f"aten.{op}": _norm(op) for op in ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm")},
+    "aten.native_layer_norm_backward": _norm_backward,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **{f"aten.{op}_forward": _nll_loss(op) for op in ("nll_loss", "nll_loss2d")},
+    **{f"aten.{op}_backward": _nll_loss_backward(op) for op in ("nll_loss", "nll_loss2d")},
     "aten.embedding": _embedding,
-    "aten.mm": _mm,
-    "aten.mv": _mv,
-    "aten.addmm": _addmm,
-    "aten.bmm": _bmm,
-    "aten.baddbmm": _baddbmm,
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten.mm": _product(aten.mm.default, "tk", "kf"),
+    "aten.mv": _product(aten.mv.default, "tk", "k"),
+    "aten.addmm": _product(aten.addmm.default, ("f", "1f", "tf", "t1", "1"), "tk", "kf"),
+    "aten.bmm": _product(aten.bmm.default, "btk", "bkf"),
+    "aten.baddbmm": _product(aten.baddbmm.default, ("btf", "1tf", "b1f"), "btk", "bkf"),
     "aten.linear": _linear,
     "lancet.dropout": _dropout,
     "lancet.gate": _gate,
+    "lancet.gate_backward": _gate_backward,
     "lancet.all_to_all": _all_to_all,
     "lancet.grouped_gemm": _grouped_gemm,
-    "lancet.grouped_gemm_dx": _grouped_gemm_dx,
-    "lancet.grouped_gemm_dw": _grouped_gemm_dw,
-    "lancet.grouped_gemm_dbias": _grouped_gemm_dbias,
+    "lancet.grouped_gemm_dx": _experts(lancet.grouped_gemm_dx.default, "h counts w"),
+    "lancet.grouped_gemm_dw": _experts(lancet.grouped_gemm_dw.default, "x h counts"),
+    "lancet.grouped_gemm_dbias": _experts(lancet.grouped_gemm_dbias.default, "h counts"),
     "lancet.expert_activation": _expert_activation,
     "lancet.expert_activation_backward": _expert_activation_backward,
 }

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lancet_kernels import ops
 from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.program.from_fx import op_name
-from lancet_kernels.ops.comm.groups import group_device
+from lancet_kernels.ops.comm.groups import Groups, group_device
 from lancet_kernels.ops.comm.link import link
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_time_that_computation_hides_is_not_exposed(nccl: str) -> None:
 
 def test_collectives_are_timed_where_the_step_is(nccl: str) -> None:
     assert group_device(nccl).type == "cuda"
-    sizes = {"all_to_all": 1 << 16, "all_reduce": 1 << 16}
-    model = measure_communication(sizes, 64, nccl, torch.device("cuda"), repeats=2)
-    for collective in sizes:
+    sizes = {("all_to_all", "world"): 1 << 16, ("all_reduce", "world"): 1 << 16}
+    model = measure_communication(sizes, 64, Groups.around(), torch.device("cuda"), repeats=2)
+    for collective, _ in sizes:
         assert 0 < model.milliseconds(collective, 1 << 16) < 1000

@@ -5,7 +5,8 @@ import pytest
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules.equations import elementwise, parse, permute, view
+from lancet_kernels.graph.rules.derived import elementwise, permute, view
+from lancet_kernels.graph.rules.equations import parse
 from lancet_kernels.graph.rules.rules import RULES, rule_for
 
 
@@ -27,7 +28,6 @@ def test_parse():
     assert e.cuttable == [".0", ".1", "f"]
     e = parse("t+ e -> e", (2, 1))
     assert (e.cuttable, e.summed) == (["e", "t"], {"t"})
-    assert parse("a b -> (a b)", (2, 1)).cuttable == ["a"]
     with pytest.raises(UserError, match="one ->"):
         parse("a b", (2,))
     with pytest.raises(UserError, match="operands of"):
@@ -37,10 +37,31 @@ def test_parse():
 
 
 def test_derived_equations():
-    assert elementwise([(4, 8), (8,)], [(4, 8)]) == "x1 x0, x0 -> x1 x0"
-    assert elementwise([(4, 1), ()], [(4, 8)]) == "x1 1, - -> x1 x0"
-    assert permute(3, (2, 0, 1)) == "x0 x1 x2 -> x2 x0 x1"
-    assert parse(view((4, 8, 6), (32, 6)), (3, 2)).cuttable == ["x0", "x4"]
+    assert elementwise([(4, 8), (8,)], [(4, 8)], {}) == "x1 x0, x0 -> x1 x0"
+    assert elementwise([(4, 1), ()], [(4, 8)], {}) == "x1 1, - -> x1 x0"
+    assert permute([(1, 2, 3)], [(3, 1, 2)], {"dims": (2, 0, 1)}) == "x0 x1 x2 -> x2 x0 x1"
+    assert view([(4, 8, 6)], [(32, 6)], {}) == "x0 inner! x2 -> x0 x2"
+
+
+def test_example_of_the_paper():
+    assert cuts("aten.mm", [(4, 5), (5, 6)], [(4, 6)]) == {(0, WHOLE, 0), (WHOLE, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "besides"),
+    [
+        ("flash", [(2, 4, 6), (2,), (), (0,)]),
+        ("efficient", [(2, 4, 32), (), ()]),
+        ("cudnn", [(2, 4, 6, 1), (), ()]),
+    ],
+)
+def test_attention_as_cuda_has_it(kind, besides):
+    """What torch 2.13's meta functions say it returns; seeds count for nothing without dropout."""
+    shape = (2, 4, 6, 8)
+    attention = f"aten._scaled_dot_product_{kind}_attention", [shape] * 3, [shape, *besides]
+    seeds = [CARRIED] * (len(besides) - 1)
+    assert cuts(*attention, dropout_p=0.0) == {(*[n] * 5, *seeds) for n in (0, 1)}
+    assert cuts(*attention, dropout_p=0.1) == set()
 
 
 W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
