@@ -88,19 +88,15 @@ class PlanOptions(HfFlags, PlanningFlags):
         given = [name for name in ("module", "hf") if getattr(self, name) is not None]
         others = [*given[1:], *(conflicting if given else ()), *([] if self.hf else self.unused())]
         if others:
-            first = given[0] if given and others[0] != given[0] else "hf"
-            got = (
-                f"--{first} and --{others[0].replace('_', '-')}"
-                if given
-                else f"--{others[0].replace('_', '-')}"
-            )
+            names = [f"--{name.replace('_', '-')}" for name in (*given[:1], others[0])]
+            own = given[:1] == ["module"]
             raise UserError(
                 "options",
-                got=got,
+                got=" and ".join(names),
                 expected="only one of them, because your function defines its model"
-                if first == "module"
+                if own
                 else "only options that belong together",
-                do="set it in your function" if first == "module" else "see lancet plan --help",
+                do="set it in your function" if own else "see lancet plan --help",
             )
 
     def setting(self) -> Setting | OwnStep:
