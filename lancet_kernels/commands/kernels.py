@@ -112,11 +112,7 @@ def _versions() -> dict[str, str | None]:
 
     from lancet_kernels.kernels import nvshmem_bitcode
 
-    return {
-        "triton": triton.__version__,
-        "torch": torch.__version__,
-        "nvshmem": nvshmem_bitcode.version(),
-    }
+    return {"triton": triton.__version__, "torch": torch.__version__, "nvshmem": nvshmem_bitcode.version()}
 
 
 def _as_json(row: Row) -> dict[str, Any]:

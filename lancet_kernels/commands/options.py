@@ -65,7 +65,7 @@ def to_options(options: type, arguments: argparse.Namespace) -> Any:
 
 
 def _number(kind: type, expected: str, is_good: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """A parser of numbers. It raises ArgumentTypeError for a text that is none, and for one that is not good."""
+    """A parser of numbers, which raises ArgumentTypeError for what is none and for one that is not good."""
 
     def parse(text: str) -> Any:
         try:
