@@ -1,7 +1,6 @@
 """`lancet selftest`: passes here, and fails where a result is wrong or a rank dies."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,14 @@ from lancet_kernels.cli import main
 from lancet_kernels.commands import selftest
 from lancet_kernels.errors import RankFailed
 from lancet_kernels.training.ranks import Rank
+from tests.processes import run
 
 
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_passes_on_the_cpu(ranks: int) -> None:
-    command = [sys.executable, "-m", "lancet_kernels", "selftest", "--ranks", str(ranks), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run(sys.executable, "-m", "lancet_kernels", "selftest", "--ranks", ranks, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["failed"] == 0
