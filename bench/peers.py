@@ -140,10 +140,7 @@ def quack_gemm(device: torch.device) -> Callable[..., Tensor]:
     return partial(gemm, tuned=False)
 
 
-PEERS = {
-    "torch grouped_mm": TorchGrouped,
-    "liger-cute-kernels": _liger_cute,
-}
+PEERS = {"torch grouped_mm": TorchGrouped, "liger-cute-kernels": _liger_cute}
 
 
 class Dense(nn.Module):

@@ -30,7 +30,12 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    # The name, too: without this a rename may be forgotten when the machine crashes.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def write_json_atomically(path: str | os.PathLike[str], data: object) -> None:
@@ -83,15 +88,6 @@ def json_text(data: object, *, indent: int | None = None) -> str:
     Raises TypeError for what JSON cannot hold, tensors included.
     """
     return json.dumps(_without_non_finite(data), indent=indent, allow_nan=False)
-
-
-def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Put the names in `folder` on disk: without it a rename may be forgotten when the machine crashes."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _without_non_finite(data: object) -> object:

@@ -243,19 +243,8 @@ class GPT2Loss(nn.Module):
 
     def __init__(self, size: Size, written_out: bool) -> None:
         super().__init__()
-        config = ModelConfig(
-            "gpt2-test",
-            size.layers,
-            size.width,
-            size.heads,
-            size.sequence,
-            size.vocab,
-            size.num_experts,
-            size.top_k,
-            size.gate,
-            size.capacity_factor,
-        )
-        self.model = GPT2MoE(config)
+        shape = {name: value for name, value in vars(size).items() if name != "batch"}
+        self.model = GPT2MoE(ModelConfig("gpt2-test", **shape))
         if written_out:
             for block in self.model.blocks:
                 block.attention.__class__ = WrittenOutGPT2Attention

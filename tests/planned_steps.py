@@ -75,19 +75,13 @@ class StepWithLogits(TrainingStep):
 def build_step(case: StepCase) -> tuple[StepWithLogits, tuple[Tensor, Tensor]]:
     """The step and this rank's batch: parameters large enough that gradients are of order one."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    same = "layers width sequence top_k gate capacity_factor activation dropout".split()
     config = ModelConfig(
         "small",
-        layers=case.layers,
-        width=case.width,
         heads=2,
-        sequence=case.sequence,
         vocab=VOCABULARY,
         num_experts=case.experts,
-        top_k=case.top_k,
-        gate=case.gate,
-        capacity_factor=case.capacity_factor,
-        activation=case.activation,
-        dropout=case.dropout,
+        **{name: getattr(case, name) for name in same},
     )
     torch.manual_seed(0)
     model = GPT2MoE(config).to(case.dtype)

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-BENCH = ROOT / "bench"
+from tests.processes import BENCH, ROOT
 
 
 def rehearse(script: Path, cache: Path, *first_on_path: Path, timeout_s: float = 300) -> dict[str, Any]:

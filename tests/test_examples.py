@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import CausalLMStep, ddp
+from tests.processes import ROOT, TORCHRUN, printed, wait_for
 from tests.ranks import RankPool
 
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = ROOT / "examples"
 # float32, sums in another order, 20 steps of AdamW
 BOUND = 2e-3
 
@@ -38,16 +38,26 @@ def example(name: str) -> ModuleType:
 def losses_of(name: str, *arguments: object) -> list[float]:
     """What the example's `main` returns on this rank of the pool, which has its process group already."""
     module = example(name)
-    with (
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         return module.main(*arguments)
 
 
 def differs(got: list[float], expected: list[float]) -> float:
     assert len(got) == len(expected) == 20
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
+def trained(model: nn.Module, lr: float, loss_of_step: Callable[[int], torch.Tensor]) -> list[float]:
+    """The losses of a plain loop of 20 steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for number in range(20):
+        loss = loss_of_step(number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def trained_original() -> list[float]:
@@ -57,16 +67,8 @@ def trained_original() -> list[float]:
     module = example("hugging_face")
     torch.manual_seed(0)
     model = CausalLMStep(OlmoeForCausalLM(module.CONFIG))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for number in range(module.STEPS):
-        # One after the other: the model's own load-balance loss is that of a batch.
-        rows = [model(**module.make_batch(number, rank)) / 2 for rank in range(2)]
-        sum(rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(sum(rows).detach()))
-    return losses
+    # One after the other: the model's own load-balance loss is that of a batch.
+    return trained(model, 1e-2, lambda n: sum(model(**module.make_batch(n, rank)) / 2 for rank in range(2)))
 
 
 @pytest.mark.long
@@ -84,18 +86,15 @@ def data_parallel_reference(name: str) -> list[float]:
     module = example(name)
     torch.manual_seed(0)
     model = ddp(nn.Sequential(module.Block(), module.Block()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(module.STEPS):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def loss_of_step(_number: int) -> torch.Tensor:
         x = torch.randn(8, 16, 32, generator=generator)
-        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-    return losses
+        return (model(x) - x.roll(1, dims=-1)).square().mean()
+
+    losses = torch.tensor(trained(model, 3e-3, loss_of_step))
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
 
 
 def fsdp_and_reference() -> tuple[list[float], list[float]]:
@@ -162,24 +161,17 @@ def test_own_loop_that_is_told_to_stop_goes_on_with_the_very_losses(pool: RankPo
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_own_loop_that_is_killed_goes_on_with_the_very_losses(tmp_path: Path, number: signal.Signals) -> None:
     """Under torchrun: the last line of a run that was stopped and started again is that of one left alone."""
-    command = [sys.executable, *TORCHRUN, FOLDER / "own_loop.py"]
-    whole = subprocess.run([*command, tmp_path / "whole", "60"], capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0, whole.stderr
-    killed = subprocess.Popen([*command, tmp_path / "killed", "60"], start_new_session=True)
-    latest = tmp_path / "killed" / "latest"
-    deadline = time.monotonic() + 100
-    while not latest.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    command = [*TORCHRUN, "2", FOLDER / "own_loop.py"]
+    whole = printed(*command, tmp_path / "whole", 60, timeout_s=120)
+    killed = subprocess.Popen([sys.executable, *command, tmp_path / "killed", "60"], start_new_session=True)
+    wait_for((tmp_path / "killed" / "latest").exists, 100)
     if number == signal.SIGKILL:
         # The ranks are in sessions of their own.
         for rank in ranks_of(killed.pid):
             os.kill(rank, signal.SIGKILL)
     killed.send_signal(number)
     killed.wait(60)
-    again = subprocess.run([*command, tmp_path / "killed", "60"], capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout == whole.stdout
+    assert printed(*command, tmp_path / "killed", 60, timeout_s=120) == whole
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -235,12 +227,8 @@ def test_under_torchrun(command: str) -> None:
     if command.startswith("transformers_trainer"):
         pytest.importorskip("accelerate", reason="accelerate is not installed")
     name, *options = command.split()
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, FOLDER / name, *options],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, last = done.stdout.splitlines()[-1].split(",")[0].removeprefix("loss ").split(" -> ")
+    said = printed(*TORCHRUN, 2, FOLDER / name, *options)
+    first, last = said.splitlines()[-1].split(",")[0].removeprefix("loss ").split(" -> ")
     assert float(last) < 0.8 * float(first)
 
 
@@ -259,12 +247,8 @@ def test_transformers_expert_parallelism_goes_on_with_the_same_losses(tmp_path: 
 
 def last_words_of_a_trainer(folder: Path, steps: int, *options: str, ranks: int = 2) -> list[str]:
     """The words of `loss 4.181 -> 1.750 behind step 10`, of a run of the example."""
-    command = [sys.executable, *TORCHRUN[:-1], str(ranks), FOLDER / "transformers_expert_parallel.py"]
-    done = subprocess.run(
-        [*command, folder, "--steps", str(steps), *options], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1].split()
+    script = FOLDER / "transformers_expert_parallel.py"
+    return printed(*TORCHRUN, ranks, script, folder, "--steps", steps, *options).splitlines()[-1].split()
 
 
 @pytest.mark.long
@@ -288,18 +272,15 @@ def losses_on_one_device() -> list[float]:
     """The example's loop without `parallelize`."""
     module = example("shard_model")
     torch.manual_seed(0)
+    size = module.BATCH, 1
     first = torch.arange(module.SEQUENCE)
-    torch.randint(module.VOCABULARY, (module.BATCH, 1))
+    torch.randint(module.VOCABULARY, size)
     model = module.Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(module.STEPS):
-        loss = model((first + torch.randint(module.VOCABULARY, (module.BATCH, 1))) % module.VOCABULARY)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+
+    def loss_of_step(_number: int) -> torch.Tensor:
+        return model((first + torch.randint(module.VOCABULARY, size)) % module.VOCABULARY)
+
+    return trained(model, 3e-3, loss_of_step)
 
 
 @pytest.mark.long

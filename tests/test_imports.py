@@ -142,25 +142,19 @@ GOOD = {
 
 BAD = [
     ("ops/x.py", "from lancet_kernels.graph import program", "ops.x imports lancet_kernels.graph"),
-    ("ops/x.py", "import lancet_kernels.schedules.plan", "ops.x imports lancet_kernels.schedules.plan"),
     ("ops/x.py", "import lancet_kernels", "ops.x imports lancet_kernels"),
     ("ops/x.py", "from lancet_kernels import MoELayer", "ops.x imports lancet_kernels"),
     ("ops/x.py", "from lancet_kernels import layer", "ops.x imports lancet_kernels.layer"),
     ("ops/x.py", "from .. import layer", "ops.x imports lancet_kernels.layer"),
-    ("ops/x.py", "from ..graph.program import Program", "ops.x imports lancet_kernels.graph.program"),
     ("ops/gates/x.py", "from ...schedules import plan", "gates.x imports lancet_kernels.schedules.plan"),
     ("ops/gates/__init__.py", "from ... import graph", "ops.gates imports lancet_kernels.graph"),
     ("ops/x.py", "def f():\n    from lancet_kernels.layer import Layer", "x.py:2: lancet_kernels.ops.x"),
     ("ops/x.py", "if TYPE_CHECKING:\n    import lancet_kernels.graph", "imports lancet_kernels.graph"),
     ("ops/x.py", "import_module('lancet_kernels.layer')", "ops.x imports lancet_kernels.layer"),
     ("ops/x.py", "importlib.import_module('lancet_kernels.graph')", "imports lancet_kernels.graph"),
-    ("graph/x.py", "from lancet_kernels.schedules.plan import Plan", "graph.x imports"),
     ("schedules/x.py", "from lancet_kernels.layer import Layer", "schedules.x imports"),
-    ("lancet_kernels/kernels/x.py", "from lancet_kernels.ops import gates", "kernels.x imports"),
     ("lancet_kernels/symmetric/x.py", "from ..kernels import device", "symmetric.x imports"),
-    ("lancet_kernels/errors.py", "from lancet_kernels.symmetric import heap", "errors imports"),
     ("lancet_kernels/errors.py", "from lancet_kernels.atomic import locked", "errors imports"),
-    ("lancet_kernels/atomic.py", "from lancet_kernels.symmetric import heap", "atomic imports"),
 ]
 
 
@@ -191,7 +185,6 @@ IMPORT_Y = "def f():\n    from lancet_kernels.ops.y import g"
     [
         ({"ops/x.py": "import lancet_kernels.ops.y", "ops/y.py": "from . import x"}, "xy"),
         ({"ops/x.py": IMPORT_Y, "ops/y.py": "from .z import h", "ops/z.py": "from .x import f"}, "xyz"),
-        ({"ops/x.py": IMPORT_Y, "ops/y.py": "if TYPE_CHECKING:\n    import lancet_kernels.ops.x"}, "xy"),
         ({"ops/x.py": IMPORT_Y, "ops/y.py": "from .z import h", "ops/z.py": "import torch"}, ""),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,93 +20,45 @@ COMMON = {
 }  # fmt: skip
 
 
-def mixtral() -> nn.Module:
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "moe_intermediate_size": F, "intermediate_size": 20, "n_routed_experts": E, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
+"""What both DeepSeeks have."""
+
+
+def causal_lm(classes: str, **sizes: object) -> nn.Module:
+    """A model of transformers by what the names of its classes begin with."""
     import transformers
 
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True, **COMMON
-        )
-    )
-
-
-def olmoe() -> nn.Module:
-    import transformers
-
-    return transformers.OlmoeForCausalLM(
-        transformers.OlmoeConfig(
-            intermediate_size=F, num_experts=E, norm_topk_prob=False, output_router_logits=True, **COMMON
-        )
-    )
-
-
-def qwen3_moe() -> nn.Module:
-    import transformers
-
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            moe_intermediate_size=F, intermediate_size=20, num_experts=E, norm_topk_prob=True, head_dim=8,
-            mlp_only_layers=[0], output_router_logits=True, **COMMON,
-        )
-    )  # fmt: skip
-
-
-def qwen2_moe() -> nn.Module:
-    import transformers
-
-    return transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(
-            moe_intermediate_size=F, shared_expert_intermediate_size=20, num_experts=E, intermediate_size=20,
-            norm_topk_prob=False, output_router_logits=True, **COMMON,
-        )
-    )  # fmt: skip
-
-
-def deepseek_v3() -> nn.Module:
-    import transformers
-
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            moe_intermediate_size=F, intermediate_size=20, n_routed_experts=E, n_shared_experts=2, n_group=4,
-            topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1,
-            q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **COMMON,
-        )
-    )  # fmt: skip
-
-
-def deepseek_v2() -> nn.Module:
-    import transformers
-
-    return transformers.DeepseekV2ForCausalLM(
-        transformers.DeepseekV2Config(
-            moe_intermediate_size=F, intermediate_size=20, n_routed_experts=E, n_shared_experts=2, n_group=4,
-            topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=2.5,
-            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
-            v_head_dim=8, **COMMON,
-        )
-    )  # fmt: skip
-
-
-def gpt_oss() -> nn.Module:
-    import transformers
-
-    return transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True,
-            layer_types=["full_attention"] * 2, **COMMON,
-        )
-    )  # fmt: skip
+    config = getattr(transformers, f"{classes}Config")(**COMMON, **sizes)
+    return getattr(transformers, f"{classes}ForCausalLM")(config)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "Mixtral": mixtral,
-    "OLMoE": olmoe,
-    "Qwen3-MoE": qwen3_moe,
-    "Qwen2-MoE": qwen2_moe,
-    "DeepSeek-V3": deepseek_v3,
-    "DeepSeek-V2": deepseek_v2,
-    "GPT-OSS": gpt_oss,
-}
+    "Mixtral": partial(
+        causal_lm, "Mixtral", intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True
+    ),
+    "OLMoE": partial(
+        causal_lm, "Olmoe", intermediate_size=F, num_experts=E, norm_topk_prob=False,
+        output_router_logits=True,
+    ),
+    "Qwen3-MoE": partial(
+        causal_lm, "Qwen3Moe", moe_intermediate_size=F, intermediate_size=20, num_experts=E,
+        norm_topk_prob=True, head_dim=8, mlp_only_layers=[0], output_router_logits=True,
+    ),
+    "Qwen2-MoE": partial(
+        causal_lm, "Qwen2Moe", moe_intermediate_size=F, shared_expert_intermediate_size=20, num_experts=E,
+        intermediate_size=20, norm_topk_prob=False, output_router_logits=True,
+    ),
+    "DeepSeek-V3": partial(causal_lm, "DeepseekV3", norm_topk_prob=True, **LATENT),
+    "DeepSeek-V2": partial(causal_lm, "DeepseekV2", topk_method="group_limited_greedy", **LATENT),
+    "GPT-OSS": partial(
+        causal_lm, "GptOss", intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True,
+        layer_types=["full_attention"] * 2,
+    ),
+}  # fmt: skip
 
 
 EXPERT_PARALLEL = ("Mixtral", "Qwen3-MoE", "OLMoE", "DeepSeek-V3", "GPT-OSS")

@@ -1,8 +1,8 @@
 """The MoE layer, forward and backward, beside what a user would have instead, in turns: one round each.
 
-    ours, dropless; ours, capacity 1.25     `MoELayer` transformers grouped_mm, eager          its Mixtral
-    block, with the same weights; checked equal before timing dense                                   a SwiGLU
-    layer of the same FLOPs: what no MoE layer gets below
+    ours, dropless; ours, capacity 1.25     `MoELayer`
+    transformers grouped_mm, eager          its Mixtral block, with the same weights; checked equal first
+    dense                                   a SwiGLU layer of the same FLOPs: what no MoE layer gets below
 
 `extra_info` has the medians of all, ours over each of them, and the most memory that a process of its own
 took over what it held before the pass (resident, MiB). Of a dropless layer with biases none, autograd must

@@ -25,10 +25,4 @@ def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
         ("combine", "ours"): lambda: combine(rows, row, weight),
         ("combine", "torch ops"): lambda: ops.combine(rows, row, weight),
     }
-    measure(
-        runs[kernel, contender],
-        group=kernel,
-        name=contender,
-        ours=contender == "ours",
-        workload=w,
-    )
+    measure(runs[kernel, contender], group=kernel, name=contender, ours=contender == "ours", workload=w)

@@ -22,7 +22,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,36 +41,25 @@ CONTENDERS = (TRANSFORMERS, CONVERT, "none", "auto")
 WARMUP = 3
 
 
-def _common(width: int) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "num_experts_per_tok": TOP_K, "max_position_embeddings": TOKENS,
-        "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
-    }  # fmt: skip
+def _causal_lm(classes: str, width: int, **sizes: object) -> nn.Module:
+    """A model of transformers by what the names of its classes begin with."""
+    import transformers
 
-
-def _qwen3_moe(width: int) -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes: dict[str, Any] = {"moe_intermediate_size": width, "num_experts": EXPERTS, "head_dim": width // 4}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **sizes, **_common(width)))
-
-
-def _mixtral(width: int) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes: dict[str, Any] = {"intermediate_size": width, "num_local_experts": EXPERTS}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **_common(width)))
-
-
-def _olmoe(width: int) -> nn.Module:
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    return OlmoeForCausalLM(OlmoeConfig(intermediate_size=width, num_experts=EXPERTS, **_common(width)))
+    config = getattr(transformers, f"{classes}Config")(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=4, num_experts_per_tok=TOP_K, max_position_embeddings=TOKENS,
+        pad_token_id=0, eos_token_id=None, bos_token_id=None, **sizes,
+    )  # fmt: skip
+    return getattr(transformers, f"{classes}ForCausalLM")(config)
 
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "Qwen3-MoE": _qwen3_moe, "Mixtral": _mixtral, "OLMoE": _olmoe,
+    "Qwen3-MoE": lambda width: _causal_lm(
+        "Qwen3Moe", width, moe_intermediate_size=width, num_experts=EXPERTS, head_dim=width // 4,
+        norm_topk_prob=True,
+    ),
+    "Mixtral": lambda width: _causal_lm("Mixtral", width, intermediate_size=width, num_local_experts=EXPERTS),
+    "OLMoE": lambda width: _causal_lm("Olmoe", width, intermediate_size=width, num_experts=EXPERTS),
 }  # fmt: skip
 """Models by name, from their width, which is the hidden width of an expert, too."""
 

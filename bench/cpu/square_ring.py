@@ -144,17 +144,13 @@ def _forward_backward(block: nn.Module, x: Tensor, dy: Tensor) -> None:
 
 
 def _shift_all(layers: Sequence[SquareLinear], rows: int) -> None:
-    for layer in layers:
-        shift_alone(layer, rows)
-
-
-def shift_alone(layer: SquareLinear, rows: int) -> None:
     """The shifts of one forward and backward, one after another, and nothing else."""
-    k, n = layer.weight.shape
-    x, y, weight = torch.zeros(rows, n), torch.zeros(rows, k), torch.zeros(k, n)
-    tiles = {"x": x, "dx": x, "y": y, "dy": y, "weight": weight}
-    for where, tensor, sources in layer.shifts():
-        start_shift([tiles[tensor]], sources, group_name(None), f"{tensor}, {where}").wait()
+    for layer in layers:
+        k, n = layer.weight.shape
+        x, y, weight = torch.zeros(rows, n), torch.zeros(rows, k), torch.zeros(k, n)
+        tiles = {"x": x, "dx": x, "y": y, "dy": y, "weight": weight}
+        for where, tensor, sources in layer.shifts():
+            start_shift([tiles[tensor]], sources, group_name(None), f"{tensor}, {where}").wait()
 
 
 def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:

@@ -7,23 +7,30 @@ without activation and rows that travel: torch's `grouped_mm`, and quack's where
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from bench.gpu.gpu_clock import Clock, Times, each_round, spread
-from bench.gpu.gpu_sizes import Sizes
+from bench.gpu.gpu_report import letters, ratio, spread
 from bench.peers import Absent, quack_gemm
 from lancet_kernels import ops
 from lancet_kernels.kernels.overlap import default_overlap_config
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.measuring.fused_pass import FusedPasses
+from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.ops.moe.expert_activation import activate
+from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 FUSED, TORCH, QUACK = "lancet_kernels, fused", "torch grouped_mm", "quack"
 # Relative to the largest value, in bf16.
 DIFFERENCE_ALLOWED = 2e-2
+SIZES = (
+    *(WORKLOADS[name] for name in ("wide", "fine-grained", "middle")),
+    replace(WORKLOADS["gpt2-s-moe"], name="paper"),
+)
+# In the interpreter every task of a pass takes milliseconds, whatever its size: few experts.
+SMOKE = (Workload("smoke", 16, 16, 32, 2, 2), Workload("smoke swiglu", 16, 16, 32, 2, 2, "swiglu"))
 
 
 class FusedLayer:
@@ -33,7 +40,7 @@ class FusedLayer:
         absent: who cannot take part, and why.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: Workload, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.passes = sizes, FusedPasses(sizes, dtype, device)
         self.config = default_overlap_config(sizes.width, sizes.hidden, sizes.activation, dtype, device)
         routing = self.passes.routing
@@ -94,13 +101,9 @@ class FusedLayer:
                     self.absent[QUACK] = f"failed: {type(error).__name__}: {error}"
                     self._quack = None
 
-    def once(self) -> None:
+    def rehearse(self) -> None:
         """What makes the kernels compile."""
         self.passes.forward_backward(self.config)
-
-
-def _begin(into: list, passes: FusedPasses, config: OverlapConfig) -> None:
-    into.append(passes.begin(config))
 
 
 def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterator[dict]:
@@ -109,10 +112,10 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
     right = layer.right()
     difference = float((passes.forward(config).float() - right).abs().max() / right.abs().max())
     layer.try_peers()
-    times: dict[str, Times] = {"forward": {}, "backward": {}}
+    times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
     for number in range(warmup + rounds):
         begun: list = []
-        ms = {("forward", FUSED): clock.once(partial(_begin, begun, passes, config))}
+        ms = {("forward", FUSED): clock.once(lambda begun=begun: begun.append(passes.begin(config)))}
         (saved,) = (saved for _, saved in begun)
         ms["backward", FUSED] = clock.once(partial(passes.backward, config, saved))
         for direction in times:
@@ -128,7 +131,7 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
         work = flops * (1 if direction == "forward" else 2)
         yield {
             "figure": f"fused launch, {direction}",
-            "sizes": sizes.letters(),
+            "sizes": letters(sizes),
             "name": sizes.name,
             "ms": {who: spread(values) for who, values in of_direction.items()},
             "tflops": {who: work / spread(values)["median"] * 1e-9 for who, values in of_direction.items()},
@@ -136,11 +139,7 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
             "difference_allowed": DIFFERENCE_ALLOWED,
             "absent": layer.absent,
             "ratios": [
-                {
-                    "what": f"rate over {who}",
-                    "value": spread(each_round(lambda a, b: b / a, of_direction[FUSED], of_direction[who])),
-                    "goal": None,
-                }
+                ratio(f"rate over {who}", of_direction[FUSED], of_direction[who])
                 for who in of_direction
                 if who != FUSED
             ],

@@ -7,15 +7,15 @@ the same rounds. Nobody drops a token. Parameters are random, so loads are near 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from bench.gpu.gpu_clock import Clock, Times, each_round, spread
-from bench.gpu.gpu_sizes import normal
+from bench.gpu.gpu_report import letters, ratio, spread
 from bench.peers import OURS, PEERS, Absent, make_layer
+from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.workloads import Workload
 
 US = "ours, fused"
@@ -28,9 +28,8 @@ class Layers:
 
     def __init__(self, workload: Workload, device: torch.device, dtype: torch.dtype) -> None:
         self.workload = workload
-        self.x, self.dy = (
-            normal(workload.tokens, workload.width, device=device, dtype=dtype, seed=seed) for seed in (0, 1)
-        )
+        shape = workload.tokens, workload.width
+        self.x, self.dy = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         self.layers: dict[str, nn.Module] = {}
         self.absent: dict[str, str] = {}
         for name in (*OURS, *PEERS):
@@ -38,10 +37,6 @@ class Layers:
                 self.layers[name] = make_layer(name, workload, dtype, device)
             except Absent as error:
                 self.absent[name] = str(error)
-
-    def contenders(self, passes: str) -> dict[str, Callable[[], object]]:
-        run = self._forward if passes == "forward" else self._both
-        return {name: partial(run, layer) for name, layer in self.layers.items()}
 
     def _forward(self, layer: nn.Module) -> None:
         with torch.no_grad():
@@ -56,18 +51,19 @@ class Layers:
         for layer in self.layers.values():
             layer.zero_grad(set_to_none=True)
 
-    def rounds(self, clock: Clock, passes: str, rounds: int, warmup: int) -> Times:
+    def rounds(self, clock: Clock, passes: str, rounds: int, warmup: int) -> dict[str, list[float]]:
         """All contenders in turn, without gradients of earlier calls. -> ms of each."""
-        taken: Times = {name: [] for name in self.layers}
+        taken: dict[str, list[float]] = {name: [] for name in self.layers}
+        run = self._forward if passes == "forward" else self._both
         for number in range(warmup + rounds):
-            for name, work in self.contenders(passes).items():
-                elapsed_ms = clock.once(work)
+            for name, layer in self.layers.items():
+                elapsed_ms = clock.once(partial(run, layer))
                 self._clear()
                 if number >= warmup:
                     taken[name].append(elapsed_ms)
         return taken
 
-    def try_all(self) -> None:
+    def rehearse(self) -> None:
         """Each once: what fails here takes no part. Backward in this thread, where compiling is shared."""
         for name in list(self.layers):
             try:
@@ -83,7 +79,7 @@ class Layers:
 
 
 def measure(clock: Clock, layers: Layers, rounds: int, warmup: int) -> Iterator[dict]:
-    layers.try_all()
+    layers.rehearse()
     w = layers.workload
     rows_flops = 2.0 * w.tokens * w.choices * w.width * (w.wide + w.hidden)
     for passes in PASSES:
@@ -92,19 +88,10 @@ def measure(clock: Clock, layers: Layers, rounds: int, warmup: int) -> Iterator[
         fastest = min((who for who in ms if who != US), key=lambda who: spread(ms[who])["median"])
         yield {
             "figure": f"MoE layer EP=1, {passes}",
-            "sizes": {
-                "T": w.tokens, "D": w.width, "F": w.hidden, "E": w.experts, "K": w.choices,
-                "activation": w.activation,
-            },
+            "sizes": {**letters(w), "activation": w.activation},
             "name": w.name,
             "ms": {who: spread(values) for who, values in ms.items()},
             "tflops": {who: flops / spread(values)["median"] * 1e-9 for who, values in ms.items()},
             "absent": layers.absent,
-            "ratios": [
-                {
-                    "what": f"rate over {fastest}",
-                    "value": spread(each_round(lambda ours, theirs: theirs / ours, ms[US], ms[fastest])),
-                    "goal": GOAL,
-                }
-            ],
-        }  # fmt: skip
+            "ratios": [ratio(f"rate over {fastest}", ms[US], ms[fastest], GOAL)],
+        }

@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     if not options.smoke and not torch.cuda.is_available():
         print(f"gpu_measure: no CUDA device that torch {torch.__version__} can use", file=sys.stderr)
         return 2
-    from bench.gpu.gpu_clock import Clock
     from bench.gpu.gpu_report import Report
     from bench.gpu.gpu_table import MEASURED, remarks, table
+    from lancet_kernels.measuring.timing import Clock
 
     device = torch.device("cpu" if options.smoke else "cuda")
     rounds = options.rounds or (1 if options.smoke else 20)
@@ -104,35 +104,23 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     """What there is to measure, in the order of importance: when time runs out, the last are left out."""
     import torch
 
-    from bench.gpu.gpu_fused import FusedLayer, measure
-    from bench.gpu.gpu_layer import Layers
-    from bench.gpu.gpu_layer import measure as measure_layer
-    from bench.gpu.gpu_sizes import SIZES, SMOKE
-    from lancet_kernels.tuning.workloads import WORKLOADS
+    from bench.gpu import gpu_fused, gpu_layer
+    from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
     device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
     warmup = 0 if smoke else 3
 
-    def fused_part(sizes) -> Part:
-        make = partial(FusedLayer, sizes, device, dtype)
-        return Part(
-            f"fused launches, {sizes.name}",
-            lambda: measure(clock, make(), rounds, warmup),
-            lambda: make().once(),
-        )
+    def part(what: str, w: Workload, kind: type, measure: Callable[..., Iterator[dict]], rounds: int) -> Part:
+        make = partial(kind, w, device, dtype)
+        name = f"{what}, {w.name}"
+        return Part(name, lambda: measure(clock, make(), rounds, warmup), lambda: make().rehearse())
 
-    def layer_part(workload) -> Part:
-        make = partial(Layers, workload, device, dtype)
-        return Part(
-            f"MoE layer EP=1, {workload.name}",
-            lambda: measure_layer(clock, make(), max(1, rounds // 2), warmup),
-            lambda: make().try_all(),
-        )
-
+    sizes = gpu_fused.SMOKE if smoke else gpu_fused.SIZES
     layers = [w.small() if smoke else w for w in WORKLOADS.values() if w.name != "gpt2-l-moe"]
-    return [
-        *map(fused_part, SMOKE if smoke else SIZES),
-        *map(layer_part, layers[:1] if smoke else layers),
+    fused_parts = [part("fused launches", w, gpu_fused.FusedLayer, gpu_fused.measure, rounds) for w in sizes]
+    return fused_parts + [
+        part("MoE layer EP=1", w, gpu_layer.Layers, gpu_layer.measure, max(1, rounds // 2))
+        for w in (layers[:1] if smoke else layers)
     ]
 
 

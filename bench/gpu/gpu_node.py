@@ -19,6 +19,7 @@ symmetric memory with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; their kernels 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -177,8 +178,8 @@ def check_step(node: Node, step: int, fused, whole, got: tuple[Tensor, Tensor], 
 
 def measure(node: Node, steps: int, device: torch.device, label: str) -> dict:
     """Collective. -> what is written, the same on every rank."""
-    from bench.gpu.gpu_clock import Clock
     from bench.gpu.gpu_report import conditions
+    from lancet_kernels.measuring.timing import Clock
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     like = torch.empty(0, dtype=dtype, device=device)
@@ -221,7 +222,7 @@ def measure(node: Node, steps: int, device: torch.device, label: str) -> dict:
 
 def times(node: Node, layers: dict, clock, like: Tensor) -> tuple[dict, dict[str, str]]:
     """ms of a step by layer, of all ranks the slowest of each round; exposed ms; and what cannot be had."""
-    from bench.gpu.gpu_clock import each_round, spread
+    from bench.gpu.gpu_report import spread
 
     absent = {}
     if dist.get_backend() == "nccl":
@@ -250,7 +251,7 @@ def times(node: Node, layers: dict, clock, like: Tensor) -> tuple[dict, dict[str
                 taken[name].append(float(slowest))
     rest = taken["nothing sent"]
     exposed = {
-        name: spread(each_round(lambda a, b: a - b, values, rest))
+        name: spread([a - b for a, b in zip(values, rest, strict=True)])
         for name, values in taken.items()
         if values is not rest
     }
@@ -258,8 +259,6 @@ def times(node: Node, layers: dict, clock, like: Tensor) -> tuple[dict, dict[str
 
 
 def _write(path: Path, found: dict) -> None:
-    import json
-
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
     correct = found["correctness"]

@@ -1,4 +1,4 @@
-"""What is written about a run: one JSON file."""
+"""What is written about a run: one JSON file, with the median and spread of samples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,29 @@ import triton
 
 import lancet_kernels
 from bench.gpu.gpu_table import wrong
+from lancet_kernels.tuning.workloads import Workload
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and the tenth and ninetieth percentile. Example: [3, 1, 2] -> median 2, p10 1, p90 3."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[round(0.1 * last)],
+        "p90": ordered[round(0.9 * last)],
+        "rounds": len(ordered),
+    }
+
+
+def ratio(what: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None = None) -> dict:
+    """How many times as fast we are, round by round: contenders of one round saw the same clocks."""
+    return {"what": what, "value": spread([b / a for a, b in zip(ours, theirs, strict=True)]), "goal": goal}
+
+
+def letters(w: Workload) -> dict[str, int]:
+    """The sizes as figures give them."""
+    return {"T": w.tokens, "D": w.width, "F": w.hidden, "E": w.experts, "K": w.choices}
 
 
 class Report:

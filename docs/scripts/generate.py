@@ -29,24 +29,13 @@ def command_line() -> str:
     """A section for each command of `lancet`, from its parser."""
     from lancet_kernels.cli import _parser
 
+    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     sections: list[str] = []
-    for name, parser in _commands(_parser(), "lancet"):
-        sections += [f"## `{name}`", "", _escaped(parser.description or ""), ""]
+    for name, parser in commands.choices.items():
         rows = [row for action in parser._actions if (row := _option(action))]
-        if rows:
-            sections += ["| option | meaning |", "|---|---|", *rows, ""]
+        sections += [f"## `lancet {name}`", "", _escaped(parser.description or ""), ""]
+        sections += ["| option | meaning |", "|---|---|", *rows, ""]
     return "\n".join(sections)
-
-
-def _commands(parser: argparse.ArgumentParser, name: str) -> list[tuple[str, argparse.ArgumentParser]]:
-    """Every command that has no subcommands, with its full name."""
-    children = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not children:
-        return [(name, parser)]
-    found = []
-    for child, sub in children[0].choices.items():
-        found += _commands(sub, f"{name} {child}")
-    return found
 
 
 def _option(action: argparse.Action) -> str:

@@ -1,1 +1,10 @@
 """The subcommands of `lancet`, one file each: `add_parser` says what it takes, `run` does it."""
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Cells in columns, those with the numbers `right` at the right of theirs."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = [f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths)]
+    return "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)

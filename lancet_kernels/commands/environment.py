@@ -76,7 +76,7 @@ def environment() -> dict[str, Any]:
         "symmetric_memory": _symmetric_memory(),
         "backends": {name: row._asdict() for name, row in backends().items()},
         "caches": _caches(),
-        "variables": _variables(os.environ),
+        "variables": _variables(),
     }
 
 
@@ -92,16 +92,15 @@ def backends() -> dict[str, Availability]:
 
 
 def _torch_on_cpu() -> Availability:
-    if not dist.is_available():
-        return Availability(False, "this torch was built without torch.distributed: one rank only")
-    if not dist.is_gloo_available():
-        return Availability(False, "this torch was built without gloo: one rank only")
-    return Availability(True, "gloo")
+    if dist.is_available() and dist.is_gloo_available():
+        return Availability(True, "gloo")
+    lack = "gloo" if dist.is_available() else "torch.distributed"
+    return Availability(False, f"this torch was built without {lack}: one rank only")
 
 
 def _torch_on_gpus() -> Availability:
-    if not torch.cuda.is_available():
-        return Availability(False, _no_gpu())
+    if lack := _no_gpu():
+        return Availability(False, lack)
     if not (dist.is_available() and dist.is_nccl_available()):
         return Availability(False, "this torch was built without NCCL: one GPU only")
     return Availability(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
@@ -110,22 +109,21 @@ def _torch_on_gpus() -> Availability:
 def _fused_interpreted() -> Availability:
     if lack := _no_triton():
         return Availability(False, lack)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return Availability(True, "TRITON_INTERPRET=1 is set; for proof, not for speed")
-    return Availability(True, "with TRITON_INTERPRET=1 set before Python starts; for proof, not for speed")
+    how = "with TRITON_INTERPRET=1 set before Python starts"
+    if _interpreted():
+        how = "TRITON_INTERPRET=1 is set"
+    return Availability(True, f"{how}; for proof, not for speed")
 
 
 def _fused_on_gpu() -> Availability:
-    if lack := _no_triton():
+    if lack := _no_triton() or _no_gpu():
         return Availability(False, lack)
-    if not torch.cuda.is_available():
-        return Availability(False, _no_gpu())
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if _interpreted():
         return Availability(False, "TRITON_INTERPRET=1 is set: kernels run on the CPU; unset it")
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return Availability(False, f"compute capability {capability[0]}.{capability[1]}, needs 8.0 or newer")
-    return Availability(True, f"compute capability {capability[0]}.{capability[1]}")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return Availability(False, f"compute capability {major}.{minor}, needs 8.0 or newer")
+    return Availability(True, f"compute capability {major}.{minor}")
 
 
 def _fused_between_gpus() -> Availability:
@@ -145,7 +143,14 @@ def _fused_between_gpus() -> Availability:
     return Availability(True, f"by {' or '.join(usable)}; whether peers are reachable shows when ranks start")
 
 
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _no_gpu() -> str:
+    """Why torch can use no GPU; "" if it can."""
+    if torch.cuda.is_available():
+        return ""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build"
     return f"no CUDA device that torch {torch.__version__} can use; check the driver with nvidia-smi"
@@ -250,10 +255,9 @@ def _without_home(path: Path) -> str:
         return path.name
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    shown = {name: environ[name] for name in _SHOWN if name in environ}
-    hidden = {name: "set" for name in sorted(environ) if name.startswith(_SET) and name not in shown}
-    return shown | hidden
+def _variables() -> dict[str, str]:
+    shown = {name: os.environ[name] for name in _SHOWN if name in os.environ}
+    return shown | {name: "set" for name in sorted(os.environ) if name.startswith(_SET) and name not in shown}
 
 
 def as_text(facts: Mapping[str, Any]) -> str:

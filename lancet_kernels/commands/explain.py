@@ -57,12 +57,11 @@ def difference(one: Plan, other: Plan) -> list[str]:
         values = getattr(one, name), getattr(other, name)
         if values[0] != values[1]:
             lines.append(f"{name.replace('_', ' ')}: {values[0] or 'none'}, and {values[1] or 'none'}")
-    ranges = [set(map(_range_text, plan.ranges)) for plan in (one, other)]
-    for what, only in (("first", ranges[0] - ranges[1]), ("second", ranges[1] - ranges[0])):
-        lines += [f"cut in the {what} only: {text}" for text in sorted(only)]
+    cut = [set(map(_range_text, plan.ranges)) for plan in (one, other)]
     fused = [{group.layer for group in plan.fused if group.fused} for plan in (one, other)]
-    for what, only in (("first", fused[0] - fused[1]), ("second", fused[1] - fused[0])):
-        lines += [f"fused launch in the {what} only: {layer}" for layer in sorted(only)]
+    for what, (first, second) in (("cut", cut), ("fused launch", fused)):
+        lines += [f"{what} in the first only: {text}" for text in sorted(first - second)]
+        lines += [f"{what} in the second only: {text}" for text in sorted(second - first)]
     waits = len(one.blocking), len(other.blocking)
     if set(one.blocking) != set(other.blocking):
         lines.append(f"computation waits for: {waits[0]} collectives, and {waits[1]}")

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands import aligned
 from lancet_kernels.commands.options import positive_int
 from lancet_kernels.errors import UserError
 
@@ -77,27 +79,22 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     rows = compile_pool.compile_all(chosen, arch, workers=arguments.workers, **progress)
     failed = [row for row in rows if row.problems]
     for row in failed:
-        print(f"{_name(row)}: {'; '.join(row.problems)}{_error(row)}", file=sys.stderr)
+        error = f"\n{row.error}" if row.error else ""
+        print(f"{_name(row)}: {'; '.join(row.problems)}{error}", file=sys.stderr)
     if skipped:
         print(
             f"{len(skipped)} kernels with NVSHMEM were skipped, because its device bitcode is not installed; "
             f"install it with pip install --no-deps {nvshmem_bitcode.PACKAGE}",
             file=sys.stderr,
         )
-    if arguments.json:
-        print(
-            json_text(
-                {
-                    "arch": arguments.arch,
-                    "versions": _versions(),
-                    "kernels": [_as_json(row) for row in rows],
-                    "skipped": [{"name": s.name, "config": s.config} for s in skipped],
-                    "failed": len(failed),
-                }
-            )
-        )
-    else:
-        print(_table(rows, arguments.arch))
+    figures = {
+        "arch": arguments.arch,
+        "versions": _versions(),
+        "kernels": [_as_json(row) for row in rows],
+        "skipped": [{"name": s.name, "config": s.config} for s in skipped],
+        "failed": len(failed),
+    }
+    print(json_text(figures) if arguments.json else _table(rows, arguments.arch))
     return 1 if failed else 0
 
 
@@ -115,11 +112,7 @@ def _versions() -> dict[str, str | None]:
 
     from lancet_kernels.kernels import nvshmem_bitcode
 
-    return {
-        "triton": triton.__version__,
-        "torch": torch.__version__,
-        "nvshmem": nvshmem_bitcode.version(),
-    }
+    return {"triton": triton.__version__, "torch": torch.__version__, "nvshmem": nvshmem_bitcode.version()}
 
 
 def _as_json(row: Row) -> dict[str, Any]:
@@ -137,19 +130,9 @@ def _table(rows: Sequence[Row], arch: str) -> str:
         if row.compiled is not None:
             values = [_cell(getattr(row.compiled, column)) for column in COLUMNS]
         cells.append([row.specimen.name, row.specimen.config, *values, "; ".join(row.problems) or "-"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = (0, 1, len(widths) - 1)
-    lines = [
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    failed = sum(bool(row.problems) for row in rows)
     title = f"Compiled for {arch} with Triton {versions['triton']}, NVSHMEM {versions['nvshmem']}"
-    return "\n".join(
-        [title, "", *(line.rstrip() for line in lines), "", f"{len(rows)} kernels, {failed} failed"]
-    )
+    counts = f"{len(rows)} kernels, {sum(bool(row.problems) for row in rows)} failed"
+    return "\n".join([title, "", aligned(cells, right=range(2, 2 + len(COLUMNS))), "", counts])
 
 
 def _cell(value: object) -> str:
@@ -162,16 +145,6 @@ def _name(row: Row) -> str:
     return f"{row.specimen.name} {row.specimen.config}"
 
 
-def _error(row: Row) -> str:
-    return f"\n{row.error}" if row.error else ""
-
-
-def _progress(total: int) -> Any:
-    done = 0
-
-    def show(row: Row) -> None:
-        nonlocal done
-        done += 1
-        print(f"{done}/{total} {_name(row)}", file=sys.stderr)
-
-    return show
+def _progress(total: int) -> Callable[[Row], None]:
+    done = count(1)
+    return lambda row: print(f"{next(done)}/{total} {_name(row)}", file=sys.stderr)

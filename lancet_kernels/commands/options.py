@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +31,9 @@ def option(
     parse: turns the argument into the value (default: the type of the default); it may raise ValueError.
     alias: another flag for the same, `--ranks` say. advanced: listed apart, after all others.
     """
-    metadata: dict[str, Any] = {
-        "help": help,
-        "parse": parse or type(default),
-        "choices": choices,
-        "metavar": metavar,
-    }
-    metadata |= {"alias": () if alias is None else (alias,), "advanced": advanced}
-    return dataclasses.field(default=default, metadata=metadata)
+    parse = parse or type(default)
+    metadata = {"help": help, "parse": parse, "choices": choices, "metavar": metavar, "advanced": advanced}
+    return dataclasses.field(default=default, metadata=metadata | {"alias": [alias] if alias else []})
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
@@ -45,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     fields = dataclasses.fields(options)
     rarely = parser.add_argument_group("advanced") if any(f.metadata["advanced"] for f in fields) else parser
     for field in fields:
-        group = rarely if field.metadata["advanced"] else parser
-        flag = "--" + field.name.replace("_", "-")
         metadata = field.metadata
+        group = rarely if metadata["advanced"] else parser
+        flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
             group.add_argument(flag, action="store_true", default=field.default, help=metadata["help"])
             continue
@@ -68,49 +64,30 @@ def to_options(options: type, arguments: argparse.Namespace) -> Any:
     return options(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(options)})
 
 
-def positive_int(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    return _number(int, text, "a whole number of at least 1", lambda value: value >= 1)
+def _number(kind: type, expected: str, is_good: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """A parser of numbers, which raises ArgumentTypeError for what is none and for one that is not good."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            # argparse would name the function.
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+        if not is_good(value):
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        return value
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    return _number(int, text, "a whole number of at least 0", lambda value: value >= 0)
-
-
-def positive_float(text: str) -> float:
-    """Parse a finite number above 0."""
-    return _number(float, text, "a number above 0", _is_positive)
-
-
-def non_negative_float(text: str) -> float:
-    """Parse a finite number of at least 0."""
-    return _number(float, text, "a number of at least 0", lambda value: 0 <= value < float("inf"))
+positive_int = _number(int, "a whole number of at least 1", lambda value: value >= 1)
+non_negative_int = _number(int, "a whole number of at least 0", lambda value: value >= 0)
+positive_float = _number(float, "a number above 0", lambda value: 0 < value < math.inf)
+non_negative_float = _number(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
+probability = _number(float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+_positive_float = _number(float, "a number above 0, or none", lambda value: 0 < value < math.inf)
 
 
 def positive_float_or_none(text: str) -> float | None:
     """Parse a number above 0, or the word none."""
-    if text.lower() == "none":
-        return None
-    return _number(float, text, "a number above 0, or none", _is_positive)
-
-
-def probability(text: str) -> float:
-    """Parse a number from 0 to below 1."""
-    return _number(float, text, "a number from 0 to below 1", lambda value: 0 <= value < 1)
-
-
-def _is_positive(value: float) -> bool:
-    return 0 < value < float("inf")
-
-
-def _number(kind: type, text: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
-    """The number in `text`. Raises: ArgumentTypeError if there is none, or it is not good."""
-    try:
-        value = kind(text)
-    except ValueError:
-        # argparse would name the function.
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
-    if not is_good(value):
-        raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
-    return value
+    return None if text.lower() == "none" else _positive_float(text)

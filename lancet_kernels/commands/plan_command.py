@@ -88,19 +88,15 @@ class PlanOptions(HfFlags, PlanningFlags):
         given = [name for name in ("module", "hf") if getattr(self, name) is not None]
         others = [*given[1:], *(conflicting if given else ()), *([] if self.hf else self.unused())]
         if others:
-            first = given[0] if given and others[0] != given[0] else "hf"
-            got = (
-                f"--{first} and --{others[0].replace('_', '-')}"
-                if given
-                else f"--{others[0].replace('_', '-')}"
-            )
+            names = [f"--{name.replace('_', '-')}" for name in (*given[:1], others[0])]
+            own = given[:1] == ["module"]
             raise UserError(
                 "options",
-                got=got,
+                got=" and ".join(names),
                 expected="only one of them, because your function defines its model"
-                if first == "module"
+                if own
                 else "only options that belong together",
-                do="set it in your function" if first == "module" else "see lancet plan --help",
+                do="set it in your function" if own else "see lancet plan --help",
             )
 
     def setting(self) -> Setting | OwnStep:
@@ -166,20 +162,20 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         raise simulated.impossible[options.strategy]
     total = time.perf_counter() - start - simulated.capture_seconds
     written = _write_files(simulated, options.strategy, arguments)
+    limit = options.memory_gb or simulated.setting.hardware.memory_gb
     if arguments.json:
-        figures = report(simulated, options.strategy, options.memory_gb)
+        figures = _report(simulated, options.strategy, limit)
         print(json_text(figures | {"total_planning_seconds": total, "files": written}))
     else:
-        print(_text(simulated, options, written))
+        print(_text(simulated, options.strategy, limit, written))
     return 0
 
 
-def report(simulated: Simulated, strategy: str, memory_gb: float | None = None) -> dict[str, object]:
+def _report(simulated: Simulated, strategy: str, limit: float) -> dict[str, object]:
     """The figures as JSON values; times are simulated, planning seconds are measured here."""
     from lancet_kernels.simulation.simulate import ASSUMPTIONS
 
     setting, plans = simulated.setting, simulated.plans
-    limit = setting.hardware.memory_gb if memory_gb is None else memory_gb
     predicted = {name: plan.predicted for name, plan in plans.items()}
     baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
     return {
@@ -204,13 +200,12 @@ def report(simulated: Simulated, strategy: str, memory_gb: float | None = None) 
     }
 
 
-def _text(simulated: Simulated, options: PlanOptions, written: dict[str, str]) -> str:
-    plan = simulated.plans[options.strategy]
-    limit = simulated.setting.hardware.memory_gb if options.memory_gb is None else options.memory_gb
+def _text(simulated: Simulated, strategy: str, limit: float, written: dict[str, str]) -> str:
+    plan = simulated.plans[strategy]
     lines = [f"Simulated, nothing was run: {simulated.setting.describe()}", "", plan.explain(), ""]
     if plan.predicted.peak_memory_gb > limit:
         lines.append(f"Does not fit: {plan.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
-    planned = simulated.seconds[options.strategy]
+    planned = simulated.seconds[strategy]
     lines.append(f"Captured in {simulated.capture_seconds:.2f} s, planned in {planned:.2f} s.")
     lines += [f"{what} written to {path}" for what, path in written.items()]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands import aligned
 from lancet_kernels.errors import UserError
 from lancet_kernels.training.runs import is_in_use, read_config, read_metrics, run_folders
 
@@ -77,6 +78,4 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 "-" if loss is None else f"{loss:.3f}", "-" if speed is None else f"{speed:.0f}",
             ]
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)
-    return "\n".join(lines)
+    return aligned(cells)

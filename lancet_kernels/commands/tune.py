@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands.kernels import ARCHITECTURES
 from lancet_kernels.commands.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
@@ -39,11 +40,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "timed; what does not fit is dropped. Needs a GPU; without one, --dry-run lists what would be timed. "
         "Under torchrun all ranks tune together. An interrupted run continues where it stopped.",
     )
-    add_arguments(command)
-    command.set_defaults(run=run)
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--workload",
         action="append",
@@ -54,7 +50,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the operands (default: bfloat16)"
     )
     command.add_argument(
-        "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90",
+        "--arch", choices=ARCHITECTURES, default="sm_90",
         help="architecture whose candidates --dry-run lists without a GPU (default: sm_90)",
     )  # fmt: skip
     command.add_argument(
@@ -76,6 +72,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--force", action="store_true", help="tune again what is in the file already")
     command.add_argument("--dry-run", action="store_true", help="only list what would be timed")
     command.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    command.set_defaults(run=run)
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -107,17 +104,14 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if local_rank == 0 and not arguments.dry_run:
         cache.check_writable()
     if rank == 0:
-        print(_what(place, len(tasks), cache), file=sys.stderr)
-    with ExitStack() as stack:
-        progress = None
-        if rank == 0:
-            bar = stack.enter_context(
-                tqdm(total=len(tasks), unit="task", disable=not sys.stderr.isatty(), leave=False)
-            )
+        here = "" if has_gpu else " (no GPU here)"
+        print(f"{_tasks(len(tasks))} on {place.name}{here}; cache: {cache.path}", file=sys.stderr)
+    hidden = rank != 0 or not sys.stderr.isatty()
+    with tqdm(total=len(tasks), unit="task", disable=hidden, leave=False) as bar:
 
-            def progress(done: int, text: str) -> None:
-                bar.set_postfix_str(text, refresh=False)
-                bar.update(done - bar.n)
+        def progress(done: int, text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(done - bar.n)
 
         outcomes = tune(
             tasks, place, cache, most=arguments.candidates, minutes=arguments.minutes,
@@ -127,11 +121,6 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if rank == 0:
         print(json_text(_as_json(outcomes, place, cache)) if arguments.json else _text(outcomes))
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
-
-
-def _what(place: Place, tasks: int, cache: Any) -> str:
-    here = "" if place.device is not None else " (no GPU here)"
-    return f"{_tasks(tasks)} on {place.name}{here}; cache: {cache.path}"
 
 
 def _tasks(number: int) -> str:
@@ -166,15 +155,10 @@ def _task(outcome: Outcome) -> dict[str, Any]:
 
 
 def _text(outcomes: Sequence[Outcome]) -> str:
-    lines = []
-    for outcome in outcomes:
-        lines += [outcome.key, *_configuration_text(outcome)]
-    counts = [
-        f"{count} {text}"
-        for status, text in STATUSES.items()
-        if (count := sum(outcome.status == status for outcome in outcomes))
-    ]
-    return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(counts)}"])
+    lines = [line for outcome in outcomes for line in (outcome.key, *_configuration_text(outcome))]
+    counts = Counter(outcome.status for outcome in outcomes)
+    said = [f"{counts[status]} {text}" for status, text in STATUSES.items() if counts[status]]
+    return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(said)}"])
 
 
 def _configuration_text(outcome: Outcome) -> list[str]:

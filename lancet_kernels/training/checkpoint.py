@@ -46,9 +46,12 @@ def save_checkpoint(
     folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 2
 ) -> Path:
     """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks."""
+    # Imported here and below, because it takes half a second, and most runs keep no checkpoints.
+    import torch.distributed.checkpoint as dcp
+
     path = Path(folder, f"step-{step:08d}")
     with _one_rank_is_enough(), waiting("saving of a checkpoint"):
-        _dcp().save(training_state(model, optimizer), checkpoint_id=path)
+        dcp.save(training_state(model, optimizer), checkpoint_id=path)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for old in _complete(folder)[:-keep]:
             shutil.rmtree(old)
@@ -69,6 +72,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
     Returns: the step after which it was saved.
     """
+    import torch.distributed.checkpoint as dcp
+
     # A step makes the optimizer allocate its state: loading needs tensors to load into.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -77,7 +82,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     optimizer.zero_grad(set_to_none=True)
     state = training_state(model, optimizer)
     with _one_rank_is_enough(), waiting("loading of a checkpoint"):
-        _dcp().load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path)
     # Parameters were loaded in place through the views; this also takes what a module copies on loading.
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
     return int(Path(path).name.removeprefix("step-"))
@@ -94,10 +99,3 @@ def _one_rank_is_enough() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _dcp():
-    # Imported here, because it takes half a second, and most runs keep no checkpoints.
-    import torch.distributed.checkpoint as dcp
-
-    return dcp

@@ -3,6 +3,7 @@
 Works under `lancet_kernels.training.launch`, under torchrun, and alone.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -140,11 +141,10 @@ def _report(error: Exception) -> None:
 def _write_traceback(lines: str) -> str | None:
     rank = os.environ.get("RANK", "0")
     path = Path(tempfile.gettempdir(), f"lancet-{os.getpid()}-rank-{rank}.traceback.txt")
-    try:
+    with contextlib.suppress(OSError):
         path.write_text(lines, encoding="utf-8")
-    except OSError:
-        return None
-    return str(path)
+        return str(path)
+    return None
 
 
 def _one_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -73,7 +73,8 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
         write_json_atomically(run / "config.json", given | {"trains": trainer.about})
         truncate_metrics(run, first - 1)
     log_scalars = _tensorboard(run) if options.tensorboard and first_rank else None
-    with StopRequest() as asked, _progress(first, options, first_rank) as progress:
+    progress = _Progress(first, options, first_rank)
+    with stop_requests() as asked, contextlib.closing(progress):
         for step in range(first, options.steps + 1):
             metrics, stop = trainer.step(step, bool(asked.number))
             progress.show(metrics)
@@ -84,17 +85,15 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
             every = options.checkpoint_every
             if stop or (every and (step % every == 0 or step == options.steps)):
                 checkpoint.save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
-            if stop and step < options.steps:
+            if stop:
                 break
     if step < options.steps:
         _stop(run, trainer, step, asked.number or signal.SIGTERM)
     validation_loss = trainer.validation_loss()
-    comparison = trainer.compare(run / "timeline.png") if options.compare else None
+    comparison = {"comparison": trainer.compare(run / "timeline.png")} if options.compare else {}
     if not first_rank:
         return None
-    summary = _summary(run, trainer, validation_loss)
-    if comparison is not None:
-        summary["comparison"] = comparison
+    summary = _summary(run, trainer, validation_loss) | comparison
     write_json_atomically(run / "summary.json", summary)
     return summary
 
@@ -147,10 +146,15 @@ def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
 
 
 class _Progress:
-    """What a person sees of the steps: a bar on a terminal, else a line in every `every` steps; 0: none."""
+    """What a person sees of the steps, on the first rank: a bar on a terminal, else a line now and then."""
 
-    def __init__(self, first: int, last: int, every: int, bar: tqdm) -> None:
-        self._first, self._last, self._every, self._bar = first, last, every, bar
+    def __init__(self, first: int, options: TrainOptions, shown: bool) -> None:
+        on_terminal = sys.stderr.isatty()
+        self._first, self._last = first, options.steps
+        self._every = options.log_every if shown and not on_terminal else 0
+        hidden = not (shown and on_terminal)
+        self._bar = tqdm(total=options.steps, initial=first - 1, unit="step", disable=hidden)
+        self.close = self._bar.close
         self._since: list[Mapping[str, float]] = []
 
     def show(self, metrics: Mapping[str, float]) -> None:
@@ -169,16 +173,6 @@ class _Progress:
                 f"step {step}/{self._last}, loss {metrics['loss']:.3f}, {speed}", file=sys.stderr, flush=True
             )
             self._since.clear()
-
-
-@contextlib.contextmanager
-def _progress(first: int, options: TrainOptions, shown: bool) -> Iterator[_Progress]:
-    """Shows the steps on the first rank."""
-    on_terminal = sys.stderr.isatty()
-    hidden = not (shown and on_terminal)
-    every = options.log_every if shown and not on_terminal else 0
-    with tqdm(total=options.steps, initial=first - 1, unit="step", disable=hidden) as bar:
-        yield _Progress(first, options.steps, every, bar)
 
 
 def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:
@@ -222,29 +216,27 @@ def _summary(run: Path, trainer: Trainer, validation_loss: float) -> dict[str, o
 
 
 class StopRequest:
-    """Inside the block, Ctrl-C and SIGTERM set `number` (of the signal; 0: none came) and interrupt nothing.
-    A second one ends the process as if there were no block.
+    """Ctrl-C and SIGTERM inside `stop_requests`. number: of the signal; 0: none came."""
 
-    Outside the main thread, which alone gets signals, nothing is changed.
-    """
+    number = 0
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[int, object] = {}
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS}
-        return self
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Inside the block, Ctrl-C and SIGTERM are noted and interrupt nothing; a second one ends the process as
+    if there were no block. Outside the main thread, which alone gets signals, nothing is changed."""
+    asked = StopRequest()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
+    def note(number: int, _frame: FrameType | None) -> None:
+        if asked.number:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.number = number
+        asked.number = number
+
+    signals = _STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

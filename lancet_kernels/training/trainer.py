@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +42,9 @@ class Trainer:
         for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
             check_length(tokens, self.sequence, part)
         torch.manual_seed(options.seed)
-        self.groups = build_groups(rank, options.expert_ranks)
+        self.groups = _groups(rank, options.expert_ranks)
         self.model = GPT2MoE(config, self.groups).to(rank.device)
-        self.optimizer = build_optimizer(options, self.model)
+        self.optimizer = _optimizer(options, self.model)
         broadcast_replicated(self.model, self.groups)
         self.module: nn.Module = TrainingStep(
             self.model,
@@ -107,7 +108,7 @@ class Trainer:
         result = self.module(*tokens)
         result.objective.backward()
         norm = clip_gradients(self.model, options.clip, self.groups)
-        rate = learning_rate(options, step)
+        rate = self._learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -116,23 +117,24 @@ class Trainer:
             if layer.correction_bias is not None:
                 layer.update_correction_bias(assigned_E, options.bias_rate)
         traffic = link.read()
-        mean = self._mean_over_ranks(
-            [result.loss, result.balance, result.dropped, traffic.all_to_all_ms, traffic.exposed_ms, stop]
-        )
+        of_rank = {
+            "loss": result.loss,
+            "balance_loss": result.balance,
+            "dropped": result.dropped,
+            "all_to_all_ms": traffic.all_to_all_ms,
+            "exposed_ms": traffic.exposed_ms,
+        }
+        *means, stopping = self._mean_over_ranks([*of_rank.values(), stop])
         seconds = time.perf_counter() - begin
         metrics = {
             "step": step,
-            "loss": mean[0],
-            "balance_loss": mean[1],
-            "dropped": mean[2],
-            "all_to_all_ms": mean[3],
-            "exposed_ms": mean[4],
+            **dict(zip(of_rank, means, strict=True)),
             "gradient_norm": float(norm),
             "learning_rate": rate,
             "step_ms": seconds * 1e3,
             "tokens_per_s": options.batch * rank.world * self.sequence / seconds,
         }
-        return metrics, mean[5] > 0
+        return metrics, stopping > 0
 
     def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
         numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)
@@ -168,28 +170,25 @@ class Trainer:
         losses = [float(self.module(*tokens).loss) for tokens in batches]
         return self._mean_over_ranks([statistics.fmean(losses)])[0]
 
+    def _learning_rate(self, step: int) -> float:
+        """Linear warmup to the peak, then constant."""
+        peak = self.options.lr or _RATES[self.options.optimizer]
+        return peak * min(1.0, step / max(1, self.options.warmup))
 
-def build_groups(rank: Rank, expert_ranks: int | None) -> Groups:
+
+def _groups(rank: Rank, expert_ranks: int | None) -> Groups:
     """Consecutive ranks, `expert_ranks` of them (None: all), share one set of experts. Collective."""
     if rank.world == 1:
         return Groups()
     sharing = expert_ranks or rank.world
-    mesh = init_device_mesh(
-        rank.device.type, (rank.world // sharing, sharing), mesh_dim_names=("replica", "expert")
-    )
+    shape = rank.world // sharing, sharing
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replica", "expert"))
     return Groups.from_mesh(mesh, expert="expert", replica="replica")
 
 
-def build_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum; every step sets the learning rate."""
+def _optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """Every step sets the learning rate."""
+    common: dict[str, Any] = {"params": model.parameters(), "lr": 0.0, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
-        return torch.optim.SGD(
-            model.parameters(), lr=0.0, momentum=options.momentum, weight_decay=options.weight_decay
-        )
-    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-
-
-def learning_rate(options: TrainOptions, step: int) -> float:
-    """Linear warmup to the peak, then constant. Steps count from 1."""
-    peak = options.lr or _RATES[options.optimizer]
-    return peak * min(1.0, step / options.warmup) if options.warmup else peak
+        return torch.optim.SGD(**common, momentum=options.momentum)
+    return torch.optim.AdamW(**common, betas=(0.9, 0.95))

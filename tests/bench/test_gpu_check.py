@@ -1,24 +1,17 @@
 """`make gpu` without a GPU: it says what is missing. What it measures with runs, tiny, in the interpreter."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, printed, run, wait_for
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-
-
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300
-    )
 
 
 @pytest.mark.long
@@ -40,22 +33,16 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     """Even where it is ignored, as in a background process of a shell; a second one changes nothing."""
     out = tmp_path / "smoke.json"
-    command = [
-        "bash",
-        "-c",
-        'trap "" INT; exec "$0" -m bench.gpu.gpu_measure --smoke --rounds 999 --out "$1"',
-    ]
+    shell = 'trap "" INT; exec "$0" -m bench.gpu.gpu_measure --smoke --rounds 999 --out "$1"'
     process = subprocess.Popen(
-        [*command, sys.executable, str(out)],
+        ["bash", "-c", shell, sys.executable, out],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        deadline = time.monotonic() + 120
-        while not out.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: out.exists() or process.poll() is not None, 120)
         begun = json.loads(out.read_text())
         assert not begun["complete"]
         assert [missing["what"] for missing in begun["not_measured"]] == begun["planned"]
@@ -76,9 +63,8 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_every_measurement_runs(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
-    done = run(sys.executable, "-m", "bench.gpu.gpu_measure", "--smoke", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("smoke: interpreter, no figures")
+    said = printed("-m", "bench.gpu.gpu_measure", "--smoke", "--out", out)
+    assert said.startswith("smoke: interpreter, no figures")
     found = json.loads(out.read_text())
     assert found["label"] == "smoke: interpreter, no figures"
     assert found["complete"]

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,22 +9,14 @@ import pytest
 import torch
 
 from bench.gpu import gpu_node
-
-ROOT = Path(__file__).parents[2]
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-
-
-def run(*command: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHON": sys.executable}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+from tests.processes import TORCHRUN, printed, run
 
 
 @pytest.mark.long
 def test_a_dry_run_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "node.json"
-    done = run(sys.executable, *TORCHRUN, "-m", "bench.gpu.gpu_node", "--device", "cpu", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("dry run: interpreter, no figures; 2 ranks, 2 steps, 2 checked: 0 wrong")
+    said = printed(*TORCHRUN, 2, "-m", "bench.gpu.gpu_node", "--device", "cpu", "--out", out, timeout_s=400)
+    assert said.startswith("dry run: interpreter, no figures; 2 ranks, 2 steps, 2 checked: 0 wrong")
     found = json.loads(out.read_text())
     correct = found["correctness"]
     assert (correct["steps"], correct["checked"], correct["wrong"]) == (2, 2, [])
@@ -59,7 +49,7 @@ def test_what_is_wrong_is_seen() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="about machines without several GPUs")
 def test_without_gpus_it_says_so_in_a_line() -> None:
-    done = run("bash", "bench/gpu/gpu_node.sh")
+    done = run("bash", "bench/gpu/gpu_node.sh", PYTHON=sys.executable)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(

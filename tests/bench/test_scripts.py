@@ -1,23 +1,11 @@
 """Scripts of bench/ run, small: those that no other test of this folder starts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rehearsals import BENCH
-
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-
-
-def run(*arguments: object) -> str:
-    """What a script prints."""
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.processes import BENCH, TORCHRUN, printed
 
 
 def test_every_script_is_started_by_a_test() -> None:
@@ -36,7 +24,7 @@ def test_every_script_is_started_by_a_test() -> None:
 
 @pytest.mark.long
 def test_autotune_lists_what_it_would_time() -> None:
-    said = run(BENCH / "autotune.py", "--dry-run", "--workload", "64,32,32,4,2")
+    said = printed(BENCH / "autotune.py", "--dry-run", "--workload", "64,32,32,4,2")
     assert "overlap" in said
     assert "candidates" in said
 
@@ -44,9 +32,8 @@ def test_autotune_lists_what_it_would_time() -> None:
 @pytest.mark.long
 def test_cost_of_cutting() -> None:
     """Whether anything is cut is up to the times of the machine; ops are cut where ranges are."""
-    figures = json.loads(
-        run(*TORCHRUN, BENCH / "cpu" / "cost_of_cutting.py", "--model", "gpt2-tiny-moe", "--json")
-    )
+    script = BENCH / "cpu" / "cost_of_cutting.py"
+    figures = json.loads(printed(*TORCHRUN, 2, script, "--model", "gpt2-tiny-moe", "--json"))
     assert figures["link_gbps"] > 0
     assert figures["compute_ms"] > 0
     cut = [op for op in figures["ops"].values() if op["cut"]]
@@ -58,7 +45,7 @@ def test_cost_of_cutting() -> None:
 def test_converted_models(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     small = "--models Mixtral --widths 16 --ranks 1,2 --rounds 2 --contenders transformers,convert".split()
-    said = run("-m", "bench.cpu.converted", *small, "--json", tmp_path / "figures.json")
+    said = printed("-m", "bench.cpu.converted", *small, "--json", tmp_path / "figures.json")
     cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
     assert [case["ranks"] for case in cases] == [1, 2]
     assert all(case["over_transformers"]["transformers"] == 1 for case in cases)

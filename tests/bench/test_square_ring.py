@@ -2,25 +2,16 @@
 split."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench" / "cpu" / "square_ring.py"
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 4".split()
+from tests.processes import BENCH, TORCHRUN, printed
 
 
 @pytest.mark.long
 def test_the_ring_needs_less_memory_than_megatrons_split() -> None:
     sizes = "--rows 2048 --width 128 --hidden 512 --layers 4 --rounds 2 --json".split()
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, str(BENCH), *sizes],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(printed(*TORCHRUN, 4, BENCH / "cpu" / "square_ring.py", *sizes))
     assert list(report["rings"]) == ["alternating", "straight"]
     ring = report["rings"]["alternating"]
     u = 2048 * 128 * 4  # bytes of the whole input

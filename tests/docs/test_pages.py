@@ -7,7 +7,6 @@ import io
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -20,8 +19,8 @@ from lancet_kernels.cli import _parser
 from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.rules.rules import RULES
 from lancet_kernels.ops.moe.gates import GATES
+from tests.processes import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Others wait for optimize(), which measures, or for transformers.
 QUICK = (
@@ -133,9 +132,7 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed")
     pytest.importorskip("material", reason="mkdocs-material is not installed")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site")
     support = (tmp_path / "site/reference/support.html").read_text()
     assert "<code>fully_sharded_after</code>" in support
     options = (tmp_path / "site/reference/command-line.html").read_text()

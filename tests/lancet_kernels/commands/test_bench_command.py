@@ -1,13 +1,12 @@
 """`lancet bench FILE.py:make_step`: a user's own step, measured beside its baselines."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lancet_kernels.cli import main
+from tests.processes import printed
 
 STEP = f"{Path(__file__).parents[2] / 'own_steps/readme_step.py'}:make_step"
 FIGURES = ("iteration_ms", "exposed_ms", "waited_ms", "peak_memory_gb")
@@ -27,21 +26,13 @@ def test_own_step_on_one_rank(capsys, tmp_path) -> None:
     assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lancet_kernels.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("step", [STEP, "overlap"])
 def test_two_ranks_over_an_emulated_link(step: str) -> None:
     """The blocking plan waits for what the wire takes; the own model and the library's are one case."""
     small = ["--batch", "1", "--sequence", "16"] if step == "overlap" else []
-    done = bench(
-        step, *small, "--strategies", "none,lancet", "--link-gbps", "0.05", "--rounds", "2", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    command = ["bench", step, *small, "--strategies", "none,lancet", "--link-gbps", "0.05", "--rounds", "2"]
+    (line,) = printed("-m", "lancet_kernels.cli", *command, "--json").splitlines()
     figures = json.loads(line)
     assert set(figures["iteration_ms"]) == {"plain", "ddp-like", "none", "lancet"}
     assert (figures["link"], figures["link_gbps"], figures["ranks"]) == ("emulated", 0.05, 2)

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.training.launch import launch, root_cause
 from lancet_kernels.training.ranks import Rank, _one_line, report_errors, start_ranks, under_launcher
+from tests.processes import TORCHRUN, run, running, wait_for
 
 RANKS_TIMEOUT_S = 240
 WORKER = """
@@ -95,26 +96,6 @@ def job(tmp_path, monkeypatch):
 
 def pids(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in sorted(folder.glob("pid-*"))]
-
-
-def running(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:
-        return False
-    except FileNotFoundError:
-        return not Path("/proc").exists()  # macOS: signals only
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_for(condition, seconds: float) -> None:
-    """Until `condition()` holds; fails the test if that takes longer than allowed."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "timed out"
-        time.sleep(0.02)
 
 
 def worker(job: Path, mode: str, *rest: str) -> list[str]:
@@ -248,8 +229,7 @@ def start_hanging_job(job: Path) -> subprocess.Popen:
 
 @pytest.mark.long
 def test_under_torchrun_a_failed_rank_says_one_line(job):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run([*command, *worker(job, "raise")], capture_output=True, text=True, timeout=60)
+    result = run(sys.executable, *TORCHRUN, 2, *worker(job, "raise"), timeout_s=60)
     assert result.returncode != 0
     file = traceback_file(job)
     line = f"rank 1 failed: ValueError: boom second line (traceback in {file})"

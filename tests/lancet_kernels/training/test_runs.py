@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lancet_kernels.atomic import file_errors, json_text, locked, write_json_atomically, write_text_atomically
+from lancet_kernels.atomic import file_errors, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.training.runs import (
     append_metrics,
@@ -52,10 +52,6 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"got here \(no space left\),"), file_errors("here"):
         raise OSError(28, "no space left")
-
-
-def test_json_text_is_one_strict_line():
-    assert json_text({"a": (1, float("-inf"))}) == '{"a": [1, null]}'
 
 
 def start(root, name: str):

@@ -4,12 +4,12 @@ import signal
 import subprocess
 import sys
 
-from lancet_kernels.training.train_loop import StopRequest
+from lancet_kernels.training.train_loop import stop_requests
 
 PATIENT = """
 import signal, time
-from lancet_kernels.training.train_loop import StopRequest
-with StopRequest() as asked:
+from lancet_kernels.training.train_loop import stop_requests
+with stop_requests() as asked:
     print("ready", flush=True)
     while asked.number < signal.SIGTERM:
         time.sleep(0.01)
@@ -20,7 +20,7 @@ with StopRequest() as asked:
 
 def test_signal_is_noted_and_the_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with StopRequest() as asked:
+    with stop_requests() as asked:
         assert asked.number == 0
         signal.raise_signal(signal.SIGINT)
         assert asked.number == signal.SIGINT
