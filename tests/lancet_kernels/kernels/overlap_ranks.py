@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -17,8 +16,7 @@ from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, experts_of, routing_of, tokens_of
 
-GUARD = 64  # bytes before and behind each copy of a region; elements before and behind any other buffer
-GUARD_BYTE, GUARD_VALUE = 0xA5, 1024
+GUARD, GUARD_BYTE = 64, 0xA5  # bytes before and behind each copy of a region
 CONFIG = OverlapConfig(
     GemmConfig(16, 32, 16, 1, 1), put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32
 )
@@ -36,31 +34,6 @@ class GuardedMemory(SharedMemory):
 
     def check_guards(self) -> None:
         assert all((guard == GUARD_BYTE).all() for guard in self.guards), "written beside a region"
-
-
-@contextlib.contextmanager
-def poisoned_buffers() -> Iterator[None]:
-    """Inside, what torch leaves uninitialised is NaN between guard bands, which are looked at in the end."""
-    guards: list[Tensor] = []
-
-    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel()
-        buffer = torch.full((size + 2 * GUARD,), GUARD_VALUE, dtype=dtype)
-        guards.extend((buffer[:GUARD], buffer[GUARD + size :]))
-        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 3
-        return buffer[GUARD : GUARD + size].fill_(poison).view(shape)
-
-    before = torch.empty_like
-    torch.empty_like = lambda like: new(tuple(like.shape), like.dtype)
-    torch.Tensor.new_empty = lambda self, *shape, **to: (
-        torch._C.TensorBase.new_empty(self, *shape, **to) if to else new(shape, self.dtype)
-    )
-    try:
-        yield
-    finally:
-        torch.empty_like = before
-        del torch.Tensor.new_empty
-    assert all((guard == GUARD_VALUE).all() for guard in guards), "written beside an output"
 
 
 @dataclass

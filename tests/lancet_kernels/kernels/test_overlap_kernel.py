@@ -28,10 +28,10 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     check_same,
     make_dense,
     make_layer,
-    poisoned_buffers,
     same_bits,
     same_sums,
 )
+from tests.poisoned_buffers import poisoned_buffers
 
 FP16, BF16 = torch.float16, torch.bfloat16
 Work = list[tuple[Case, dict]]

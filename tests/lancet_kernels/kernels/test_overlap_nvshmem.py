@@ -20,10 +20,10 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     check_results,
     check_rows,
     make_layer,
-    poisoned_buffers,
     same_bits,
 )
 from tests.lancet_kernels.kernels.protocol.emulated_network import FarMemory, network
+from tests.poisoned_buffers import poisoned_buffers
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
