@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsals import BENCH
-
+BENCH = Path(__file__).parents[2] / "bench"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
