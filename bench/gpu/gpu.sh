@@ -78,7 +78,7 @@ finish() {
 pytest=("$python" -m pytest -v --color=no -p no:cacheprovider -m "gpu and not long")
 # Virtual PEs wait for one another; the others measure times.
 alone=(
-  tests/lancet_kernels/kernels/hopper/test_gluon_gpu.py tests/lancet_kernels/kernels/test_virtual_pes.py
+  tests/lancet_kernels/kernels/test_virtual_pes.py
   tests/graph/costs/test_measure_gpu.py
 )
 sanitizer=tests/lancet_kernels/kernels/test_sanitizer_gpu.py

@@ -99,16 +99,8 @@ def milliseconds_as_it_runs(
     """
 
     runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
-
-    def run() -> float:
-        _finish(device)
-        begin = time.perf_counter()
-        runner(list(inputs))
-        _finish(device)
-        return (time.perf_counter() - begin) * 1e3
-
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        elapsed_ms = _median_ms(run, group, repeats)
+        elapsed_ms = _median_ms(partial(_total_ms, lambda _: runner(list(inputs)), 0, device), group, repeats)
     link.read()
     return elapsed_ms
 

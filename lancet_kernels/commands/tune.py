@@ -15,7 +15,7 @@ from lancet_kernels.commands.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.tuning.place import Place
+    from lancet_kernels.tuning.candidates import Place
     from lancet_kernels.tuning.tuner import Outcome
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -84,8 +84,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
     from lancet_kernels.kernels.tuning import TunedCache, default_cache
     from lancet_kernels.training.ranks import start_ranks, under_launcher
-    from lancet_kernels.tuning.candidates import Task
-    from lancet_kernels.tuning.place import Place
+    from lancet_kernels.tuning.candidates import Place, Task
     from lancet_kernels.tuning.tuner import check_has_gpu, tune
 
     dtype = getattr(torch, arguments.dtype)

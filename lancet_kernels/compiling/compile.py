@@ -78,7 +78,11 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
             expected="kernels that are not interpreted",
             do="unset it, or call lancet kernels, which compiles in other processes",
         )
-    check_arch(arch)
+    if arch not in SHARED_LIMIT:
+        supported = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
+        raise UserError(
+            "architecture", got=f"sm_{arch}", expected=f"one of {supported}", do="choose one of these"
+        )
     start = time.perf_counter()
     compiled, options = _compile(specimen, arch)
     registers, stack = _resources(compiled)
@@ -119,15 +123,6 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
     if arch == 90 and specimen.tma and not compiled.tma:
         reasons.append("no TMA")
     return reasons
-
-
-def check_arch(arch: int) -> None:
-    """Raise UserError for an architecture that is not in SHARED_LIMIT."""
-    if arch not in SHARED_LIMIT:
-        supported = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
-        raise UserError(
-            "architecture", got=f"sm_{arch}", expected=f"one of {supported}", do="choose one of these"
-        )
 
 
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:

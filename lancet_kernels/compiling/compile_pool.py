@@ -100,8 +100,8 @@ class _Worker:
             process.kill()
 
     def close(self) -> None:
+        """After `end`, when no thread waits."""
         if self._process is not None:
-            self._process.kill()
             self._process.communicate()
         self._log.close()
 

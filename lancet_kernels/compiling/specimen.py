@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,15 +43,6 @@ class Specimen:
     def nvshmem(self) -> bool:
         """Is it linked with the NVSHMEM bitcode?"""
         return bool(self.arguments.get("NVSHMEM"))
-
-
-def once(specimens: Iterable[Specimen]) -> Iterator[Specimen]:
-    """The first of each name and configuration."""
-    seen = set()
-    for specimen in specimens:
-        if (specimen.name, specimen.config) not in seen:
-            seen.add((specimen.name, specimen.config))
-            yield specimen
 
 
 def _empty(value: Any) -> Any:

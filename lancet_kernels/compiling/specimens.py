@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lancet_kernels.compiling.specimen import Specimen, once
+from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.kernels.hopper.config import total_warps
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import Launch, recorded
@@ -45,7 +45,6 @@ class FusedCase:
     dense: bool = False
     far: bool = False
     widths: tuple[int, int] = EVEN
-    choices: int = 8
     plain: bool = False
 
     def text(self) -> str:
@@ -77,15 +76,16 @@ FUSED = (
 
 def all_specimens(arch: int) -> Iterator[Specimen]:
     """Every kernel of the library, each in the configurations that sm_`arch` gets by default."""
-    yield from once(_fused(arch))
-    yield from once(_rows())
+    # The first of each name and configuration.
+    first: dict[tuple[str, str], Specimen] = {}
+    for specimen in (*_fused(arch), *_rows()):
+        first.setdefault((specimen.name, specimen.config), specimen)
+    yield from first.values()
 
 
-def fused_launches(
-    case: FusedCase, arch: int, config: OverlapConfig | None = None
-) -> tuple[list[Launch], list[Launch]]:
-    """What the forward, and what the backward of a case would launch. config: None: the default."""
-    config = config or case.config(arch)
+def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Launch]]:
+    """What the forward, and what the backward of a case would launch."""
+    config = case.config(arch)
     memory = virtual_memories(8)[0]
     memory.far = case.far
     local, (width, hidden) = 8, case.widths
@@ -102,9 +102,9 @@ def fused_launches(
     experts = Experts(
         zeros(local, width, wide), biases[0], zeros(local, hidden, width), biases[1], case.activation
     )
-    nowhere = torch.zeros(0, case.choices, dtype=torch.int64)
+    nowhere = torch.zeros(0, 8, dtype=torch.int64)
     count = torch.zeros(8 * local, dtype=torch.int64)
-    routing = Routing.of(nowhere, nowhere, torch.zeros(0, case.choices), count)
+    routing = Routing.of(nowhere, nowhere, torch.zeros(0, 8), count)
     step = 16 if case.widths == EVEN else 17
     dense = [DenseGemm(*(zeros(step, step) for _ in "abc"))] if case.dense else []
     x = zeros(0, width)
@@ -113,13 +113,6 @@ def fused_launches(
     with recorded() as backward:
         moe_backward(exchanges[0], saved, exchanges[1], x, routing, experts, config, dense=dense)
     return forward, backward
-
-
-def fused_specimens(case: FusedCase, arch: int, config: OverlapConfig | None = None) -> Iterator[Specimen]:
-    """Specimens of the kernels of a case. The small ones, which hardly depend on it, are the same in many."""
-    for direction, launches in zip(("forward", "backward"), fused_launches(case, arch, config), strict=True):
-        for launch in launches:
-            yield _fused_specimen(case, arch, direction, launch)
 
 
 def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) -> Specimen:
@@ -141,15 +134,16 @@ def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) 
 
 
 def _fused(arch: int) -> Iterator[Specimen]:
-    for case in FUSED:
-        yield from fused_specimens(case, arch)
-    if arch == 90:
-        # The plain kernel says what is right there, too.
-        for activation_name in ("gelu", "swiglu"):
-            yield from fused_specimens(FusedCase(activation_name, plain=True), arch)
+    """The small kernels, which hardly depend on the case, are the same in many."""
+    # On sm_90 the plain kernel says what is right, too.
+    plain = (FusedCase("gelu", plain=True), FusedCase("swiglu", plain=True)) if arch == 90 else ()
+    for case in (*FUSED, *plain):
+        for direction, launches in zip(("forward", "backward"), _fused_launches(case, arch), strict=True):
+            for launch in launches:
+                yield _fused_specimen(case, arch, direction, launch)
 
 
-def specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
+def _specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
     """Specimens of what call(*args, **options) would launch."""
     with recorded() as launches:
         call(*args, **options)
@@ -170,16 +164,16 @@ def _rows() -> Iterator[Specimen]:
         x = torch.zeros(tokens, width, dtype=dtype)
         row = torch.zeros(tokens, top_k, dtype=torch.int64)
         weight = torch.zeros(tokens, top_k) if weighted else None
-        yield from specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
+        yield from _specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
         rows = torch.zeros(tokens * top_k, width, dtype=dtype)
-        yield from specimens_of(said, permute.combine, rows, row, weight)
-        yield from specimens_of(said, permute.combine_dweight, x, rows, row)
+        yield from _specimens_of(said, permute.combine, rows, row, weight)
+        yield from _specimens_of(said, permute.combine_dweight, x, rows, row)
     count = torch.zeros(1, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         for kind in ("gelu", "swiglu"):
             h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
-            yield from specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
+            yield from _specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
             da = torch.zeros(4, 2048, dtype=dtype)
-            yield from specimens_of(
+            yield from _specimens_of(
                 f"{SHORT[dtype]} {kind}", activation.activation_backward, da, h, count, kind
             )

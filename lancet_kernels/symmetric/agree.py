@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ class Meetings:
         self._number = 0
         self._broken = ""
 
-    def meet(self, step: str, value: str = "", timeout_s: float | None = None) -> list[str]:
-        """Wait until every rank has come to `step`. -> the values that they brought, by rank.
+    def meet(self, step: str, value: Any = "", timeout_s: float | None = None) -> list[Any]:
+        """Wait until every rank has come to `step`. -> the values (JSON) that they brought, by rank.
 
         Raises UserError, on every rank, if another rank is at another step; CommunicationError if one stays
         away. The latter breaks the memory: this and the other ranks' next meeting fails at once.
@@ -89,7 +89,7 @@ class Meetings:
             ) from error
         return result
 
-    def _exchange(self, step: str, value: str, timeout_s: float) -> list[tuple[str, str]]:
+    def _exchange(self, step: str, value: Any, timeout_s: float) -> list[tuple[str, Any]]:
         self._number += 1
         self._say(self._number, step, value)
         missing = self._wait_for_others(timeout_s)
@@ -123,7 +123,7 @@ class Meetings:
             pause = min(2 * pause, LAST_LOOK_S)
         return missing
 
-    def _say(self, number: int, step: str, value: str) -> None:
+    def _say(self, number: int, step: str, value: Any) -> None:
         self._store.set(self._key(number, self.rank), json.dumps([step, value]))
 
     def _key(self, number: int, rank: int) -> str:
@@ -134,6 +134,8 @@ class MemoryOfRanks(SymmetricMemory):
     """Symmetric memory whose PEs are the ranks of a process group: they agree in meetings."""
 
     def __init__(self, meetings: Meetings, device: torch.device, reason: str) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(meetings.rank, meetings.world, device, reason)
         self._meetings = meetings
 
@@ -141,11 +143,8 @@ class MemoryOfRanks(SymmetricMemory):
         self._check_open()
         self._meetings.meet("barrier", timeout_s=timeout_s)
 
-    def _gather(self, request: str, text: str) -> list[str]:
-        return self._meetings.meet(request, text)
-
-    def _agree(self, request: str) -> None:
-        self._meetings.meet(request)
+    def _gather(self, request: str, value: Any = "") -> list[Any]:
+        return self._meetings.meet(request, value)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class SymmetricMemory(ABC):
         # An error of this PE alone, before it has met the others, would leave them waiting.
         shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         request = f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
-        self._agree(request)
+        self._gather(request)
         if name in self._regions:
             raise UserError(
                 f"symmetric memory: {request}",
@@ -116,7 +117,7 @@ class SymmetricMemory(ABC):
     def largest(self, value: int) -> int:
         """The largest of the values that the PEs bring. Collective."""
         self._check_open()
-        return max(map(int, self._gather("largest", str(value))))
+        return max(self._gather("largest", value))
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -149,12 +150,8 @@ class SymmetricMemory(ABC):
             raise _closed("symmetric memory")
 
     @abstractmethod
-    def _gather(self, request: str, text: str) -> list[str]:
-        """The texts that all PEs bring to this request, by rank."""
-
-    @abstractmethod
-    def _agree(self, request: str) -> None:
-        """Raise on every PE, if not every PE makes this request now."""
+    def _gather(self, request: str, value: Any = "") -> list[Any]:
+        """The values (JSON) that all PEs bring. Raises on every PE, unless each makes this request now."""
 
     @abstractmethod
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib
-import json
 import weakref
 from importlib import metadata
 from types import ModuleType
@@ -89,13 +88,11 @@ class NvshmemMemory(MemoryOfRanks):
         lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
         if lacks:
             raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self._core = importlib.import_module("nvshmem.core")
         self._bindings = importlib.import_module("nvshmem.bindings")
         super().__init__(meetings, device, "")
-        mine = json.dumps([gpu_id(device), NvshmemMemory._started])
-        gpus, started = zip(*map(json.loads, meetings.meet("nvshmem: GPUs", mine)), strict=True)
+        mine = [gpu_id(self.device), NvshmemMemory._started]
+        gpus, started = zip(*meetings.meet("nvshmem: GPUs", mine), strict=True)
         if len(set(gpus)) < self.world:
             raise UserError(
                 "NVSHMEM",
@@ -109,7 +106,7 @@ class NvshmemMemory(MemoryOfRanks):
             self._start(meetings)
         meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
         NvshmemMemory._unsettled += 1
-        self._pointer_ok = [signals_reach(device, gpu) for gpu in gpus]
+        self._pointer_ok = [signals_reach(self.device, gpu) for gpu in gpus]
         self._raw: list[Tensor] = []
         near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
         version = self._core.get_version().libnvshmem_version
@@ -167,8 +164,7 @@ class NvshmemMemory(MemoryOfRanks):
             for peer, usable in enumerate(self._pointer_ok)
         ]
         # Nobody puts before all have zeroed.
-        far = self._meetings.meet(f"{request}: zero", "" if all(addresses) else "far")
-        self.far = any(far)
+        self.far = any(self._meetings.meet(f"{request}: zero", not all(addresses)))
         return raw, addresses
 
     def _free(self, together: bool) -> None:

@@ -8,7 +8,6 @@ the others remove its name too.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -37,10 +36,8 @@ class SharedMemory(MemoryOfRanks):
         reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
         super().__init__(meetings, torch.device("cpu"), reason)
         prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
-        brought = meetings.meet("regions on the CPU", json.dumps([prefix, _machine()]))
-        said = [json.loads(text) for text in brought]
-        machines = {rank: machine for rank, (_, machine) in enumerate(said)}
-        others = [rank for rank, machine in machines.items() if machine != machines[0]]
+        said = meetings.meet("regions on the CPU", [prefix, _machine()])
+        others = [rank for rank, (_, machine) in enumerate(said) if machine != said[0][1]]
         if others:
             raise UserError(
                 "symmetric memory",

@@ -10,7 +10,6 @@ allocation. Signals are regions like all others.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -49,11 +48,7 @@ def unreachable(group: dist.ProcessGroup | None, device: torch.device, timeout_s
     meetings = Meetings(group, timeout_s)
     lack = missing(device)
     gpu = gpu_id(device) if not lack else ""
-    said = [
-        json.loads(text) for text in meetings.meet("regions on GPUs", json.dumps([_machine(), lack, gpu]))
-    ]
-    machines, lacks, gpus = zip(*said, strict=True)
-    own = ""
+    machines, lacks, gpus = zip(*meetings.meet("regions on GPUs", [_machine(), lack, gpu]), strict=True)
     if any(lacks):
         own = by_rank({rank: lack for rank, lack in enumerate(lacks) if lack})
     elif len(set(machines)) > 1:
@@ -74,12 +69,11 @@ class TorchMemory(MemoryOfRanks):
     ) -> None:
         """Collective; where `unreachable` said "". group: None means all ranks. timeout_s: how long any step
         may wait for a rank; torch's own exchange of handles has the timeout of the process group."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         meetings = Meetings(group, timeout_s)
         gpus = f"{meetings.world} GPUs of one machine"
-        reason = f"torch: {gpus}, torch's symmetric memory, pointers to all of them"
-        super().__init__(meetings, device, reason)
+        super().__init__(
+            meetings, device, f"torch: {gpus}, torch's symmetric memory, pointers to all of them"
+        )
         self._group = group or dist.group.WORLD
         self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
@@ -105,8 +99,8 @@ class TorchMemory(MemoryOfRanks):
         # Where the tensor begins in the buffer may differ: torch may cut it out of a pool.
         begin = raw.data_ptr() - handle.buffer_ptrs[self.rank]
         # Nobody puts before all have zeroed.
-        begins = self._meetings.meet(f"{request}: zero", str(begin))
-        return raw, [p + int(b) for p, b in zip(handle.buffer_ptrs, begins, strict=True)]
+        begins = self._meetings.meet(f"{request}: zero", begin)
+        return raw, [p + b for p, b in zip(handle.buffer_ptrs, begins, strict=True)]
 
     def _free(self, together: bool) -> None:
         # Peers keep what they have mapped.

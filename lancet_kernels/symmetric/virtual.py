@@ -7,6 +7,7 @@ waits. A kernel may: give each PE a stream of its own and launch all of them bef
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,18 +47,16 @@ class VirtualMemory(SymmetricMemory):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _gather(self, request: str, text: str) -> list[str]:
-        # One thread runs all PEs one after another, so they must bring the same, which `_agree` checks.
-        self._agree(f"{request} {text}")
-        return [text]
-
-    def _agree(self, request: str) -> None:
+    def _gather(self, request: str, value: Any = "") -> list[Any]:
+        # One thread runs all PEs one after another, so they must bring the same.
+        request = f"{request} {value}".rstrip()
         if self._count == len(self._heap.requests):
             self._heap.requests.append((self.rank, request))
         first, expected = self._heap.requests[self._count]
         if request != expected:
             raise disagreement({first: expected, self.rank: request})
         self._count += 1
+        return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         copies = self._heap.copies_of(self._count - 1, num_bytes)

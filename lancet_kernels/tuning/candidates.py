@@ -1,4 +1,4 @@
-"""Which configurations of the fused launches of a layer are worth timing?"""
+"""Which configurations of the fused launches of a layer are worth timing, and on which device?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lancet_kernels.kernels.hopper.config import hopper_config, refusals
 from lancet_kernels.kernels.overlap import config_for_gpu
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuning import Shape, key_of
-from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.workloads import Workload
 
 # Tiles of the plain kernel, by bytes of an element: (block_m, block_n, block_k, warps, stages).
@@ -27,6 +26,33 @@ _TILES = {
     ),
     4: ((64, 64, 16, 8, 3), (64, 32, 16, 4, 3), (128, 32, 16, 8, 2), (64, 32, 32, 8, 2)),
 }
+
+
+# Multiprocessors of the A100, the H100 and the B200, by architecture.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The GPU of this machine (`device`), or an architecture for a dry run (device None).
+
+    Attributes: name: of the device in the cache's keys. arch: 90 for sm_90. sms: multiprocessors.
+    """
+
+    device: torch.device | None
+    name: str
+    arch: int
+    sms: int
+
+    @staticmethod
+    def here(device: torch.device) -> Place:
+        properties = torch.cuda.get_device_properties(device)
+        arch = 10 * properties.major + properties.minor
+        return Place(device, properties.name, arch, properties.multi_processor_count)
+
+    @staticmethod
+    def elsewhere(arch: int) -> Place:
+        return Place(None, f"sm_{arch}", arch, MULTIPROCESSORS[arch])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from datetime import date
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
@@ -25,9 +26,9 @@ from lancet_kernels.kernels.rehearsal import rehearsal
 from lancet_kernels.kernels.tuning import Entry, TunedCache
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning.candidates import Task, candidates
-from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.ranks import Ranks
+from lancet_kernels.ops.comm.groups import from_first_rank, group_name
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.tuning.candidates import Place, Task, candidates
 
 # config -> a run of forward and backward.
 Runs = Callable[[OverlapConfig], Callable[[], object]]
@@ -102,13 +103,12 @@ def tune(
 
     Raises UserError without a GPU, unless it is a dry run.
     """
-    ranks = Ranks()
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
     outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
     for outcome in outcomes:
         outcome.candidates = [Candidate(config) for config in candidates(outcome.task, place)[:most]]
-    _mark_cached(outcomes, cache, force, ranks)
+    _mark_cached(outcomes, cache, force)
     if dry_run:
         for outcome in outcomes:
             outcome.status = "dry-run" if outcome.status == "left" else outcome.status
@@ -119,12 +119,12 @@ def tune(
     for number, outcome in enumerate(outcomes):
         say(number, outcome.key)
         # Another process may have tuned it meanwhile.
-        _mark_cached([outcome], cache, force, ranks)
+        _mark_cached([outcome], cache, force)
         if outcome.status == "known":
             continue
-        if not ranks.from_first(time.monotonic() < deadline):
+        if not _from_first(time.monotonic() < deadline):
             break
-        _choose(outcome, clock, ranks, rounds, (runs_of or _passes)(outcome.task, place.device))
+        _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
         if outcome.status == "tuned" and save:
             cache.put([_entry(outcome, place)])
     say(sum(o.status != "left" for o in outcomes), "")
@@ -136,10 +136,10 @@ def _passes(task: Task, device: torch.device) -> Runs:
     return lambda config: lambda: passes.forward_backward(config)
 
 
-def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:
+def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool) -> None:
     if force:
         return
-    entries = ranks.from_first(cache.entries())
+    entries = _from_first(cache.entries())
     for outcome in outcomes:
         entry = entries.get(outcome.key)
         # An entry of another compiler may be outdated.
@@ -147,7 +147,7 @@ def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks:
             outcome.status, outcome.cached = "known", entry
 
 
-def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int, runs_of: Runs) -> None:
+def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
     """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
     runs: dict[int, Callable[[], object]] = {}
     for number, candidate in enumerate(outcome.candidates):
@@ -155,7 +155,7 @@ def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int, runs_of: 
         try:
             with rehearsal():
                 run()
-            ranks.meet(clock.device)
+            _meet(clock.device)
             run()
             if clock.device.type == "cuda":
                 torch.cuda.synchronize(clock.device)
@@ -165,11 +165,11 @@ def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int, runs_of: 
         except (RuntimeError, triton.runtime.errors.OutOfResources, ValueError) as error:
             candidate.reason = f"does not run: {str(error).splitlines()[0]}"
     numbers = range(len(outcome.candidates))
-    able = ranks.slowest([0.0 if number in runs else math.inf for number in numbers])
+    able = _slowest([0.0 if number in runs else math.inf for number in numbers])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
     times_of = clock.rounds(runs, rounds, warmup=2)
     medians = {number: statistics.median(times) for number, times in times_of.items()}
-    slowest = ranks.slowest([medians.get(number, math.inf) for number in numbers])
+    slowest = _slowest([medians.get(number, math.inf) for number in numbers])
     for candidate, ms in zip(outcome.candidates, slowest, strict=True):
         if math.isfinite(ms):
             candidate.ms = ms
@@ -179,7 +179,7 @@ def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int, runs_of: 
     best = min(numbers, key=slowest.__getitem__)
     outcome.status = "failed"
     if math.isfinite(slowest[best]):
-        outcome.status, outcome.winner = "tuned", outcome.candidates[ranks.from_first(best)]
+        outcome.status, outcome.winner = "tuned", outcome.candidates[_from_first(best)]
 
 
 def _entry(outcome: Outcome, place: Place) -> Entry:
@@ -197,3 +197,28 @@ def _entry(outcome: Outcome, place: Place) -> Entry:
         triton=triton.__version__,
         date=date.today().isoformat(),
     )
+
+
+def _from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return from_first_rank(value, group_name(None), "what rank 0 decided")
+
+
+def _slowest(times: list[float]) -> list[float]:
+    """The largest of each over the ranks; infinity where one rank could not run it."""
+    if not group_name(None):
+        return times
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    numbers = torch.tensor(times, dtype=torch.float64, device=device)
+    with waiting("all_reduce of measured times"):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return numbers.tolist()
+
+
+def _meet(device: torch.device) -> None:
+    """Return when every rank has arrived and its device is idle."""
+    if group_name(None):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        with waiting("barrier before a measurement"):
+            dist.barrier()

@@ -37,7 +37,8 @@ from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.reference import kernel as overlap_kernel
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from tests.lancet_kernels.kernels.overlap_cases import make_routing
-from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, poisoned_buffers, same_bits
+from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, same_bits
+from tests.poisoned_buffers import poisoned_buffers
 from tests.ranks import RankPool
 
 TOKENS, CHOICES, WIDTH, HIDDEN = 6, 2, 8, 8

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -15,10 +14,17 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
-from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, experts_of, routing_of, tokens_of
+from tests.lancet_kernels.kernels.overlap_cases import (
+    Answer,
+    Case,
+    check_close,
+    experts_of,
+    routing_of,
+    stored,
+    tokens_of,
+)
 
-GUARD = 64  # bytes before and behind each copy of a region; elements before and behind any other buffer
-GUARD_BYTE, GUARD_VALUE = 0xA5, 1024
+GUARD, GUARD_BYTE = 64, 0xA5  # bytes before and behind each copy of a region
 CONFIG = OverlapConfig(
     GemmConfig(16, 32, 16, 1, 1), put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32
 )
@@ -36,31 +42,6 @@ class GuardedMemory(SharedMemory):
 
     def check_guards(self) -> None:
         assert all((guard == GUARD_BYTE).all() for guard in self.guards), "written beside a region"
-
-
-@contextlib.contextmanager
-def poisoned_buffers() -> Iterator[None]:
-    """Inside, what torch leaves uninitialised is NaN between guard bands, which are looked at in the end."""
-    guards: list[Tensor] = []
-
-    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel()
-        buffer = torch.full((size + 2 * GUARD,), GUARD_VALUE, dtype=dtype)
-        guards.extend((buffer[:GUARD], buffer[GUARD + size :]))
-        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 3
-        return buffer[GUARD : GUARD + size].fill_(poison).view(shape)
-
-    before = torch.empty_like
-    torch.empty_like = lambda like: new(tuple(like.shape), like.dtype)
-    torch.Tensor.new_empty = lambda self, *shape, **to: (
-        torch._C.TensorBase.new_empty(self, *shape, **to) if to else new(shape, self.dtype)
-    )
-    try:
-        yield
-    finally:
-        torch.empty_like = before
-        del torch.Tensor.new_empty
-    assert all((guard == GUARD_VALUE).all() for guard in guards), "written beside an output"
 
 
 @dataclass
@@ -87,20 +68,27 @@ class Layer:
         self.x, self.dy = tokens_of(case, self.rank)
         self.routing = routing_of(case, self.rank)
 
+    def tensors(self) -> list[Tensor]:
+        """What a pass reads, but for the independent GEMMs."""
+        given = [self.x, self.dy, *vars(self.routing).values(), *vars(self.experts).values()]
+        return [t for t in given if isinstance(t, Tensor)]
+
+    def to(self, device: torch.device) -> Layer:
+        """Move what a pass reads."""
+        self.x, self.dy = self.x.to(device), self.dy.to(device)
+        self.routing, self.experts = (
+            replace(given, **{name: t.to(device) for name, t in vars(given).items() if isinstance(t, Tensor)})
+            for given in (self.routing, self.experts)
+        )
+        self.dense = [DenseGemm(*(t.to(device) for t in (d.a, d.b, d.c))) for d in self.dense]
+        return self
+
     def run_forward(self) -> tuple[Tensor, SavedPass]:
         return moe_forward(self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense)
 
     def run_backward(self, saved: SavedPass) -> object:
-        made = moe_backward(
-            self.forward,
-            saved,
-            self.backward,
-            self.dy,
-            self.routing,
-            self.experts,
-            self.config,
-            dense=self.dense,
-        )
+        given = self.dy, self.routing, self.experts, self.config
+        made = moe_backward(self.forward, saved, self.backward, *given, dense=self.dense)
         self.forward.release(saved.use)
         return made
 
@@ -136,6 +124,17 @@ def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object
     return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
 
 
+def virtual_layers(
+    memories: Sequence[SymmetricMemory], case: Case, config: OverlapConfig, timeout_s: float
+) -> list[Layer]:
+    """A layer of every PE of this process."""
+    sizes = {"chunk_rows": config.gemm.block_m, "timeout_s": timeout_s}
+    by_way = [
+        [make_exchange(memory, way, case, **sizes) for memory in memories] for way in ("forward", "backward")
+    ]
+    return [Layer(case, rank, *ways, config) for rank, ways in enumerate(zip(*by_way, strict=True))]
+
+
 def alone(case: Case, rank: int) -> Layer:
     """The rank's tokens with all experts on one PE, in this process."""
     (memory,) = virtual_memories(1)
@@ -155,11 +154,17 @@ def make_dense(dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...] = DEN
     return made
 
 
+def check_dense(gemms: list[DenseGemm], say: str = "") -> None:
+    for gemm in gemms:
+        a, b = gemm.a.cpu(), gemm.b.cpu()
+        exact, same = a.T.double() @ b.double(), stored(a.T.float() @ b.float(), a.dtype)
+        check_close(gemm.c, exact, same, f"{say}: independent GEMM")
+
+
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    integer = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+    return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def same_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

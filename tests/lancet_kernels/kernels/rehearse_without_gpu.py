@@ -49,8 +49,8 @@ def main() -> None:
     found = {
         "launches": [kernel.name for kernel in loaded],
         "kernels": sorted({(kernel.name, kernel.hash): kernel.name for kernel in loaded}.values()),
-        "sent": any(bool(exchange.rows.local.any()) for exchange in (*run.forwards, *run.backwards)),
-        "epochs": [int(exchange._epoch) for exchange in run.forwards],
+        "sent": not all(bool(exchange.rows.local.isnan().all()) for exchange in run.exchanges),
+        "epochs": [int(layer.forward._epoch) for layer in run.layers],
     }
     print(json.dumps(found))
 

@@ -21,9 +21,9 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     check_same,
     make_exchange,
     make_layer,
-    poisoned_buffers,
     same_bits,
 )
+from tests.poisoned_buffers import poisoned_buffers
 
 CASE = Case(world=1, local=3, tokens=6, choices=2, capacity=5, width=16, hidden=16)
 

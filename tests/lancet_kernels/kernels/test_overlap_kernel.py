@@ -16,29 +16,30 @@ from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import config_for_gpu, default_overlap_config
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy, check_close, stored
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
     GuardedMemory,
     Layer,
     alone,
     answer_of,
+    check_dense,
     check_results,
     check_rows,
     check_same,
     make_dense,
     make_layer,
-    poisoned_buffers,
     same_bits,
     same_sums,
 )
+from tests.poisoned_buffers import poisoned_buffers
 
 FP16, BF16 = torch.float16, torch.bfloat16
 Work = list[tuple[Case, dict]]
 
 
 def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
-    """One pass of each case. -> its answer, and (a, b, c) of the independent GEMMs in it."""
+    """One pass of each case. -> its answer, and the independent GEMMs in it."""
     made = []
     with GuardedMemory(timeout_s=30) as memory:
         for number, (case, options) in enumerate(work):
@@ -46,7 +47,7 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
             dense, compare = changes.pop("dense", False), changes.pop("alone", False)
             with poisoned_buffers():
                 layer = make_layer(memory, f"{number}", case, **changes)
-                given = [t.clone() for t in inputs_of(layer)]
+                given = [t.clone() for t in layer.tensors()]
                 layer.dense = make_dense(case.dtype) if dense else []
                 answer, products = run_pass(layer)
                 if compare:
@@ -57,7 +58,7 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
                     assert same(answer.dx, expected.dx), f"{case}: dx differs from that of one PE"
                     assert same(answer.dweight, expected.dweight), f"{case}: dweight differs"
             check_rows(layer)
-            assert all(map(same_bits, given, inputs_of(layer))), f"{case}: an input was written"
+            assert all(map(same_bits, given, layer.tensors())), f"{case}: an input was written"
             memory.check_guards()
             made.append((answer, products))
         memory.barrier()
@@ -65,21 +66,16 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
 
 
 def run_pass(layer: Layer) -> tuple[Answer, list]:
-    """-> the answer, and the independent GEMMs' operands and products, those of forward and of backward."""
+    """-> the answer, and the independent GEMMs, those of forward and of backward."""
     products = []
     out, saved = layer.run_forward()
-    products += [(d.a, d.b, d.c.clone()) for d in layer.dense]
+    products += [replace(d, c=d.c.clone()) for d in layer.dense]
     for problem in layer.dense:
         problem.c.fill_(float("nan"))
     gradients = layer.run_backward(saved)
-    products += [(d.a, d.b, d.c.clone()) for d in layer.dense]
+    products += [replace(d, c=d.c.clone()) for d in layer.dense]
     layer.check()
     return answer_of(out, gradients), products
-
-
-def inputs_of(layer: Layer) -> list[torch.Tensor]:
-    experts = layer.experts
-    return [t for t in (layer.x, layer.dy, experts.w1, experts.b1, experts.w2, experts.b2) if t is not None]
 
 
 def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
@@ -89,9 +85,7 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
         check_accuracy(answers, case, str(options))
         for _, products in (made[number] for made in by_rank):
             assert len(products) == (6 if options.get("dense") else 0)
-            for a, b, c in products:
-                exact, same = a.T.double() @ b.double(), stored(a.T.float() @ b.float(), a.dtype)
-                check_close(c, exact, same, f"{case}: independent GEMM")
+            check_dense(products, str(case))
 
 
 DENSE = {"dense": True, "programs": 3}

@@ -29,9 +29,9 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     answer_of,
     check_same,
     make_layer,
-    poisoned_buffers,
     same_bits,
 )
+from tests.poisoned_buffers import poisoned_buffers
 
 SHORT_S = 0.1  # for waits that nobody ends
 TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16)

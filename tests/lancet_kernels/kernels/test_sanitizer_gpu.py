@@ -19,8 +19,7 @@ UNTIL = "SANITIZER_UNTIL"
 # One PE each: the sanitizer may let one kernel run at a time, so PEs that wait for another would not move.
 CASES = {
     "fused": ("test_virtual_pes.py", "test_forward_and_backward and cuda and W1"),
-    "permute": ("test_permute_kernel.py", "cuda and (by_hand or given_buffer or parts)"),
-    "routing": ("test_routing_kernel.py", "cuda and (by_hand or prefix)"),
+    "permute": ("moe/test_permute.py", "cuda and (by_hand or given_rows or parts)"),
 }
 
 

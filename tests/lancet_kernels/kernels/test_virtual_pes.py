@@ -9,9 +9,10 @@ import torch
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.rehearsal import rehearsal
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.overlap_cases import Case
+from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
+from tests.lancet_kernels.kernels.overlap_ranks import check_dense, check_same, same_bits
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
-from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
+from tests.lancet_kernels.kernels.virtual_pass import VirtualPass
 from tests.lancet_kernels.kernels.virtual_pes import launched_without_tasks
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -34,6 +35,26 @@ WORK = [
 WORK += [(replace(case, world=world), {}) for case in LARGE.values() for world in WORLDS]
 WORK += [(replace(LARGE["gelu"], world=world), {"dense": True}) for world in WORLDS]
 GELU, ODD = LARGE["gelu"], Case()
+# The Hopper kernel: tiles that end before a tile's columns do, several tiles of an expert, tiles of several
+# sources. Compiling takes most of the time that `make gpu` has, so that the others are long.
+HOPPER_WORK = few_of(
+    [
+        pytest.param((GELU, {}), id="gelu"),
+        pytest.param((replace(LARGE["swiglu"], hidden=192), {}), id="swiglu"),
+        pytest.param((GELU, {"dense": True}), id="independent GEMMs"),
+        pytest.param((replace(GELU, world=1), {}), id="gelu, 1 PE"),
+        pytest.param((replace(GELU, world=4), {}), id="gelu, 4 PEs"),
+        pytest.param((Case(tokens=300, capacity=300, width=512, hidden=576, activation="silu", bias=False,
+                           dtype=HALF), {}), id="silu, no bias"),
+        pytest.param((LARGE["many experts"], {}), id="many experts"),
+        pytest.param((LARGE["one expert"], {}), id="one expert"),
+    ],
+    0, 1, 2,
+)  # fmt: skip
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel is for compute capability 9.0",
+)
 
 
 def name_of(work: tuple[Case, dict]) -> str:
@@ -47,9 +68,12 @@ def compiled(request: pytest.FixtureRequest) -> None:
         return
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     with rehearsal():
-        for case, options in (params["work"] for params in chosen if "work" in params):
-            run = VirtualPass(case, torch.device("cuda"), **options)
-            run.pes.each(run.play)
+        for params in chosen:
+            if work := params.get("work") or params.get("hopper_work"):
+                case, options = work
+                for bodies in ("triton", "gluon") if "hopper_work" in params else ("triton",):
+                    run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
+                    run.pes.each(run.play)
         torch.cuda.synchronize()
 
 
@@ -63,21 +87,46 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
     for _ in range(3 if device.type == "cuda" else 1):
         answers = run.pes.each(run.play)
         run.check()
-        assert_right(answers, case)
-        assert_dense_right(run)
+        check_accuracy(answers, case)
+        for layer in run.layers:
+            check_dense(layer.dense)
         del answers
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
-def test_many_passes_without_a_pause(compiled, world):
-    """Nothing waits for the device between passes: PEs run ahead of one another."""
+@on_hopper
+@pytest.mark.parametrize("hopper_work", HOPPER_WORK)
+def test_the_hopper_kernel_is_as_the_plain_one(compiled: None, hopper_work: tuple[Case, dict]) -> None:
+    """Its numbers as right, its rows bit for bit."""
+    case, options = hopper_work
+    rows = []
+    for bodies in ("triton", "gluon"):
+        run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
+        run.pes.rehearse(run.play)
+        for _ in range(3):
+            answers = run.pes.each(run.play)
+            run.check()
+            check_accuracy(answers, case)
+            for layer in run.layers:
+                check_dense(layer.dense)
+        rows.append([exchange.rows.local.clone() for exchange in run.exchanges])
+    for plain, hopper in zip(*rows, strict=True):
+        assert same_bits(plain, hopper), "rows, their places, or what lies beside them"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("world", "bodies"),
+    [(1, "triton"), (2, "triton"), (4, "triton"), pytest.param(2, "gluon", marks=on_hopper)],
+)
+def test_many_passes_without_a_pause(compiled: None, world: int, bodies: str) -> None:
+    """Nothing waits for the device between passes: PEs run ahead of one another. The same bits each time."""
     case = replace(GELU, world=world)
-    run = VirtualPass(case, torch.device("cuda"))
+    run = VirtualPass(case, torch.device("cuda"), bodies=bodies)
     run.pes.rehearse(run.play)
     first = run.pes.each(run.play)
     run.check()
-    assert_right(first, case)
+    check_accuracy(first, case)
 
     def often(rank):
         return [run.play(rank) for _ in range(20)]
@@ -85,9 +134,7 @@ def test_many_passes_without_a_pause(compiled, world):
     run.pes.rehearse(often)
     for mine, once in zip(run.pes.each(often), first, strict=True):
         for again in mine:
-            assert torch.equal(again.out, once.out)
-            assert torch.equal(again.dx, once.dx)
-            assert torch.equal(again.dw1, once.dw1)
+            check_same(again, once, f"{case} {bodies}")
     run.check()
 
 
@@ -111,21 +158,22 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
         run.pes.each(lambda rank: graphs[rank].replay())
         torch.cuda.synchronize()
         run.check()
-        assert_right(answers, replace(case, seed=seed))
+        check_accuracy(answers, replace(case, seed=seed))
 
 
 @pytest.mark.gpu
-def test_a_pe_that_never_comes(compiled):
+@pytest.mark.parametrize("bodies", ["triton", pytest.param("gluon", marks=on_hopper)])
+def test_a_pe_that_never_comes(compiled: None, bodies: str) -> None:
     """The launch of the other one ends, says whom it waited for, and leaves the GPU free."""
-    run = VirtualPass(GELU, torch.device("cuda"), timeout_s=0.5)
+    run = VirtualPass(GELU, torch.device("cuda"), bodies=bodies, timeout_s=0.5)
     run.pes.rehearse(run.play)
     begin = time.monotonic()
     with run.pes.on(0):
-        out, _saved = run.forward(0)
+        out, _saved = run.layers[0].run_forward()
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 30
     with pytest.raises(CommunicationError, match="forward: PE 0 waited for PE 1"):
-        run.forwards[0].check()
+        run.layers[0].forward.check()
     assert out.isnan().any(), "results without their rows"
     later = torch.ones(1 << 20, device="cuda")
     assert float(later.sum()) == 1 << 20
@@ -147,15 +195,15 @@ def test_launches_without_tasks_send_nothing_and_wait_for_nobody(device: torch.d
             run.pes.each(run.play)
     assert_skipped(run, 3)
     if world == 1:
-        assert_right(run.pes.each(run.play), case)
+        check_accuracy(run.pes.each(run.play), case)
     run.check()
 
 
 def assert_skipped(run: VirtualPass, passes: int) -> None:
     """Nothing came, and no rows are taken, as after so many passes."""
-    for exchange in (*run.forwards, *run.backwards):
-        assert not exchange.rows.local.any()
+    for exchange in run.exchanges:
+        assert exchange.rows.local.isnan().all()
         assert not exchange.arrived.local.any()
         assert not exchange.taken.any()
-    for exchange in run.backwards:
-        assert exchange.released.local.max() >> 32 == passes, "the skipped passes are released"
+    for layer in run.layers:
+        assert layer.backward.released.local.max() >> 32 == passes, "the skipped passes are released"

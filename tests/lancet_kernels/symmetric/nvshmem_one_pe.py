@@ -1,33 +1,26 @@
-"""One PE of NVSHMEM with nothing but its wheel (nvidia-nvshmem): a program, run by test_nvshmem_wheel.py.
+"""One PE of NVSHMEM with nothing but its wheel (nvidia-nvshmem): a program, run by test_nvshmem.py.
 
-It calls the C library itself, where the package uses nvshmem4py: what it shows is that kernels of the shim
-(`kernels/device.py`) put and signal through NVSHMEM's device functions.
+It calls the C library itself, where the package uses nvshmem4py: what it shows is that the words of the shim
+(`protocol/device.py`) put and signal through NVSHMEM's device functions.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from test_nvshmem import put_to_itself
+
+from lancet_kernels.kernels import nvshmem_bitcode
+from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 
 WITH_UNIQUEID = 1 << 3
-ROWS, WIDTH = 4, 32
 
 
-def library_folder() -> Path | None:
-    """Where the wheel put libnvshmem_host.so.3 and the bitcode."""
-    folders = (Path(path) / "nvidia/nvshmem/lib" for path in sys.path)
-    return next((folder for folder in folders if (folder / "libnvshmem_host.so.3").exists()), None)
-
-
-def bitcode(folder: Path, arch: int) -> Path:
-    """The file for this architecture or the next older one; until NVSHMEM 3.7 one file serves all."""
-    files = {int(f.stem.rpartition("_")[2]): f for f in folder.glob("libnvshmem_device_sm_*.bc")}
-    older = [a for a in files if a <= arch]
-    return files[max(older)] if older else folder / "libnvshmem_device.bc"
+def host_library() -> Path | None:
+    """Where the wheel put libnvshmem_host.so.3, beside the bitcode."""
+    found = nvshmem_bitcode.find_bitcode(90)
+    file = found and found.with_name("libnvshmem_host.so.3")
+    return file if file and file.exists() else None
 
 
 # Version 1 of each struct, which 3.8 takes beside its own version 2 (its headers nvshmem_uniqueid.h and
@@ -86,34 +79,22 @@ def symmetric(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype) 
     return raw.view(dtype).view(shape).zero_()
 
 
-def arguments_of_put(make: Callable[..., torch.Tensor], device: str) -> tuple:
-    """Arguments of put_to_itself: regions by make(shape, dtype), a table of zeros in place of the peers."""
-    rows, stage = make((ROWS, WIDTH), torch.float32), make((ROWS, WIDTH), torch.float32)
-    signals = make((2,), torch.int64)
-    source = torch.randn(8, WIDTH, device=device)
-    order = torch.tensor([7, 0, 3], dtype=torch.int32, device=device)
-    nowhere = torch.zeros(1, dtype=torch.int64, device=device)
-    return rows, nowhere, signals, source, order, stage, 0, 3, 1 << 33 | 3, WIDTH
-
-
 def main() -> None:
+    from tests.lancet_kernels.symmetric.test_nvshmem import assert_arrived
+
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
-    folder = library_folder()
-    library = ctypes.CDLL(str(folder / "libnvshmem_host.so.3"), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(host_library()), mode=ctypes.RTLD_GLOBAL)
     start(library)
     major, minor = torch.cuda.get_device_capability()
-    libraries = (("libnvshmem_device", str(bitcode(folder, 10 * major + minor))),)
-    arguments = arguments_of_put(partial(symmetric, library), "cuda")
-    rows, _, signals, source, order, *_ = arguments
-    kernel = put_to_itself.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
+    rows, stage = (symmetric(library, (4, 32), torch.float32) for _ in range(2))
+    arguments = arguments_of(rows, symmetric(library, (2,), torch.int64), [7, 0, 3], stage_ptr=stage)
+    arguments["extern_libs"] = nvshmem_bitcode.extern_libs(10 * major + minor)
+    kernel = ping.warmup(**arguments, grid=(1,))
     kernel._init_handles()
     check(library.nvshmemx_cumodule_init(ctypes.c_void_p(kernel.module)), "nvshmemx_cumodule_init")
-    put_to_itself[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
-    torch.cuda.synchronize()
-    assert torch.equal(rows[:3], source[order.long()])
-    assert not rows[3].any()
-    assert signals.tolist() == [1 << 33 | 3, 0]
+    ping[(1,)](**arguments)
+    assert_arrived(arguments)
     library.nvshmemx_hostlib_finalize()
     print("one PE: rows and signal arrived")
 

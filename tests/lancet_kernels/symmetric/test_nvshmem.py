@@ -5,19 +5,22 @@ called when, not that NVSHMEM works. That is for the tests marked gpu.
 """
 
 import ctypes
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 
 from lancet_kernels import UserError
-from lancet_kernels.kernels.protocol import device as shmem
 from lancet_kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
+from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
+from tests.lancet_kernels.symmetric import nvshmem_one_pe
 
+ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 
@@ -236,15 +239,12 @@ def test_init_module_once_and_only_where_it_is_used(monkeypatch):
 # ---- one PE, really
 
 
-@triton.jit
-def put_to_itself(rows_ptr, peers_ptr, signals_ptr, source_ptr, order_ptr, stage_ptr, pe, num_rows, word, D,
-                  NVSHMEM: tl.constexpr):  # fmt: skip
-    """Put rows and a signal through a table of zeros, so that NVSHMEM's functions carry them."""
-    shmem.put_rows(
-        rows_ptr, peers_ptr, pe, 0, source_ptr, order_ptr, order_ptr, num_rows, D, False, NVSHMEM, 4, 16,
-        stage_ptr,
-    )  # fmt: skip
-    shmem.put_signal(signals_ptr, peers_ptr, pe, 0, word, NVSHMEM)
+def assert_arrived(arguments: dict) -> None:
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out_ptr"][:3], arguments["source_ptr"][[7, 0, 3]])
+    assert not arguments["out_ptr"][3].any()
+    assert arguments["signals_ptr"].tolist() == [0, 1 << 32 | 3]
+    assert not arguments["report_ptr"].any()
 
 
 @pytest.mark.gpu
@@ -252,21 +252,33 @@ def test_one_pe():
     lacks = nvshmem.missing(CUDA)
     if lacks:
         pytest.skip(lacks)
-    core = sys.modules["nvshmem.core"]
-    libraries = (("libnvshmem_device", core.find_device_bitcode_library()),)
+    libraries = (("libnvshmem_device", sys.modules["nvshmem.core"].find_device_bitcode_library()),)
     with NvshmemMemory(timeout_s=30) as memory:
         rows, signals = memory.allocate("rows", (4, 32), torch.float32), memory.signals("signals", 2)
         stage = memory.allocate("stage", (4, 32), torch.float32)
         assert rows.peers.tolist() == [rows.local.data_ptr()]
         assert not rows.local.any()
-        source = torch.randn(8, 32, device=memory.device)
-        order = torch.tensor([7, 0, 3], dtype=torch.int32, device=memory.device)
-        nowhere = torch.zeros(1, dtype=torch.int64, device=memory.device)
-        arguments = (rows.local, nowhere, signals.local, source, order, stage.local, 0, 3, 1 << 33 | 3, 32)
-        kernel = put_to_itself.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
-        assert init_module(kernel)
-        put_to_itself[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
+        arguments = arguments_of(rows.local, signals.local, [7, 0, 3], stage_ptr=stage.local)
+        assert init_module(ping.warmup(**arguments, grid=(1,), extern_libs=libraries))
+        ping[(1,)](**arguments, extern_libs=libraries)
         memory.barrier()
-        assert torch.equal(rows.local[:3], source[order.long()])
-        assert not rows.local[3].any()
-        assert signals.local.tolist() == [1 << 33 | 3, 0]
+        assert_arrived(arguments)
+
+
+def test_structs_are_as_large_as_nvshmem_says():
+    """By the static_asserts in its headers (3.8)."""
+    sizes = {"UniqueId": 128, "UniqueIdArguments": 24, "Arguments": 128, "Attributes": 144}
+    assert {name: ctypes.sizeof(getattr(nvshmem_one_pe, name)) for name in sizes} == sizes
+
+
+@pytest.mark.gpu
+def test_one_pe_with_nothing_but_the_wheel():
+    """In a process of its own: NVSHMEM may end the process that it does not like."""
+    if nvshmem_one_pe.host_library() is None:
+        pytest.skip("no libnvshmem_host.so.3 (package nvidia-nvshmem-cu13)")
+    alone = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+    environment = os.environ | alone | {"NVSHMEM_SYMMETRIC_SIZE": "64M"}
+    command = [sys.executable, "-m", nvshmem_one_pe.__name__]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "rows and signal arrived" in done.stdout

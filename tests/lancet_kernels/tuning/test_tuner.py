@@ -1,8 +1,6 @@
 """The tuner: what is timed, who wins, what is stored; and its command."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.overlap import config_for_gpu
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning.candidates import Task, candidates
-from lancet_kernels.tuning.place import Place
+from lancet_kernels.tuning.candidates import Place, Task, candidates
 from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
@@ -207,14 +204,6 @@ def test_a_dry_run_lists_what_would_be_timed(capsys, tmp_path) -> None:
     assert "\n1 task: 1 would be tuned" in out
     assert "1 task on sm_90 (no GPU here)" in err
     assert not list(tmp_path.iterdir())
-
-
-def test_the_script_is_the_command(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["autotune.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(Path(__file__).parents[3] / "bench" / "autotune.py"), run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: lancet tune ")
 
 
 def test_the_version_is_told(capsys) -> None:

@@ -15,32 +15,23 @@ from lancet_kernels.kernels import overlap_checks
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper import launch
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import EmulationError, Emulator
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
-from tests.lancet_kernels.kernels.overlap_ranks import CONFIG, Layer, make_exchange, same_bits
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    CONFIG,
+    Layer,
+    check_dense,
+    make_dense,
+    same_bits,
+    virtual_layers,
+)
 
 SMALL_TILE = GemmConfig(16, 32, 16, 4, 3)
 # Both halves of a tile of swiglu must be a chunk of the widest swizzle or more: 64 columns.
 PAIR_TILE = GemmConfig(16, 128, 64, 4, 2)
+# Aligned for descriptors.
 SIZES = ((24, 40, 56), (8, 72, 16), (40, 32, 8))  # M, N, K
-
-
-def aligned_dense(dtype: torch.dtype) -> list[DenseGemm]:
-    """Independent GEMMs, aligned for descriptors, of small integers, into NaN."""
-    generator = torch.Generator().manual_seed(5)
-    gemms = []
-    for m, n, k in SIZES:
-        a, b = (torch.randint(-2, 3, (k, columns), generator=generator).to(dtype) for columns in (m, n))
-        gemms.append(DenseGemm(a, b, torch.full((m, n), float("nan"), dtype=dtype)))
-    return gemms
-
-
-def check_dense(gemms: Sequence[DenseGemm]) -> None:
-    for gemm in gemms:
-        # Sums of at most 56 products of at most 4: whole numbers that 8 bits hold.
-        assert torch.equal(gemm.c.float(), gemm.a.T.float() @ gemm.b.float()), "independent GEMM"
 
 
 class _OnSomePes:
@@ -71,12 +62,7 @@ def make_layers(case: Case, timeout_s: float = 600.0, **changes: Any) -> list[La
     timeout_s: waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
     """
     config = replace(CONFIG, **{"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes)
-    sizes = {"chunk_rows": config.gemm.block_m, "timeout_s": timeout_s}
-    layers = []
-    for memory in virtual_memories(case.world):
-        exchanges = [make_exchange(memory, way, case, **sizes) for way in ("forward", "backward")]
-        layers.append(Layer(case, memory.rank, *exchanges, config))
-    return layers
+    return virtual_layers(virtual_memories(case.world), case, config, timeout_s)
 
 
 def play(
@@ -95,12 +81,12 @@ def play(
     """
     emulator, layers = Emulator(seed, edits), make_layers(case, **changes)
     for layer in layers:
-        layer.dense = aligned_dense(case.dtype) if dense else []
+        layer.dense = make_dense(case.dtype, SIZES) if dense else []
     with emulated(emulator):
         answers = emulator.run(*(partial(_passes, layer, passes, backward) for layer in layers))
     for layer in layers:
         layer.check()
-        check_dense(layer.dense)
+        check_dense(layer.dense, str(case))
     return [answer for of_pe in answers for answer in of_pe]
 
 

@@ -9,7 +9,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
 from lancet_kernels.kernels.moe.activation import DTYPES, activation, activation_backward
 from tests.grids import few_of
-from tests.guarded_memory import guarded_memory
+from tests.poisoned_buffers import poisoned_buffers
 
 # (real rows, R, F): nothing, one, odd, no real row, wider than a tile, more rows than a tile
 SIZES = [(0, 0, 4), (1, 1, 1), (5, 9, 5), (0, 8, 8), (3, 4, 1030), (557, 600, 7)]
@@ -32,7 +32,7 @@ def inputs(size: tuple[int, int, int], kind: str, dtype: torch.dtype) -> tuple[T
 def test_as_exact_as_the_op(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     for size in SIZES:
         h, da, count = inputs(size, kind, dtype)
-        with guarded_memory():
+        with poisoned_buffers():
             a = activation(h.to(device), count.to(device), kind).cpu()
             dh = activation_backward(da.to(device), h.to(device), count.to(device), kind).cpu()
         by_op = ops.expert_activation(h, count[None], kind)

@@ -8,7 +8,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.moe import permute as kernels
 from tests.grids import few_of
-from tests.guarded_memory import guarded_memory
+from tests.poisoned_buffers import poisoned_buffers
 
 # (T, D, E, K, C): none, one, odd, no capacity, all to one expert's buffer, wider than a tile, many choices
 SIZES = [
@@ -86,7 +86,7 @@ def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: torch.d
             batch = Batch(size, dtype, one)
             expected = ops.dispatch(batch.x_TD, batch.row_TK, batch.weight(weighted), batch.num_rows)
             batch.to(device)
-            with guarded_memory():
+            with poisoned_buffers():
                 rows_SD = kernels.permute(
                     batch.x_TD, batch.row_TK, batch.weight(weighted), batch.num_rows + 2
                 )
@@ -105,7 +105,7 @@ def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: torch
             by_op = ops.combine(batch.rows_SD, batch.row_TK, batch.weight(weighted))
             sums_TD = ops.combine(batch.rows_SD.abs().double(), batch.row_TK, None)
             batch.to(device)
-            with guarded_memory():
+            with poisoned_buffers():
                 out_TD = kernels.combine(batch.rows_SD, batch.row_TK, batch.weight(weighted)).cpu()
             assert_same_bits(out_TD, expected)
             if dtype != torch.float32:
@@ -125,7 +125,7 @@ def test_combine_dweight(dtype: torch.dtype, device: torch.device) -> None:
         # Two orders of D additions: each may be off by eps times the sum of magnitudes, in practice far less.
         magnitude = ops.combine_dweight(x_TD.double().abs(), rows_SD.double().abs(), row_TK)
         batch.to(device)
-        with guarded_memory():
+        with poisoned_buffers():
             dweight_TK = kernels.combine_dweight(batch.x_TD, batch.rows_SD, batch.row_TK).cpu()
         assert dweight_TK.dtype == same.dtype
         assert (dweight_TK[row_TK < 0] == 0).all()
@@ -143,7 +143,7 @@ def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: torch.dev
     weight_TK = batch.weight_TK.clone().requires_grad_()
     ops.combine(rows_SD, batch.row_TK, weight_TK).backward(batch.x_TD)
     x_TD, row_TK, own_weight_TK = (t.to(device) for t in (batch.x_TD, batch.row_TK, batch.weight_TK))
-    with guarded_memory():
+    with poisoned_buffers():
         drows_SD = kernels.permute(x_TD, row_TK, own_weight_TK, batch.num_rows)
         dweight_TK = kernels.combine_dweight(x_TD, rows_SD.detach().to(device), row_TK)
     assert_same_bits(drows_SD, rows_SD.grad)
@@ -152,7 +152,7 @@ def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: torch.dev
     leaf_TD, weight_TK = batch.x_TD.clone().requires_grad_(), batch.weight_TK.clone().requires_grad_()
     grad_SD = batch.rows_SD[: batch.num_rows]
     ops.dispatch(leaf_TD, batch.row_TK, weight_TK, batch.num_rows).backward(grad_SD)
-    with guarded_memory():
+    with poisoned_buffers():
         dx_TD = kernels.combine(grad_SD.to(device), row_TK, own_weight_TK)
         dweight_TK = kernels.combine_dweight(x_TD, grad_SD.to(device), row_TK)
     torch.testing.assert_close(dx_TD.cpu(), leaf_TD.grad, rtol=1e-5, atol=1e-5)

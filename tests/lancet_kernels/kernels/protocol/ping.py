@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lancet_kernels.compiling.specimen import Specimen
+from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.protocol import device
 
 
@@ -56,6 +58,25 @@ def ping(
         )
     tl.store(out_ptr + i_row[:, None] * D + i_d[None, :], b_x)
     device.quiet(NVSHMEM)
+
+
+def arguments_of(region: Tensor, signals: Tensor, row: list[int], **others: Any) -> dict[str, Any]:
+    """Arguments of ping by name: rows [ROWS, D] from PE 0 to itself in epoch 1, or as `others` say.
+
+    Its tables are zero: no pointer reaches it, and NVSHMEM's functions carry rows and signal.
+    """
+    device, (num_rows, width) = region.device, region.shape
+    # Beyond num_rows stands a row that source does not have: nobody may look at it.
+    rows = torch.full((num_rows,), 10**6, dtype=torch.int32, device=device)
+    rows[: len(row)] = torch.tensor(row, dtype=torch.int32)
+    nowhere, words = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 8))
+    given: dict[str, Any] = {"source_ptr": torch.arange(10.0 * width, device=device).view(10, width)}
+    given |= {"row_ptr": rows, "num_rows": len(row), "stage_ptr": None}
+    given |= {"region_ptr": region, "peers_ptr": nowhere}
+    given |= {"signals_ptr": signals, "signal_peers_ptr": nowhere, "index": 1}
+    given |= {"out_ptr": torch.full_like(region, torch.nan), "report_ptr": words}
+    given |= {"to": 0, "origin": 0, "rank": 0, "epoch": 1, "max_polls": runtime.max_polls(5.0)}
+    return given | {"D": width, "ROWS": num_rows, "BLOCK": 4, "TMA": False, "NVSHMEM": True} | others
 
 
 def specimens(arch: int) -> Iterator[Specimen]:

@@ -45,7 +45,6 @@ from tests.lancet_kernels.kernels.protocol.weak_memory import (
     READ,
     RESET,
     SEND,
-    SIGNAL,
     WAIT,
     Message,
     Step,
@@ -53,28 +52,6 @@ from tests.lancet_kernels.kernels.protocol.weak_memory import (
 )
 
 Key = tuple[str | int, ...]
-
-# What can be left out or done wrong. Each is one line of the real code away.
-BROKEN = {
-    "no fence": "the signal is sent by one warp before the others have stored",
-    "relaxed signal": "the signal may overtake the stores before it",
-    "relaxed counter": "the columns of a tile count themselves without publishing what they stored",
-    "rows in one place": "a pass takes rows that another one, whose backward is to come, has",
-    "flag reset": "a PE zeroes the flags before it uses them again",
-    "flag without epoch": "a flag says that rows came, not of which epoch",
-    "no wait for release": "rows of a backward are put without asking whether those before are needed",
-    "credit too late": "they wait for the release of epoch e - 2, not e - 1",
-    "release before the backward": "rows are released before their last reader has run",
-    "release within the backward": "by a task of the same launch, while another program still reads",
-    "waits for one source only": "a tile with rows of two sources is read when the first one's have come",
-    "results before arrival": "results are returned before the rows of that epoch were seen",
-    "counts not waited for": "offsets are made from counts that may be those of an earlier epoch",
-    "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
-    "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
-    "counts in one place": "counts are put where the peer may still read those of the epoch before",
-    "counts ahead": "a PE says where it has room before the backward that makes it has run",
-    "two streams": "a pass is launched beside another one, which still reads the results that both have",
-}
 
 
 @dataclass(frozen=True)
@@ -89,8 +66,8 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
-        landing: of stores and signals; exact: waits for equality (weak_memory).
-        broken: a key of BROKEN, or "" for the protocol as it is.
+        awaited, exact: signals land when a wait needs them; waits are for equality (weak_memory).
+        broken: what is left out or done wrong (`test_protocol.CAUGHT`), or "" for the protocol as it is.
     """
 
     stream: str | tuple[str, ...]
@@ -102,7 +79,7 @@ class Config:
     programs: int = 1
     gradients: bool = False
     sparse: bool = False
-    landing: str = SIGNAL
+    awaited: bool = False
     exact: bool = False
     broken: str = ""
 
@@ -143,7 +120,7 @@ def build(config: Config) -> System:
     names = [f"{name}{list(rest)}" for name, _, *rest in script.places]
     return System(
         launches, script.messages, names, script.needed_until, show,
-        programs=config.programs, landing=config.landing, exact=config.exact,
+        programs=config.programs, awaited=config.awaited, exact=config.exact,
     )  # fmt: skip
 
 
@@ -215,9 +192,8 @@ class Script:
 
         ("results", at, row, tile, warp) both exchanges have together.
         """
-        if key[0] == "results":
-            return self.places.setdefault(key, len(self.places))
-        return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
+        exchange = "" if key[0] == "results" else self.exchange
+        return self.places.setdefault((f"{exchange}{key[0]}", *key[1:]), len(self.places))
 
     def whole(self, key: Key) -> list[int]:
         """The places of all warps' parts."""
@@ -267,9 +243,9 @@ class Script:
                     launches.append(forward)
                 else:
                     launches += [counts, forward]
-                self._keep_results(rank, epoch, launch=len(launches) - 1)
+                self._keep(self._results(rank, epoch), rank, launch=len(launches) - 1)
                 # Without a backward in the stream: needed for ever.
-                self._keep(rank, epoch, launch=1 << LOW)
+                self._keep(self._rows(rank, epoch), rank, launch=1 << LOW)
             else:
                 late = self.config.broken == "release before the backward"
                 backward, release = self._backward(rank, epoch), []
@@ -277,13 +253,12 @@ class Script:
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
                     self.exchange = "gradient "
-                    own = self._release(rank, backwards)
+                    release = self._release(rank, backwards)
                     backward += self._forward(rank, backwards)
-                    self._keep(rank, backwards, launch=len(launches) + late)
-                    self._keep_results(rank, backwards, launch=len(launches) + late)
-                    release = own
+                    rows = self._rows(rank, backwards) + self._results(rank, backwards)
+                    self._keep(rows, rank, launch=len(launches) + late)
                     self.exchange = ""
-                self._keep(rank, epoch, launch=len(launches) + late)
+                self._keep(self._rows(rank, epoch), rank, launch=len(launches) + late)
                 if late:
                     launches += [release, backward]
                 elif self.config.broken == "release within the backward":
@@ -299,15 +274,12 @@ class Script:
                 if who == rank and from_launch <= launch < 1 << LOW:
                     readers[value] = who, launch + 1
 
-    def _keep(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._kept(rank, epoch):
+    def _keep(self, reads: list[tuple[int, int]], rank: int, launch: int) -> None:
+        """They are needed until that launch of the rank is over."""
+        for place, value in reads:
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
-    def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._results(rank, epoch):
-            self.needed_until.setdefault(place, {})[value] = rank, launch
-
-    def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
+    def _rows(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
         """What a backward reads: rows that came from the peers."""
         peers = peers or range(self.config.ranks)
         return [
@@ -351,8 +323,7 @@ class Script:
         reads = []
         for peer in peers:
             reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
-        for place, value in reads:
-            self.needed_until.setdefault(place, {})[value] = rank, launch
+        self._keep(reads, rank, launch)
         task.read(reads, f"counts[{bank}]")
         return [task.steps]
 
@@ -463,7 +434,7 @@ class Script:
         for peer in range(self.config.ranks):
             task = Task(self)
             task.steps.append((PAUSE, None, f"backward of epoch {epoch}"))
-            task.read(self._kept(rank, epoch, range(peer, peer + 1)), f"rows of PE {peer} again")
+            task.read(self._rows(rank, epoch, range(peer, peer + 1)), f"rows of PE {peer} again")
             tasks.append(task.steps)
         return tasks
 

@@ -1,29 +1,24 @@
 """The words of the shim, through pointers: rows arrive, in order, before the signal that names them."""
 
+import time
+
 import pytest
 import torch
 
-from lancet_kernels.kernels.protocol.device import REPORT_WORDS
-from tests.lancet_kernels.kernels.protocol.ping import ping
+from lancet_kernels.kernels import runtime
+from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 
 D, ROWS = 8, 4
 
 
-def launch(regions, signals, row, *, to, origin=0, epoch=1, max_polls=3):
+def launch(regions, signals, row, **others):
     """Run ping as PE 0 of len(regions) -> (source, out, report)."""
-    source = torch.arange(10.0 * D).view(10, D)
-    out = torch.full((ROWS, D), torch.nan)
-    report = torch.zeros(int(REPORT_WORDS.value), dtype=torch.int64)
     tables = [torch.tensor([tensor.data_ptr() for tensor in copies]) for copies in (regions, signals)]
-    # beyond num_rows stands a row that source does not have: nobody may look at it
-    rows = torch.full((ROWS,), 10**6, dtype=torch.int32)
-    rows[: len(row)] = torch.tensor(row, dtype=torch.int32)
-    ping[(1,)](
-        source, rows, None, regions[0], tables[0], signals[0], tables[1], 1,
-        out, report, to, origin, 0, len(row), epoch, max_polls,
-        D=D, ROWS=ROWS, BLOCK=4, TMA=False, NVSHMEM=False,
-    )  # fmt: skip
-    return source, out, report
+    given = arguments_of(
+        regions[0], signals[0], row, peers_ptr=tables[0], signal_peers_ptr=tables[1], NVSHMEM=False, **others
+    )
+    ping[(1,)](**given)
+    return given["source_ptr"], given["out_ptr"], given["report_ptr"]
 
 
 def memories(world):
@@ -35,7 +30,7 @@ def memories(world):
 @pytest.mark.parametrize("row", [[3, 1], [9], [0, 0, 7, 2], []])
 def test_rows_come_back_from_oneself(row):
     regions, signals = memories(1)
-    source, out, report = launch(regions, signals, row, to=0, epoch=5)
+    source, out, report = launch(regions, signals, row, epoch=5)
     assert torch.equal(out[: len(row)], source[row])
     assert torch.equal(out[len(row) :], torch.zeros(ROWS - len(row), D))
     assert regions[0][len(row) :].isnan().all()
@@ -47,7 +42,10 @@ def test_rows_reach_another():
     """And a signal that never comes is reported: rank, peer, op, index, expected, seen."""
     regions, signals = memories(2)
     signals[0][1] = 6 << 32 | 2
-    source, out, report = launch(regions, signals, [4, 2], to=1, origin=1, epoch=7)
+    begin = time.monotonic()
+    others = {"to": 1, "origin": 1, "epoch": 7, "max_polls": runtime.max_polls(0.5)}
+    source, out, report = launch(regions, signals, [4, 2], **others)
+    assert time.monotonic() - begin > 0.2, "it waited about as long as it was asked to"
     assert torch.equal(regions[1][:2], source[[4, 2]])
     assert signals[1].tolist() == [0, 7 << 32 | 2, 0]
     assert regions[0].isnan().all()

@@ -9,16 +9,13 @@ Memory. A store lies in flight, unordered, from its step until another step land
 it lands after the stores that it covers (all, if it is a release; none, if it is relaxed). Nothing else is
 ordered: neither two signals, nor a store after an earlier signal, nor anything by the end of a launch.
 
-There are three ways to land; each merges states of the one before, and finds the same mistakes.
-
-    EACH       every store and signal by itself, at any time
-    SIGNAL     signals at any time, each together with the stores that it covers. To read a place to which a
-               store is in flight, or to store to one that is still needed, is an error at once: that store
-               could have stayed away, or landed, just then.
-    AWAITED    as SIGNAL, but a signal lands when a wait needs it. Sooner makes no difference, since that only
-               takes away what is in flight to stumble over; if words only grow, which is checked: a second
-               signal to the same word while one is in flight is an error, and so is a smaller one. A
-               system that resets words cannot be explored in this way.
+Everything lands by itself, at any time; or, which merges states and finds the same mistakes, a signal lands
+when a wait needs it, together with the stores that it covers (`System.awaited`). Then to read a place to
+which a store is in flight, or to store to one that is still needed, is an error at once: that store could
+have stayed away, or landed, just then. To land sooner makes no difference, since that only takes away what is
+in flight to stumble over; if words only grow, which is checked: a second signal to the same word while one is
+in flight is an error, and so is a smaller one. A system that resets words, or adds to them, cannot be
+explored in this way.
 
 What a program does without waiting (store, fence, signal, count, claim) commutes with all that others do, so
 it is taken at once, with the step before it. A reading is taken with the wait before it: later it could only
@@ -34,8 +31,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 LOW = 32  # a signal is epoch << LOW | count, as in device.word
-
-EACH, SIGNAL, AWAITED = "each", "signal", "awaited"
 
 # Steps are (kind, argument, text).
 WAIT = "wait"  # ((place, at least), ...): all of them
@@ -77,7 +72,7 @@ class System:
         messages: all stores and signals; a SEND is a bit mask of them.
         place_names, show: how to name a place and a value.
         needed_until: [place][value], who reads it, and in which of its launches for the last time.
-        programs: of each rank. landing: EACH, SIGNAL or AWAITED.
+        programs: of each rank. awaited: signals land when a wait needs them, else all at any time.
         exact: waits are for equality of epochs, not for "at least".
         stores_to, signals_to, signals: made from messages.
     """
@@ -88,7 +83,7 @@ class System:
     needed_until: dict[int, dict[int, tuple[int, int]]]
     show: Callable[[int], str]
     programs: int = 1
-    landing: str = SIGNAL
+    awaited: bool = False
     exact: bool = False
     stores_to: list[int] = field(default_factory=list)
     signals_to: list[int] = field(default_factory=list)
@@ -115,10 +110,8 @@ class System:
     def next(self, state: State, lines: list[str] | None = None) -> Iterator[State]:
         """All states one step away. With `lines`, clears it and tells there what the step is."""
         ranks, memory, flight = state
-        for bit, message in self._in(0 if self.landing == AWAITED else flight):
-            if self.landing == SIGNAL and not message.signal:
-                continue
-            if self.landing == EACH and message.covers & flight:
+        for bit, message in self._in(0 if self.awaited else flight):
+            if message.covers & flight:
                 continue
             if lines is not None:
                 lines.clear()
@@ -151,11 +144,11 @@ class System:
             yield bit, self.messages[bit.bit_length() - 1]
 
     def _lands(self, conditions, memory, flight: int) -> int | None:
-        """The signals that must land for a wait to end: none, or with AWAITED some; None if it cannot end."""
+        """The signals that must land for a wait to end: none, or if `awaited` some; None if it cannot end."""
         lands = 0
         for place, least in conditions:
             if not self._enough(memory[place], least):
-                coming = flight & self.signals_to[place] if self.landing == AWAITED else 0
+                coming = flight & self.signals_to[place] if self.awaited else 0
                 if not coming or not self._enough(self.messages[coming.bit_length() - 1].value, least):
                     return None
                 lands |= coming
@@ -174,9 +167,8 @@ class System:
         ]
 
     def _land(self, bit, message, ranks, memory, flight, lines) -> int:
-        if self.landing != EACH:
-            for covered, store in self._in(message.covers & flight):
-                flight = self._land(covered, store, ranks, memory, flight, lines)
+        for covered, store in self._in(message.covers & flight):
+            flight = self._land(covered, store, ranks, memory, flight, lines)
         if lines is not None:
             lines.append(f"      lands: {message.text}")
         if not message.signal:
@@ -234,7 +226,7 @@ class System:
                 for place, tag in argument:
                     self._check_read(number, place, tag, memory, flight[0])
             elif kind == SEND:
-                if self.landing != EACH:
+                if self.awaited:
                     self._check_sends(argument, ranks, memory, flight[0])
                 flight[0] |= argument
             elif kind == LAST:
@@ -242,7 +234,7 @@ class System:
                 if memory[argument[0]] < argument[1]:
                     return len(steps)
             elif kind == RESET:
-                if self.landing == AWAITED:
+                if self.awaited:
                     raise ValueError("a system that resets words needs signals that land at any time")
                 for place in argument:
                     memory[place] = 0
@@ -253,9 +245,9 @@ class System:
         for _, message in self._in(sent):
             if not message.signal:
                 self._check_overwrite(message, ranks, memory)
-            elif self.landing == AWAITED and message.add:
+            elif message.add:
                 raise ValueError("a system that adds to words needs signals that land at any time")
-            elif self.landing == AWAITED and (
+            elif (
                 flight & self.signals_to[message.place] & ~message.covers
                 or memory[message.place] >= message.value
             ):
@@ -267,7 +259,7 @@ class System:
             raise Wrong(
                 f"read before arrival: PE {number} finds {self.show(found)} in {where}, not {self.show(tag)}"
             )
-        if self.landing != EACH and flight & self.stores_to[place]:
+        if self.awaited and flight & self.stores_to[place]:
             raise Wrong(f"read before arrival: a store to PE {number}'s {where} may still be in flight")
 
 

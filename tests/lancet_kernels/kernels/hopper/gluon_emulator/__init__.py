@@ -12,9 +12,10 @@ signals, claims) computes the right numbers in that order of events, and has nei
 races that `shared_memory.py`, `async_copies.py` and `global_memory.py` know. Nothing is shown of orders that
 no seed has drawn. Not modelled: the threads of a partition (it is one thread; only its stores to global
 memory and the reads of its mmas are delayed), layouts, registers, sizes of shared memory, swizzling and bank
-conflicts; the order between proxies beyond the two fences that are asked for (fence_async_shared before TMA
-and mma read what a partition stored, fence.proxy.async between an acquire and a TMA load); the order of
-loads; scopes of atomics; clusters. Whether a kernel compiles and what it needs is for the compiler to say.
+conflicts; the order between proxies but for fence.proxy.async, which is asked for between an acquire and a
+TMA load (an mma of what a partition stored itself is refused, and so is all of Gluon that
+`kernels.hopper.shim` does not name); the order of loads; scopes of atomics; clusters. Whether a kernel
+compiles and what it needs is for the compiler to say.
 """
 
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.emulator import Emulator

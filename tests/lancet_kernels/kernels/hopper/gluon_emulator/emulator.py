@@ -17,7 +17,7 @@ from tests.lancet_kernels.kernels.hopper.gluon_emulator import language
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.async_copies import Descriptor, TmaLoad
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.global_memory import GlobalMemory, Program
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Misuse, Scheduler
-from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import SharedTraffic, number
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import SharedTraffic
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.source import Sources, is_jitted
 
 LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ptx_options", "warmup")
@@ -67,10 +67,10 @@ class Emulator:
         me = self.scheduler.current
         self.memory.arrive(me)
         workers = []
-        for (fn, args), warps in zip(partitions[1:], num_warps, strict=True):
+        for fn, args in partitions[1:]:
             name = f"{me.name}, {fn.__name__}"
             worker = self.scheduler.spawn(name, partial(self._partition, fn, args), me.program)
-            worker.grid, worker.num_warps = (self.builder.grid_dim, self.builder.grid_idx), number(warps)
+            worker.grid = self.builder.grid_dim, self.builder.grid_idx
             workers.append(worker)
         fn, args = partitions[0]
         name, me.name = me.name, f"{me.name}, {fn.__name__}"
@@ -122,26 +122,23 @@ class _Kernel:
     def __init__(self, emulator: Emulator, fn: Any) -> None:
         self.emulator, self.fn, self.arg_names = emulator, fn, fn.arg_names
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def _launch(self, grid: tuple[int], *args: Any, **options: Any) -> None:
         emulator = self.emulator
-        num_warps = options.get("num_warps", 4)
         options = {name: value for name, value in options.items() if name not in LAUNCH_OPTIONS}
         python = self.fn.fn if is_jitted(self.fn) else self.fn
         given = inspect.getcallargs(python, *args, **options)
         constant = {n for n, p in inspect.signature(python).parameters.items() if _is_constexpr(p.annotation)}
         given = {name: value if name in constant else _argument(value) for name, value in given.items()}
-        size = (*grid, 1, 1)[:3]
         scheduler, here = emulator.scheduler, emulator.scheduler.current
         programs = []
-        for x in range(size[0] * size[1] * size[2]):
-            index = x % size[0], x // size[0] % size[1], x // (size[0] * size[1])
+        for x in range(grid[0]):
             name = f"{here.name}, program {x}"
             program = Program(name)
             task = scheduler.spawn(name, partial(emulator.sources.function(self.fn), **given), program)
-            task.grid, task.num_warps = (size, index), num_warps
+            task.grid = (*grid, 1, 1), (x, 0, 0)
             programs.append(task)
         scheduler.wait_until(
             lambda: all(task.finished for task in programs), lambda: "waits for the programs it launched"

@@ -81,7 +81,6 @@ class GlobalMemory:
         "create_masked_store",
         "create_atomic_rmw",
         "create_atomic_cas",
-        "create_atomic_store",
         "create_barrier",
     )
 
@@ -121,14 +120,6 @@ class GlobalMemory:
     def create_atomic_cas(self, pointers, compare, value, semantic, scope):
         run = lambda: self.real["create_atomic_cas"](pointers, compare, value, semantic, scope)  # noqa: E731
         return self._atomic(run, pointers, np.ones_like(pointers.data, dtype=bool), semantic)
-
-    def create_atomic_store(self, pointers, value, mask, semantic, scope):
-        task = self.scheduler.current
-        self.scheduler.step()
-        self._meet(task, pointers.data, mask.data)
-        self._publish(task, semantic)
-        self.real["create_masked_store"](pointers, value, mask, *[None] * 2)
-        self.scheduler.changed()
 
     def create_barrier(self):
         task = self.scheduler.current

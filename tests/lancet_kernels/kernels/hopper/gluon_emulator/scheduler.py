@@ -57,8 +57,8 @@ class Task:
         program: what its partitions share (see `global_memory.Program`).
         ready: what it waits for; None if it can go on. waits_for: the same in words.
         polled: the operation that it repeats while it spins; parked: the version of memory it has looked at.
-        num_warps: of the partition. acquired: since then no fence for the async proxy. mmas, tma_stores: on
-        their way. copies: groups of such, the last one not committed.
+        acquired: since then no fence for the async proxy. mmas: on their way. copies: groups of such, the
+        last of them not committed.
     """
 
     name: str
@@ -74,10 +74,8 @@ class Task:
     result: Any = None
     thread: threading.Thread | None = None
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    num_warps: int = 4
     acquired: bool = False
     mmas: list[Any] = field(default_factory=list)
-    tma_stores: list[Any] = field(default_factory=list)
     copies: list[list[Any]] = field(default_factory=lambda: [[]])
 
     def where(self) -> str:

@@ -86,6 +86,7 @@ class Allocation:
     data: np.ndarray
     stage: int  # elements of what .index() takes
     is_barrier: bool
+    stored: bool = False  # by a partition itself
     barriers: dict[int, Barrier] = field(default_factory=dict)
 
 
@@ -124,20 +125,12 @@ class SharedArray:
         return list(self.places.shape)
 
     @property
-    def rank(self) -> int:
-        return self.places.ndim
-
-    @property
     def numel(self) -> int:
         return self.places.size
 
     @property
-    def nbytes_per_cta(self) -> int:
+    def nbytes(self) -> int:
         return self.places.size * self.allocation.data.itemsize
-
-    @property
-    def type(self) -> SharedArray:
-        return self
 
     def read(self) -> np.ndarray:
         return self.allocation.data[self.places]
@@ -171,12 +164,6 @@ class SharedArray:
     def permute(self, order: Sequence[Any]) -> SharedArray:
         return self._view(self.places.transpose([number(o) for o in order]))
 
-    def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedArray:
-        start, length, dim = number(start), number(length), number(dim)
-        if not 0 <= start <= start + length <= self.places.shape[dim]:
-            raise Misuse(f"{self.allocation.name}.slice({start}, {length}) of {self.places.shape[dim]}")
-        return self._view(self.places[(np.s_[:],) * dim + (np.s_[start : start + length],)])
-
     def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> SharedArray:
         shape = [number(n) for n in shape]
         whole = self.numel == self.allocation.data.size == int(np.prod(shape))
@@ -192,17 +179,13 @@ class SharedArray:
         return make_tensor(self.read(), self.dtype)
 
     def store(self, value: tl.tensor) -> None:
-        machine, task = self.machine, self.machine.scheduler.current
-        machine.scheduler.step()
-        machine.traffic.before_write(self, f"the store to {self.name}")
+        self.machine.scheduler.step()
+        self.machine.traffic.before_write(self, f"the store to {self.name}")
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise Misuse(f"store of {value.type} to {self.name}, which is {self.shape} {self.dtype}")
         self.write(value.handle.data)
-        machine.traffic.unfenced.append((self, task.name))
-        machine.scheduler.changed()
-
-    def _keep_alive(self) -> None:
-        pass
+        self.allocation.stored = True
+        self.machine.scheduler.changed()
 
     def barrier(self) -> Barrier:
         """The mbarrier here; it must have been initialised."""
@@ -215,12 +198,11 @@ class SharedArray:
 
 
 class SharedTraffic:
-    """Copies into, mmas and stores out of shared memory that are on their way; generic stores not fenced."""
+    """Copies into shared memory and mmas out of it that are on their way."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[SharedArray, str]] = []
         self.reads: list[tuple[SharedArray, str]] = []
-        self.unfenced: list[tuple[SharedArray, str]] = []
 
     def before_read(self, array: SharedArray, what: str) -> None:
         self._check(array, what, self.writes)
@@ -231,9 +213,8 @@ class SharedTraffic:
 
     def before_async_read(self, array: SharedArray, what: str) -> None:
         self.before_read(array, what)
-        for other, name in self.unfenced:
-            if array.overlaps(other):
-                raise Misuse(f"{what} reads what {name} has stored without fence_async_shared since then")
+        if array.allocation.stored:
+            raise Misuse(f"{what} reads what a partition has stored: no fence_async_shared is emulated")
 
     @staticmethod
     def _check(array: SharedArray, what: str, others: list[tuple[SharedArray, str]]) -> None:
