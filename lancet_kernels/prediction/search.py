@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
@@ -149,16 +149,12 @@ def kept_gib(question: Question) -> float:
     """The least that activations take: what the forward keeps of all layers, while the backward of the last
     one or of the head runs."""
     parts = parts_of(question)
-    kept = [_bytes(kind.program, kept_tensors(kind.program)) for kind in parts.kinds]
+    kept = [sum(k.program.tensors[t].bytes for t in kept_tensors(k.program)) for k in parts.kinds]
     before = sum(kept[kind] for kind in parts.layers)
     last = parts.layers[-1]
     return gib(
         max(before + _peak(parts.head.program), before - kept[last] + _peak(parts.kinds[last].program))
     )
-
-
-def _bytes(program: Program, tensors: Iterable[str]) -> float:
-    return sum(program.tensors[t].bytes for t in tensors)
 
 
 def _peak(program: Program) -> float:

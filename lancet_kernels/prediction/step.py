@@ -171,11 +171,11 @@ class _Builder:
         """Gathers or sums a share."""
         self.tensors[name] = TensorSpec(name, (), bytes=result_bytes)
         kind = Kind.ALL_REDUCE if collective == "all_reduce" else Kind.OTHER_COMMUNICATION
-        attributes = share.attributes(collective, self.question)
+        group = "replica" if share.is_expert and self.question.expert_ranks > 1 else "world"
         return self.add(
             Instruction(
                 name, f"lancet_prediction.{collective}", inputs, (name,), kind, phase, bytes=float(size),
-                attributes=attributes, after=after,
+                attributes={"collective": collective, "group": group}, after=after,
             )
         )  # fmt: skip
 
@@ -236,11 +236,6 @@ class Share:
             GRADIENTS: self.numbers * GRADIENT_BYTES / self.shards,
             OPTIMIZER: self.numbers * STATE_BYTES / self.states,
         }
-
-    def attributes(self, collective: str, question: Question) -> dict[str, str]:
-        """Of an instruction that gathers or sums it."""
-        among_replicas = self.is_expert and question.expert_ranks > 1
-        return {"collective": collective, "group": "replica" if among_replicas else "world"}
 
 
 def _kind(is_expert: bool) -> str:
