@@ -3,7 +3,7 @@
     step = SmallStep(case)          on every rank
     step.plain()                    the module itself, replicated gradients summed over the ranks
     step.planned(plan)              forward and backward graph of the plan, run by hand
-    step.plan_of(...), step.cut(...), step.shuffled(...)      plans to try
+    step.by_hand(...), step.planner(...)      plans to try
 
 One capture serves any number of plans. Experts of the case stay empty and tokens are dropped (`skew`).
 """
@@ -307,12 +307,6 @@ def random_order(program: Program, seed: int) -> list[str]:
                 ready.append(j)
     assert len(order) == len(program)
     return order
-
-
-def in_halves(names: list[str], wanted: list[str], forward: set[str]) -> list[str]:
-    """What of `wanted` is among `names`, as it should run: as planned, the forward before the backward."""
-    planned = [name for name in wanted if name in set(names)]
-    return sorted(planned, key=lambda name: name not in forward)
 
 
 def parts_of_gates(module: fx.GraphModule) -> int:

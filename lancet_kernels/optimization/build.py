@@ -114,28 +114,13 @@ class Builder:
         runs: PlannedShapes | PlainStep,
         recorder: Recorder,
         sums: PlannedSums | None,
-        host_wait_names: Sequence[str],
+        host_waits: Sequence[str],
         paired: Callable[[], PairedMicrobatches] | None = None,
     ) -> OptimizedModule:
-        captured, replicas = self.captured, None
-        if captured.reduces_gradients:
-            replicas = Replicas(captured.model, captured.groups, self.compare_every)
-        return OptimizedModule(
-            captured.model,
-            plan,
-            timeline,
-            runs,
-            recorder,
-            sums,
-            replicas,
-            host_wait_names,
-            captured.layer_numbers,
-            captured.twin,
-            captured.accumulation,
-            captured.reduction != "sum",
-            paired,
-            captured.steps,
-        )
+        own, replicas = self.captured, None
+        if own.reduces_gradients:
+            replicas = Replicas(own.model, own.groups, self.compare_every)
+        return OptimizedModule(own, plan, timeline, runs, recorder, sums, replicas, host_waits, paired)
 
 
 def fastest(build: Builder, planned: Sequence[tuple[Plan, Timeline]], trials: int) -> OptimizedModule:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,16 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
-    gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
-    launches. steps: of the optimizer, if they are part of the step. twin: of a model after `fully_shard`.
-    accumulate: how many microbatches share the sums of gradients, in buckets of `bucket_bytes`.
+    traced: captures the step when it is first called. gradient_groups: by the name of the parameter.
+    reduction: as of `of`. fused: the layers that are fused launches. steps: of the optimizer, if they are
+    part of the step. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums
+    of gradients, in buckets of `bucket_bytes`.
     """
 
     model: nn.Module
     inputs: tuple
     by_name: dict[str, object]
+    traced: Callable[[], Captured]
     groups: Groups
     profiler: Profiler
     gradient_groups: Mapping[str, str]
@@ -93,16 +95,15 @@ class CapturedStep:
         own = groups_of(model, groups)
         over = gradient_groups(model, own)
         named, twin = model.named_parameters(remove_duplicate=False), twin_of(model, own)
-        others: Mapping[str, str] = {}
         if twin is not None:
             check_shards(model, twin.parameters, own)
-            others = twin.groups
         return cls(
             model,
             inputs,
             by_name,
+            _tracing(model, twin, (inputs, by_name)),
             own,
-            Profiler(own, next(model.parameters()).device, times, others),
+            Profiler(own, next(model.parameters()).device, times, twin.groups if twin else {}),
             {name: over[parameter] for name, parameter in named},
             reduction,
             twin=twin,
@@ -129,17 +130,10 @@ class CapturedStep:
         return self.profiler.device
 
     @cached_property
-    def _as_traced(self) -> Captured:
-        twin = self.twin
-        captured = capture(twin.module if twin else self.model, self.inputs, self.by_name)
-        if twin is not None:
-            captured = replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
-        return captured
-
-    @cached_property
     def captured(self) -> Captured:
         """The captured step after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
-        captured = self._as_traced.with_graph(copy_of(self._as_traced.joint))
+        traced = self.traced()
+        captured = traced.with_graph(copy_of(traced.joint))
         walk(Step(captured.joint, sums=self._sums(captured)), UNPLANNED, CAPTURED)
         return captured
 
@@ -164,25 +158,23 @@ class CapturedStep:
         milliseconds; [] where nothing is summed."""
         if not self.reduces_gradients:
             return []
-        sizes_ms = bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate)
-        return [*sizes_ms.items()]
+        return [*bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate).items()]
 
     def with_buckets(
         self, step: Step, sizes: Sequence[tuple[int, float]], cluster: str | Path | Cluster | None
-    ) -> Step:
-        """The costed step with buckets of the fastest of these sizes. Collective.
+    ) -> tuple[CapturedStep, Step]:
+        """This, and the costed step, with buckets of the fastest of these sizes. Collective.
 
         Args: sizes: as of `bucket_sizes`. cluster: as of `costed`.
         """
         if not sizes:
-            return step
-        sizes_ms = dict(sizes)
+            return self, step
+        captured, sizes_ms = self, dict(sizes)
         chosen = min(sizes_ms, key=sizes_ms.__getitem__)
         if chosen != self.bucket_bytes:
-            self.bucket_bytes = chosen
-            del self.__dict__["captured"]
-            step = self.costed(replace(self.step(), inputs=step.inputs), cluster)
-        return replace(step, bucket_ms=sizes_ms)
+            captured = replace(self, bucket_bytes=chosen)
+            step = captured.costed(replace(captured.step(), inputs=step.inputs), cluster)
+        return captured, replace(step, bucket_ms=sizes_ms)
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
         """What sums of its gradients are multiplied with; those of the graph are divided already."""
@@ -194,7 +186,8 @@ class CapturedStep:
     def with_inputs(self, arguments: Arguments) -> CapturedStep:
         """The same step, with the same fused layers and their exchanges, for inputs of other shapes."""
         inputs, by_name = arguments
-        return replace(self, inputs=inputs, by_name=by_name)
+        traced = _tracing(self.model, self.twin, arguments)
+        return replace(self, inputs=inputs, by_name=by_name, traced=traced)
 
     def step(self) -> Step:
         """The step before its costs are known, in which the layers to fuse are fused launches."""
@@ -308,6 +301,19 @@ class CapturedStep:
                 for i in program.instructions
             ),
         )
+
+
+def _tracing(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Callable[[], Captured]:
+    """Captures the module, or its twin, once."""
+
+    @cache
+    def traced() -> Captured:
+        captured = capture(twin.module if twin else model, *arguments)
+        if twin is None:
+            return captured
+        return replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
+
+    return traced
 
 
 def slowdown(program: Program, costs: MeasuredCosts, run_ms: float) -> float:

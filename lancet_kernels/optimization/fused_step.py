@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions
 FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw", *DUPLEX)
 
 
-@dataclass
+@dataclass(frozen=True)
 class FusedChoice:
     """Fused launches, or streams.
 
@@ -37,7 +37,6 @@ class FusedChoice:
     stored: str | Path | None
     device: torch.device
     here: bool = True
-    _is_stored: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         # Imported here, because the kernels need Triton, which is not installed everywhere.
@@ -57,8 +56,7 @@ class FusedChoice:
 
     def groups(self, step: Step) -> tuple[FusedGroup, ...]:
         """The layers to try as fused launches: those of the stored plan, or all that can be."""
-        stored = () if self.stored is None else _stored_groups(self.stored, step.program)
-        self._is_stored = bool(stored)
+        stored = self._stored_groups(step.program)
         groups = stored or every_launch(step.module, step.program, step.cost)
         why = f"{'fused' if self.lowering == 'auto' else self.lowering}: requested"
         measured = self.here and not self.interpreted
@@ -72,7 +70,7 @@ class FusedChoice:
 
         Args: streams, fused: the step without and with these layers fused.
         """
-        if self.lowering != "auto" or self.interpreted or self._is_stored:
+        if self.lowering != "auto" or self.interpreted or self._stored_groups(streams.program):
             return groups
         streams_ms, fused_ms = (
             step.planner(self.options).plan(self.strategy).predicted.iteration_ms for step in (streams, fused)
@@ -85,15 +83,14 @@ class FusedChoice:
         )
         return tuple(replace(g, fused=is_faster, why=why) if g.fused else g for g in groups)
 
-
-def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]:
-    """The decisions of a plan file; none if it has none for this program."""
-    try:
-        groups = Plan.load(file).fused
-    except UserError:
-        return ()  # the error is reported when the plan itself is loaded
-    names = {name for group in groups for name in (group.layer, *group.fillers)}
-    return groups if names <= set(program.index) else ()
+    def _stored_groups(self, program: Program) -> tuple[FusedGroup, ...]:
+        """The decisions of the plan file; none if it has none for this program."""
+        try:
+            groups = () if self.stored is None else Plan.load(self.stored).fused
+        except UserError:
+            return ()  # the error is reported when the plan itself is loaded
+        names = {name for group in groups for name in (group.layer, *group.fillers)}
+        return groups if names <= set(program.index) else ()
 
 
 def fuse_layers(

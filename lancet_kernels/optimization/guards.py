@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from operator import is_not
 from typing import Any
 from weakref import ref
 
@@ -79,13 +80,9 @@ def to_trace(arguments: Arguments) -> Arguments:
         if id(tensor) in seen or tensor.is_inference():
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
-        return _with_strides(tensor, _dense_strides(tensor))
+        return _with_strides(tensor, torch.empty_like(tensor, device="meta").stride())
 
     return pytree.tree_map_only(Tensor, alone, arguments)
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -106,25 +103,19 @@ class PlannedInputs:
 
     def reason(self, arguments: Arguments) -> str:
         """Why the plan is not valid for these arguments; "" if it is."""
-        leaves, structure = pytree.tree_flatten(arguments)
-        if [_description(leaf) for leaf in leaves] == self._leaves and structure == self._structure:
+        flat, structure = pytree.tree_flatten(arguments)
+        leaves = [_description(leaf) for leaf in flat]
+        if leaves == self._leaves and structure == self._structure:
             return ""
-        if structure != self._structure:
+        if structure != self._structure or [*map(len, leaves)] != [*map(len, self._leaves)]:
             return "inputs with another structure"
-        for leaf, planned in zip(leaves, self._leaves, strict=True):
-            if isinstance(leaf, Tensor) != isinstance(planned[0], torch.Size):
-                return "inputs with another structure"
-            if not isinstance(leaf, Tensor) and _description(leaf) != planned:
-                return "another number among the inputs"
-        what = ("shape", "dtype", "device", "requires_grad")
-        others = {
-            what[i]
-            for leaf, planned in zip(leaves, self._leaves, strict=True)
-            for i, (mine, theirs) in enumerate(zip(_description(leaf), planned, strict=True))
-            if mine != theirs
-        }
-        other = next((other for other in what[1:] if other in others), None)
-        return f"inputs of another {other}" if other else OTHER_SHAPE
+        others = [pair for pair in zip(leaves, self._leaves, strict=True) if pair[0] != pair[1]]
+        if any(len(mine) == 2 for mine, _ in others):
+            return "another number among the inputs"
+        for i, what in enumerate(("dtype", "device", "requires_grad"), 1):
+            if any(mine[i] != planned[i] for mine, planned in others):
+                return f"inputs of another {what}"
+        return OTHER_SHAPE
 
     def laid_out(self, arguments: Arguments) -> Arguments:
         """The same values, with the strides that the plan is valid for."""
@@ -133,14 +124,11 @@ class PlannedInputs:
             leaf if strides is None else _with_strides(leaf, strides)
             for leaf, strides in zip(leaves, self._strides, strict=True)
         ]
-        return pytree.tree_unflatten(laid, structure) if any(map(_differ, laid, leaves)) else arguments
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
+        return pytree.tree_unflatten(laid, structure) if any(map(is_not, laid, leaves)) else arguments
 
 
 def _description(leaf: object) -> tuple:
+    """Of a tensor four things, of a number two."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
@@ -206,9 +194,15 @@ class Guards:
         """Raise UserError if the module's parameters have changed, or a wrapper would make its gradients
         wrong."""
         module = self.module
-        if module is not None:
-            self._refuse_wrappers(module)
-            self._refuse_other_parameters(module)
+        if module is None:
+            return
+        self._refuse_wrappers(module)
+        if any(map(_replaced, self._held)):
+            self._compare_state(module)
+        for name, (tensor, trained, _) in self._state.items():
+            now = tensor()
+            if now is not None and now.requires_grad is not trained:
+                raise self._changed(f"{name} with requires_grad={now.requires_grad}", trained)
 
     def _mode(self, module: nn.Module | None) -> str:
         """What is temporarily other than in the trace; "" if nothing is."""
@@ -248,16 +242,6 @@ class Guards:
         for layer in moe_layers(module):
             check_data_parallel(layer)
 
-    def _refuse_other_parameters(self, module: nn.Module) -> None:
-        """Raise UserError if parameters were replaced, added or removed, or their requires_grad has
-        changed."""
-        if any(map(_replaced, self._held)):
-            self._compare_state(module)
-        for name, (tensor, trained, _) in self._state.items():
-            now = tensor()
-            if now is not None and now.requires_grad is not trained:
-                raise self._changed(f"{name} with requires_grad={now.requires_grad}", trained)
-
     def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """What may not be replaced, by all of its names."""
         named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
@@ -266,6 +250,7 @@ class Guards:
         return named
 
     def _compare_state(self, module: nn.Module) -> None:
+        """Raise UserError if parameters were replaced, added or removed."""
         refuse_sharded(module)
         now = dict(self._named(module))
         for name in [*self._state, *now]:
@@ -329,11 +314,11 @@ def _own_calls(module: nn.Module) -> tuple[object, ...]:
 
 def _autocast(devices: Collection[str]) -> tuple[tuple[str, torch.dtype], ...]:
     """The device types for which autocast is on, with its dtype."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(devices) if _autocasts(kind))
-
-
-def _autocasts(kind: str) -> bool:
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(devices)
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+    )
 
 
 def _autocast_text(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:

@@ -19,9 +19,11 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels.data_parallel.fsdp import fsdp
 from lancet_kernels.data_parallel.gradients import broadcast_replicated
+from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.inner_compile import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
@@ -30,6 +32,7 @@ from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
+from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.build import Builder, fastest
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
@@ -39,7 +42,6 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import buckets_of_file, on_device, plans_of
 from lancet_kernels.optimization.rank_agreement import capture_alike, result_of_first_rank
 from lancet_kernels.optimization.stages import Progress
-from lancet_kernels.optimization.stepping import steps_of
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
@@ -147,12 +149,12 @@ def optimize(
     progress.begin("capturing the step")
     captured = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups, accumulate)
     if optimizer is not None:
-        captured.steps = steps_of(optimizer, captured)
+        captured.steps = _steps_of(optimizer, captured)
     step = capture_alike(captured)
     _agree_with_the_plan(captured)
     progress.begin("measuring ops")
     options, measured = on_device(options, captured.device), cluster is None
-    step = _with_buckets(captured, step, cluster, plan)
+    captured, step = _with_buckets(captured, step, cluster, plan)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, captured.device, measured)
@@ -184,11 +186,51 @@ def _prepare(
     name_layers(model)
 
 
+def _steps_of(optimizer: object, step: CapturedStep) -> BucketSteps:
+    """The steps of an optimizer as part of the backward of a captured step.
+
+    Raises: UserError for what is no optimizer or steps no parameter of the model by itself; for gradients
+        that the plan does not sum, or that a hook changes.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            "optimizer",
+            got=f"a {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            do="give the optimizer of the model's parameters",
+        )
+    steps = BucketSteps(optimizer, step.accumulation)
+    stepped = {n: p for n, p in step.model.named_parameters() if p.requires_grad and steps.trains(p)}
+    if not stepped:
+        raise UserError(
+            f"optimizer {type(optimizer).__name__}",
+            got="no trained parameter of the model",
+            expected="parameters that the model has now",
+            do="make the optimizer of model.parameters(), after fsdp() or fully_shard, not shard=",
+        )
+    for name, parameter in stepped.items():
+        if not step.reduction and step.gradient_groups[name] and not isinstance(parameter, DTensor):
+            raise UserError(
+                "optimizer",
+                got=f"reduce_gradients=False, and {name}, whose gradient other ranks have a part of",
+                expected="gradients that are summed before the optimizer's step",
+                do="leave reduce_gradients=False out, or call optimizer.step() yourself",
+            )
+        if has_hooks(parameter) and not isinstance(parameter, DTensor):
+            raise UserError(
+                "optimizer",
+                got=f"a hook on {name}, which changes its gradient behind the step",
+                expected="gradients that nothing changes between their sum and the optimizer's step",
+                do="remove the hook, or call optimizer.step() yourself",
+            )
+    return steps
+
+
 def _with_buckets(
     captured: CapturedStep, step: Step, cluster: str | Path | Cluster | None, plan: str | Path | None
-) -> Step:
-    """The step with costs, its gradients summed in buckets: a plan's own, or those that rank 0 finds best.
-    Collective."""
+) -> tuple[CapturedStep, Step]:
+    """Both, the step with costs, with gradients summed in buckets: a plan's own, or those that rank 0 finds
+    best. Collective."""
     costed = captured.costed(step, cluster)
     sizes = result_of_first_rank(
         captured.groups.world,

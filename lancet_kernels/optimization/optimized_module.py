@@ -19,11 +19,8 @@ from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.graph.sharded.twin import Twin
-from lancet_kernels.ops.comm.accumulated import Accumulation
-from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.optimizer_step import BucketSteps
+from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Arguments, Guards, bind
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
@@ -70,35 +67,30 @@ class OptimizedModule(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        captured: CapturedStep,
         plan: Plan,
         timeline: Timeline,
         runs: PlannedShapes | PlainStep,
         recorder: Recorder,
         sums: PlannedSums | None,
         replicas: Replicas | None,
-        host_waits: Sequence[str] = (),
-        fused_layers: Sequence[int] = (),
-        twin: Twin | None = None,
-        accumulation: Accumulation | None = None,
-        means: bool = True,
-        paired: Callable[[], PairedMicrobatches] | None = None,
-        steps: BucketSteps | None = None,
+        host_waits: Sequence[str],
+        paired: Callable[[], PairedMicrobatches] | None,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
+        self.module = captured.model
+        self.host_waits, self.fused_layers = tuple(host_waits), tuple(captured.layer_numbers)
         # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
-        self.training = module.training
+        self.training = self.module.training
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
         self._runs, self._recorder = runs, recorder
-        self._sums, self._replicas, self._twin = sums, replicas, twin
-        self._steps = steps
+        self._sums, self._replicas, self._twin = sums, replicas, captured.twin
+        self._steps, self._accumulation = captured.steps, captured.accumulation
+        self._means = captured.reduction != "sum"
         self._new_pairs = paired
         self._pairs: PairedMicrobatches | None = None
-        self._accumulation, self._means = accumulation or Accumulation(), means
-        self._signature = inspect.signature(module.forward)
+        self._signature = inspect.signature(self.module.forward)
 
     @torch.compiler.disable
     def forward(self, *inputs: object, **by_name: object) -> object:
@@ -120,15 +112,11 @@ class OptimizedModule(nn.Module):
         if self._replicas is not None:
             self._replicas.call()
         if not isinstance(step, str):
-            inputs, by_name = step.guards.inputs.laid_out(arguments)
-            with running_a_plan():
-                result = step.run(*inputs, **by_name)
-            return self._watched(result)
-        reason = step
-        self.fallbacks[reason] += 1
-        if self.fallbacks[reason] == 1:
+            return self._watched(step(*step.guards.inputs.laid_out(arguments)))
+        self.fallbacks[step] += 1
+        if self.fallbacks[step] == 1:
             warnings.warn(
-                f"the optimized {type(self.module).__name__} runs without its plan: {reason}; gradients are "
+                f"the optimized {type(self.module).__name__} runs without its plan: {step}; gradients are "
                 "right, communication is not hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
@@ -245,16 +233,10 @@ class OptimizedModule(nn.Module):
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""
         inputs, by_name = arguments
-        if isinstance(self._runs, PlainStep):
-            runs = self._runs
+        runs = self._runs
+        if isinstance(runs, PlainStep):
             return lambda: runs(inputs, by_name)
-        first = self._runs.first
-
-        def run() -> object:
-            with running_a_plan():
-                return first.run(*inputs, **by_name)
-
-        return run
+        return lambda: runs.first(inputs, by_name)
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:
         raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")

@@ -104,12 +104,15 @@ class PairedMicrobatches:
         state = self._captured.state()
         outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
         results = []
-        for batch in batches[1:]:
+        for number in range(1, len(batches) + 1):
             flat, kept = self._saved_by(outputs)
-            results.append(self._unflattened(flat))
+            results.append(pytree.tree_unflatten(flat, self._captured.result_structure))
             kept |= self._tangents(flat, scale)
+            if number == len(batches):
+                self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
+                break
             values = {self._pair.backward_inputs[name]: kept.pop(name) for name in backward.inputs}
-            new = self._forward_inputs(forward.inputs, state, batch)
+            new = self._forward_inputs(forward.inputs, state, batches[number])
             names = map(self._pair.forward_inputs.__getitem__, forward.inputs)
             values |= dict(zip(names, new, strict=True))
             with self._accumulation.without_sums():
@@ -117,10 +120,6 @@ class PairedMicrobatches:
                 outputs = self._together([values.pop(name) for name in self._together.inputs])
                 self._add(outputs[: self._backward_outputs], summed=False)
             del outputs[: self._backward_outputs]
-        flat, kept = self._saved_by(outputs)
-        results.append(self._unflattened(flat))
-        kept |= self._tangents(flat, scale)
-        self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
         return results
 
     def _saved_by(self, outputs: list) -> tuple[list, dict[str, object]]:
@@ -129,9 +128,6 @@ class PairedMicrobatches:
         saved = dict(zip(self._saved, outputs[self._results :], strict=True))
         outputs.clear()
         return flat, saved
-
-    def _unflattened(self, flat: list) -> object:
-        return pytree.tree_unflatten(flat, self._captured.result_structure)
 
     def _forward_inputs(
         self, names: Iterable[str], state: Callable[[str], Tensor], batch: Arguments

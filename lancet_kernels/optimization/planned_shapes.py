@@ -17,8 +17,8 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -27,6 +27,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, to_trace
 from lancet_kernels.schedules.plan import Plan
@@ -38,11 +39,17 @@ MOST_SHAPES = 8
 """How many captured shapes are kept, beside the one that was planned; those used last (as torch.compile)."""
 
 
+@dataclass(frozen=True)
 class PlannedStep:
     """The planned step for one shape of the inputs: `run`, and the `guards` that say whether it applies."""
 
-    def __init__(self, run: Callable[..., object], guards: Guards) -> None:
-        self.run, self.guards = run, guards
+    run: Callable[..., object]
+    guards: Guards
+
+    def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
+        """The result of the module."""
+        with running_a_plan():
+            return self.run(*inputs, **by_name)
 
 
 class PlannedShapes:

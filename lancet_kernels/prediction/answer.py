@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
@@ -284,14 +284,13 @@ def _extended(chains: Mapping[int, Simulated], microbatches: int) -> Simulated:
         return b + more * (b - a)
 
     kinds = longest.exposed_ms
-    return Simulated(
-        longest.step, longest.order, longest.ms, longest.times,
-        grown(before.step_ms, longest.step_ms),
-        grown(before.compute_ms, longest.compute_ms),
-        {kind: max(0.0, grown(before.exposed_ms.get(kind, 0.0), kinds[kind])) for kind in kinds},
-        grown(before.lower_bound_ms, longest.lower_bound_ms),
-        longest.memory,
-    )  # fmt: skip
+    return replace(
+        longest,
+        step_ms=grown(before.step_ms, longest.step_ms),
+        compute_ms=grown(before.compute_ms, longest.compute_ms),
+        exposed_ms={k: max(0.0, grown(before.exposed_ms.get(k, 0.0), kinds[k])) for k in kinds},
+        lower_bound_ms=grown(before.lower_bound_ms, longest.lower_bound_ms),
+    )
 
 
 def _memory(step: ModelStep, order: Sequence[int]) -> dict[str, float]:

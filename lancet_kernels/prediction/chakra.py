@@ -60,12 +60,8 @@ def _attributes(instruction: Instruction) -> list[bytes]:
         _attribute("is_cpu_op", _number(27, 0)),
         _attribute("comm_type", _number(9, COLLECTIVES[collective_of(instruction)])),
         _attribute("comm_size", _number(9, size)),
-        _attribute("pg_name", _text(29, _group(instruction))),
+        _attribute("pg_name", _text(29, instruction.attributes.get("group", "expert"))),
     ]
-
-
-def _group(instruction: Instruction) -> str:
-    return "expert" if instruction.kind is Kind.ALL_TO_ALL else instruction.attributes["group"]
 
 
 def _attribute(name: str, value: bytes) -> bytes:

@@ -38,18 +38,17 @@ def is_elementwise(instruction: Instruction) -> bool:
 
 def fused(program: Program) -> Program:
     """The Program with groups of element-wise ops as single instructions. Without views (`saved`)."""
-    group = _groups(program)
+    group, waits = _groups(program)
     members: dict[int, list[Instruction]] = {}
-    for i, instruction in enumerate(program.instructions):
-        members.setdefault(group[i], []).append(instruction)
     read_by: dict[str, set[int]] = {}
     for i, instruction in enumerate(program.instructions):
+        members.setdefault(group[i], []).append(instruction)
         for t in instruction.inputs:
             read_by.setdefault(t, set()).add(group[i])
     # In the order of the last members: a group runs when all that it reads is there.
-    order = _sorted(program, group)
+    last = {g: i for i, g in enumerate(group)}
     instructions, used = [], set(program.inputs)
-    for g in order:
+    for g in networkx.lexicographical_topological_sort(waits, key=last.__getitem__):
         one = members[g]
         if len(one) == 1 and not is_elementwise(one[0]):
             instructions.append(one[0])
@@ -72,8 +71,8 @@ def fused(program: Program) -> Program:
     return replace(program, instructions=tuple(instructions), tensors=tensors)
 
 
-def _groups(program: Program) -> list[int]:
-    """The number of the group of each instruction."""
+def _groups(program: Program) -> tuple[list[int], networkx.DiGraph]:
+    """The number of the group of each instruction, and which group waits for which."""
     group = list(range(len(program)))
     graph = networkx.DiGraph()
     graph.add_nodes_from(group)
@@ -94,19 +93,9 @@ def _groups(program: Program) -> list[int]:
                 if g == b:
                     of[k] = a
             networkx.contracted_nodes(graph, a, b, self_loops=False, copy=False)
-    return [of[i] for i in range(len(program))]
+    return [of[i] for i in range(len(program))], graph
 
 
 def _path_around(graph: networkx.DiGraph, a: int, b: int) -> bool:
     """Does a path lead from a to b through another node?"""
     return any(node != b and networkx.has_path(graph, node, b) for node in graph.successors(a))
-
-
-def _sorted(program: Program, group: list[int]) -> list[int]:
-    graph = networkx.DiGraph()
-    last: dict[int, int] = {}
-    for i, before in enumerate(program.dependencies):
-        last[group[i]] = i
-        graph.add_node(group[i])
-        graph.add_edges_from((group[j], group[i]) for j in before if group[j] != group[i])
-    return list(networkx.lexicographical_topological_sort(graph, key=lambda g: last[g]))

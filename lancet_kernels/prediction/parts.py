@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
 from lancet_kernels.conversion.convert import convert
 from lancet_kernels.errors import UserError
@@ -308,16 +307,12 @@ def captured_part(name: str, module: nn.Module, inputs: Sequence[Tensor]) -> Par
     captured = capture(module, tuple(inputs))
     program = program_from_fx(captured.joint, name)
     placeholders = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
-    results = output_node(captured.joint)
-    values, descriptors = results.args[0], results.meta["desc"]
-    gradients: dict[str, str] = {}
-    returns = ""
-    for value, descriptor in zip(values, descriptors, strict=True):
-        if not isinstance(descriptor, GradAOTOutput) or value is None:
-            continue
-        if isinstance(descriptor.grad_of, ParamAOTInput):
-            gradients[descriptor.grad_of.target] = tensor_names(value)[0]
-        else:
+    values, names = output_node(captured.joint).args[0], captured.parameter_of_gradient()
+    gradients, returns = {}, ""
+    for i, value in enumerate(values):
+        if i in names and value is not None:
+            gradients[names[i]] = tensor_names(value)[0]
+        elif i >= captured.forward_outputs and value is not None:
             returns = tensor_names(value)[0]
     experts = _expert_parameters(module)
     parameters, takes, gets = {}, "", ""

@@ -97,11 +97,16 @@ class Question:
         return number_of_experts(self.config)
 
     @property
-    def most_expert_ranks(self) -> int:
-        """The most ranks that can share the experts: a divisor of both numbers that fills nodes."""
+    def possible_expert_ranks(self) -> list[int]:
+        """How many ranks can share the experts: divisors of both numbers that fill nodes."""
         node = self.hardware.gpus_per_node
         divisors = [w for w in range(1, self.gpus + 1) if not self.gpus % w and not (self.experts or 1) % w]
-        return max((w for w in divisors if w <= node or w % node == 0), default=1)
+        return [w for w in divisors if w <= node or w % node == 0]
+
+    @property
+    def most_expert_ranks(self) -> int:
+        """The most ranks that can share the experts."""
+        return self.possible_expert_ranks[-1]
 
     def replicas(self, is_expert: bool) -> int:
         """How many ranks hold the same parameters."""

@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.prediction.answer import Answer, answer, parts_of
-from lancet_kernels.prediction.question import Question, gib
+from lancet_kernels.prediction.question import SHARDING, Question, gib
 from lancet_kernels.prediction.saved import POLICIES
-from lancet_kernels.prediction.step import (
-    GRADIENT_BYTES,
-    STATE_BYTES,
-    WEIGHT_BYTES,
-    chained,
-    kept_tensors,
-    numbers,
-)
+from lancet_kernels.prediction.step import chained, kept_tensors, shares
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
 
 BEST = 10
@@ -133,18 +126,12 @@ def search(question: Question, seconds: float = math.inf) -> Found:
 def layouts(question: Question) -> Iterator[Question]:
     """All layouts with the question's tokens per step."""
     sequences = question.microbatch * question.accumulate
-    node, experts = question.hardware.gpus_per_node, question.experts
-    ranks = [
-        w
-        for w in range(1, question.gpus + 1)
-        if question.gpus % w == 0 and (experts or 1) % w == 0 and (w <= node or w % node == 0)
-    ]
-    for expert_ranks in ranks:
-        for sharding in ("none", "optimizer", "full"):
+    for expert_ranks in question.possible_expert_ranks:
+        for sharding in SHARDING:
             for microbatch in MICROBATCHES:
                 if sequences % microbatch:
                     continue
-                for recompute in POLICIES if experts else ("none", "attention", "full"):
+                for recompute in POLICIES if question.experts else ("none", "attention", "full"):
                     yield question.but(
                         expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
                         accumulate=sequences // microbatch, recompute=recompute,
@@ -153,31 +140,21 @@ def layouts(question: Question) -> Iterator[Question]:
 
 def states_gib(question: Question) -> float:
     """Parameters, gradients and optimizer states of a rank."""
-    size = 0.0
-    for part in parts_of(question.but(microbatch=1, recompute="none")).chain:
-        for is_expert in (False, True):
-            group = question.replicas(is_expert)
-            shards = group if question.sharding == "full" else 1
-            states = 1 if question.sharding == "none" else group
-            each = (WEIGHT_BYTES + GRADIENT_BYTES) / shards + STATE_BYTES / states
-            size += numbers(part, is_expert) * each
-    return gib(size)
+    parts = parts_of(question.but(microbatch=1, recompute="none"))
+    owned = [share for part in parts.chain for share in shares(part, question)]
+    return gib(sum(size for share in owned for size in share.resident_bytes.values()))
 
 
 def kept_gib(question: Question) -> float:
     """The least that activations take: what the forward keeps of all layers, while the backward of the last
     one or of the head runs."""
     parts = parts_of(question)
-    kept = [_bytes(kind.program, kept_tensors(kind.program)) for kind in parts.kinds]
+    kept = [sum(k.program.tensors[t].bytes for t in kept_tensors(k.program)) for k in parts.kinds]
     before = sum(kept[kind] for kind in parts.layers)
     last = parts.layers[-1]
     return gib(
         max(before + _peak(parts.head.program), before - kept[last] + _peak(parts.kinds[last].program))
     )
-
-
-def _bytes(program: Program, tensors: Iterable[str]) -> float:
-    return sum(program.tensors[t].bytes for t in tensors)
 
 
 def _peak(program: Program) -> float:

@@ -59,7 +59,6 @@ class ModelStep:
 
 def prepared(parts: ModelParts, policy: str) -> ModelParts:
     """The parts with recomputation and fused element-wise ops. Args: policy: of `saved`."""
-
     return replace(
         parts,
         embedding=prepared_part(parts.embedding, "none"),
@@ -105,28 +104,23 @@ def _gemm(i: Instruction, program: Program) -> tuple[float, float, float, float]
 def with_received_rows(program: Program) -> Program:
     """The Program with received rows sorted by expert before the experts, and back after them."""
     instructions: list[Instruction] = []
+    tensors = dict(program.tensors)
     for i in program.instructions:
         if i.kind is not Kind.ALL_TO_ALL:
             instructions.append(i)
             continue
-        passed = Instruction(
-            f"{i.name}_permute", RECEIVED_ROWS, phase=i.phase, bytes=2 * i.bytes, outputs=(), inputs=()
+        to_experts = i.attributes.get("to_experts")
+        inner = f"{i.name}{_RECEIVED if to_experts else '_sorted'}"
+        tensors[inner] = replace(tensors[i.outputs[0] if to_experts else i.inputs[0]], name=inner)
+        read, written = ((inner,), i.outputs) if to_experts else (i.inputs[:1], (inner,))
+        permute = Instruction(
+            f"{i.name}_permute", RECEIVED_ROWS, read, written, phase=i.phase, bytes=2 * i.bytes
         )
-        if i.attributes.get("to_experts"):
-            inner = f"{i.name}{_RECEIVED}"
-            instructions += [
-                replace(i, outputs=(inner,)),
-                replace(passed, inputs=(inner,), outputs=i.outputs),
-            ]
+        if to_experts:
+            instructions += [replace(i, outputs=(inner,)), permute]
         else:
-            inner = f"{i.name}_sorted"
-            instructions += [
-                replace(passed, inputs=i.inputs[:1], outputs=(inner,)),
-                replace(i, inputs=(inner, *i.inputs[1:])),
-            ]
-        spec = program.tensors[i.outputs[0] if i.attributes.get("to_experts") else i.inputs[0]]
-        program = replace_tensors(program, {inner: replace(spec, name=inner)})
-    return replace(program, instructions=tuple(instructions))
+            instructions += [permute, replace(i, inputs=(inner, *i.inputs[1:]))]
+    return replace(program, instructions=tuple(instructions), tensors=tensors)
 
 
 def kept_tensors(program: Program) -> set[str]:
@@ -155,11 +149,6 @@ def with_buffers(part: Part, carrier: Dispatcher, top_k: int) -> Part:
     return replace(part, program=replace(program, tensors=tensors))
 
 
-def replace_tensors(program: Program, more: dict[str, TensorSpec]) -> Program:
-    """The Program with more tensors."""
-    return replace(program, tensors={**program.tensors, **more})
-
-
 @dataclass
 class _Builder:
     """Collects the instructions of a chain."""
@@ -175,10 +164,20 @@ class _Builder:
     behind: list[tuple[int, ...]] = field(default_factory=list)
     gathered: dict[tuple[int, bool, str], str] = field(default_factory=dict)
 
-    def resident(self, name: str, size: float) -> str:
-        self.tensors[name] = TensorSpec(name, (), bytes=int(size))
-        self.inputs.append(name)
-        return name
+    def message(
+        self, name: str, share: Share, collective: str, inputs: tuple[str, ...], phase: Phase, size: float,
+        result_bytes: int = 0, after: str = "",
+    ) -> int:  # fmt: skip
+        """Gathers or sums a share."""
+        self.tensors[name] = TensorSpec(name, (), bytes=result_bytes)
+        kind = Kind.ALL_REDUCE if collective == "all_reduce" else Kind.OTHER_COMMUNICATION
+        group = "replica" if share.is_expert and self.question.expert_ranks > 1 else "world"
+        return self.add(
+            Instruction(
+                name, f"lancet_prediction.{collective}", inputs, (name,), kind, phase, bytes=float(size),
+                attributes={"collective": collective, "group": group}, after=after,
+            )
+        )  # fmt: skip
 
     def add(self, instruction: Instruction) -> int:
         self.instructions.append(instruction)
@@ -194,8 +193,11 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelSt
         chain = [chain[0], *chain[1:-1][: question.layers], chain[-1]]
     b = _Builder(question, chain, microbatches)
     for p, part in enumerate(chain):
-        for is_expert in (False, True):
-            _states(b, p, part, is_expert)
+        for share in shares(part, question):
+            for what, size in share.resident_bytes.items():
+                name = f"{what} p{p} {share.kind}"
+                b.tensors[name] = TensorSpec(name, (), bytes=int(size))
+                b.inputs.append(name)
     for m in range(microbatches):
         for p in range(len(chain)):
             _block(b, m, p, Phase.FORWARD)
@@ -208,36 +210,62 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelSt
     return ModelStep(program, tuple(b.blocks), tuple(b.ahead), tuple(b.behind), tuple(ends))
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a part's parameters: those of its experts, or all others.
+
+    replicas: how many ranks hold the same ones. shards: into how many parameters and gradients are cut;
+    states: the optimizer's states.
+    """
+
+    is_expert: bool
+    numbers: int
+    replicas: int
+    shards: int
+    states: int
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.is_expert)
+
+    @property
+    def resident_bytes(self) -> dict[str, float]:
+        """By what it is: of parameters, gradients, the optimizer's states."""
+        return {
+            PARAMETERS: self.numbers * WEIGHT_BYTES / self.shards,
+            GRADIENTS: self.numbers * GRADIENT_BYTES / self.shards,
+            OPTIMIZER: self.numbers * STATE_BYTES / self.states,
+        }
+
+
+def _kind(is_expert: bool) -> str:
+    return "experts" if is_expert else "dense"
+
+
 def numbers(part: Part, is_expert: bool) -> int:
-    """How many numbers a rank has of a part's parameters, all of them or those of its experts."""
+    """How many numbers a rank has of a part's parameters: of those of its experts, or of all others."""
     return sum(p.numbers for p in part.parameters.values() if p.is_expert is is_expert)
 
 
-def _states(b: _Builder, p: int, part: Part, is_expert: bool) -> None:
-    count, group = numbers(part, is_expert), b.question.replicas(is_expert)
-    if not count:
-        return
-    sharding = b.question.sharding
-    shards = group if sharding == "full" else 1
-    states = 1 if sharding == "none" else group
-    kind = "experts" if is_expert else "dense"
-    b.resident(f"{PARAMETERS} p{p} {kind}", count * WEIGHT_BYTES / shards)
-    b.resident(f"{GRADIENTS} p{p} {kind}", count * GRADIENT_BYTES / shards)
-    b.resident(f"{OPTIMIZER} p{p} {kind}", count * STATE_BYTES / states)
+def shares(part: Part, question: Question) -> list[Share]:
+    """The shares of a part that has any such parameters."""
+    result = []
+    for is_expert in (False, True):
+        if count := numbers(part, is_expert):
+            replicas = question.replicas(is_expert)
+            shards = replicas if question.sharding == "full" else 1
+            states = 1 if question.sharding == "none" else replicas
+            result.append(Share(is_expert, count, replicas, shards, states))
+    return result
 
 
 def _block(b: _Builder, m: int, p: int, phase: Phase) -> None:
     """The instructions of a part in one microbatch and phase, with the gathers of the next part before them
     and the sums of their gradients behind."""
     part, prefix = b.chain[p], f"m{m}.p{p}."
-    is_first = phase is Phase.FORWARD and p == 0
-    wanted = [p] if is_first else []
-    step = 1 if phase is Phase.FORWARD else -1
-    if 0 <= p + step < len(b.chain):
-        wanted.append(p + step)
-    elif phase is Phase.FORWARD:
-        wanted = []
-    ahead = [i for q in dict.fromkeys(wanted) for i in _gathers(b, m, q, phase)]
+    wanted = [p] if phase is Phase.FORWARD and p == 0 else []
+    wanted.append(p + (1 if phase is Phase.FORWARD else -1))
+    ahead = [i for q in wanted if 0 <= q < len(b.chain) for i in _gathers(b, m, q, phase)]
     names = _names(b, m, p, phase)
     positions = []
     for i in part.program.instructions:
@@ -264,9 +292,8 @@ def _names(b: _Builder, m: int, p: int, phase: Phase) -> dict[str, str]:
     part = b.chain[p]
     names = dict.fromkeys(part.program.inputs, "")
     for t, parameter in part.parameters.items():
-        kind = "experts" if parameter.is_expert else "dense"
         owner = p if parameter.numbers else 0  # the head may share the embedding's
-        whole = f"{PARAMETERS} p{owner} {kind}"
+        whole = f"{PARAMETERS} p{owner} {_kind(parameter.is_expert)}"
         # The head's parameters stay gathered from its forward to its backward, which follows at once.
         gathered = [
             b.gathered.get((owner, parameter.is_expert, one)) for one in (phase.value, Phase.FORWARD.value)
@@ -286,26 +313,19 @@ def _gathers(b: _Builder, m: int, p: int, phase: Phase) -> list[int]:
     if sharding != "full" and not once:
         return []
     positions = []
-    for is_expert in (False, True):
-        count, group = numbers(b.chain[p], is_expert), b.question.replicas(is_expert)
-        if not count or group == 1:
-            continue
-        kind = "experts" if is_expert else "dense"
-        name = f"m{m}.p{p}.all_gather_{kind}_{phase.value}"
+    for share in _shared(b, p):
+        name, size = f"m{m}.p{p}.all_gather_{share.kind}_{phase.value}", share.numbers * WEIGHT_BYTES
+        b.gathered[p, share.is_expert, phase.value] = name
+        source = (f"{PARAMETERS} p{p} {share.kind}",)
         # A sharded optimizer's result arrives in the parameters themselves.
-        b.tensors[name] = TensorSpec(name, (), bytes=0 if once else count * WEIGHT_BYTES)
-        b.gathered[p, is_expert, phase.value] = name
-        positions.append(
-            b.add(
-                Instruction(
-                    name, "lancet_prediction.all_gather", (f"{PARAMETERS} p{p} {kind}",), (name,),
-                    Kind.OTHER_COMMUNICATION, phase, bytes=float(count * WEIGHT_BYTES),
-                    attributes={"collective": "all_gather", "group": _group(b, is_expert)},
-                    after=_last_of(b, phase),
-                )
-            )
-        )  # fmt: skip
+        kept = 0 if once else size
+        positions.append(b.message(name, share, "all_gather", source, phase, size, kept, _last_of(b, phase)))
     return positions
+
+
+def _shared(b: _Builder, p: int) -> list[Share]:
+    """The shares of a part that other ranks hold, too."""
+    return [share for share in shares(b.chain[p], b.question) if share.replicas > 1]
 
 
 def _last_of(b: _Builder, phase: Phase) -> str:
@@ -316,44 +336,23 @@ def _last_of(b: _Builder, phase: Phase) -> str:
     return b.instructions[last.positions[-1]].name
 
 
-def _group(b: _Builder, is_expert: bool) -> str:
-    return "replica" if is_expert and b.question.expert_ranks > 1 else "world"
-
-
 def _sums(b: _Builder, m: int, p: int) -> list[int]:
     """The sum of a part's gradients over the ranks that hold the same parameters."""
     sharding, last = b.question.sharding, m == b.microbatches - 1
     if sharding != "full" and not last:
         return []
+    collective = "all_reduce" if sharding == "none" else "reduce_scatter"
+    # FSDP sums what this microbatch computed, in bfloat16; otherwise the float32 sum of all microbatches.
+    each = WEIGHT_BYTES if sharding == "full" else GRADIENT_BYTES
     positions = []
-    for is_expert in (False, True):
-        part = b.chain[p]
-        count, group = numbers(part, is_expert), b.question.replicas(is_expert)
-        if not count or group == 1:
-            continue
-        kind = "experts" if is_expert else "dense"
-        collective = "all_reduce" if sharding == "none" else "reduce_scatter"
-        gradients = tuple(
-            dict.fromkeys(
-                f"m{m}.p{p}.{parameter.gradient}"
-                for parameter in part.parameters.values()
-                if parameter.is_expert is is_expert and parameter.gradient
-            )
+    for share in _shared(b, p):
+        gradients = dict.fromkeys(
+            f"m{m}.p{p}.{parameter.gradient}"
+            for parameter in b.chain[p].parameters.values()
+            if parameter.is_expert is share.is_expert and parameter.gradient
         )
-        name = f"m{m}.p{p}.{collective}_{kind}"
-        # FSDP sums what this microbatch computed, in bfloat16; otherwise the float32 sum of all microbatches.
-        size = count * (WEIGHT_BYTES if sharding == "full" else GRADIENT_BYTES)
-        b.tensors[name] = TensorSpec(name, (), bytes=0)
-        positions.append(
-            b.add(
-                Instruction(
-                    name, f"lancet_prediction.{collective}", gradients, (name,),
-                    Kind.ALL_REDUCE if collective == "all_reduce" else Kind.OTHER_COMMUNICATION,
-                    Phase.BACKWARD, bytes=float(size),
-                    attributes={"collective": collective, "group": _group(b, is_expert)},
-                )
-            )
-        )  # fmt: skip
+        name, size = f"m{m}.p{p}.{collective}_{share.kind}", share.numbers * each
+        positions.append(b.message(name, share, collective, tuple(gradients), Phase.BACKWARD, size))
     return positions
 
 
@@ -362,28 +361,20 @@ def _optimizer(b: _Builder) -> list[int]:
     positions = []
     for p, part in enumerate(b.chain):
         moved, read = 0.0, []
-        for is_expert in (False, True):
-            count = numbers(part, is_expert)
-            if not count:
-                continue
-            kind = "experts" if is_expert else "dense"
-            group, sharding = b.question.replicas(is_expert), b.question.sharding
-            moved += count * STATE_TRAFFIC / (1 if sharding == "none" else group)
-            moved += count * GRADIENT_TRAFFIC / (group if sharding == "full" else 1)
-            read.append(f"{OPTIMIZER} p{p} {kind}")
-            m = b.microbatches - 1
-            read += [
-                t
-                for t in (f"m{m}.p{p}.{c}_{kind}" for c in ("all_reduce", "reduce_scatter"))
-                if t in b.tensors
-            ]
+        for share in shares(part, b.question):
+            moved += share.numbers * STATE_TRAFFIC / share.states
+            moved += share.numbers * GRADIENT_TRAFFIC / share.shards
+            last = f"m{b.microbatches - 1}.p{p}."
+            sums = [f"{last}{collective}_{share.kind}" for collective in ("all_reduce", "reduce_scatter")]
+            read += [f"{OPTIMIZER} p{p} {share.kind}", *(t for t in sums if t in b.tensors)]
         if moved:
-            positions.append(
-                b.add(
-                    Instruction(
-                        f"optimizer.p{p}", "lancet_prediction.adam", tuple(read), (), phase=Phase.OPTIMIZER,
-                        bytes=moved,
-                    )
-                )
-            )  # fmt: skip
+            adam = Instruction(
+                f"optimizer.p{p}",
+                "lancet_prediction.adam",
+                tuple(read),
+                (),
+                phase=Phase.OPTIMIZER,
+                bytes=moved,
+            )
+            positions.append(b.add(adam))
     return positions

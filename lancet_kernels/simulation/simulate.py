@@ -112,14 +112,10 @@ class Setting:
         """The training step of a rank, with SGD with momentum, and its costs. Raises: UserError."""
         # The cost model first, because a number of GPUs that does not fill nodes gives the clearer error.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
-        dtype = getattr(torch, self._checked_dtype())
+        check_name("dtype", self.dtype, self.hardware.peak_tflops, do="use a dtype of the cluster file")
+        dtype = getattr(torch, self.dtype)
         captured = captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded)
         return Step(*captured, cost)
-
-    def _checked_dtype(self) -> str:
-        dtypes = self.hardware.peak_tflops
-        check_name("dtype", self.dtype, dtypes, do="use a dtype of the cluster file")
-        return self.dtype
 
     def facts(self) -> dict[str, object]:
         """What was simulated, as JSON values."""

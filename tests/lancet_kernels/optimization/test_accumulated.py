@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from unittest import mock
 
@@ -17,6 +18,7 @@ from lancet_kernels import OptimizedModule, UserError, fsdp
 from lancet_kernels.ops.comm import accumulated
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link_group import LinkGroup
+from tests.grids import few_of
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
 from tests.optimized import optimized
 from tests.ranks import RankPool
@@ -130,25 +132,10 @@ def own_loop(step: OptimizedModule) -> None:
     step.train()
 
 
-@pytest.mark.parametrize(
-    ("shards", "strategy"),
-    [
-        (False, "microbatches"),
-        *(
-            pytest.param(shards, strategy, marks=pytest.mark.long)
-            for shards in (False, True)
-            for strategy in (
-                "none",
-                "tutel",
-                "lancet-dw",
-                "lancet",
-                "duplex",
-                "lancet+duplex",
-                "microbatches",
-            )
-        ),
-    ],
-)
+STRATEGIES = ("microbatches", "none", "tutel", "lancet-dw", "lancet", "duplex", "lancet+duplex")
+
+
+@pytest.mark.parametrize(("shards", "strategy"), few_of(itertools.product((False, True), STRATEGIES)))
 def test_several_microbatches_are_one_large_batch(pool: RankPool, shards: bool, strategy: str) -> None:
     pool.run(several_equal_one, shards, strategy)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +14,7 @@ from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.rank_agreement import capture_alike
 from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
-from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.grids import few_of
@@ -116,11 +115,6 @@ def test_a_stored_plan_keeps_its_choice(monkeypatch, times, tmp_path) -> None:
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
     again, _ = chosen("auto", CLUSTER, times, tmp_path / "plan.json")
     assert again.fused == step.fused
-
-
-def test_a_group_survives_json() -> None:
-    group = FusedGroup("dispatch", True, ("mm",), LaunchWork(1.0, 2.0), LaunchWork(3.0, 4.0), "why", True)
-    assert FusedGroup.from_json(json.loads(json.dumps(asdict(group)))) == group
 
 
 FILLERS = {"long": 0.35, "short": 0.09, "longest": 20.0}

@@ -26,15 +26,21 @@ PLANNED = {"cluster": "p3dn", "options": PlanningOptions(PartitionOptions(most_p
 """For a cluster, to measure nothing here; more parts take longer to plan."""
 
 
-def train(case: StepCase, backend: str, steps: int) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
-    """Loss, gradients and parameters of every step, plain SGD. -> those, and the planned step."""
+def train(
+    case: StepCase, backend: str, steps: int, varying: bool = False
+) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
+    """Loss, gradients and parameters of every step, plain SGD. -> those, and the planned step.
+
+    Args: varying: with other numbers of tokens in each step and on every rank (`SHAPES`).
+    """
     step, inputs = build_step(case)
     planned = optimize(step, inputs, strategy="lancet", backend=backend, **PLANNED)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
     results = []
     for number in range(steps):
+        batch, length = SHAPES[number][dist.get_rank()] if varying else inputs[0].shape
         set_routing_step(step, number)
-        loss = planned(*inputs)[0]
+        loss = planned(*(t[:batch, :length].contiguous() for t in inputs))[0]
         loss.backward()
         result = {"loss": loss.detach()}
         for name, parameter in step.named_parameters():
@@ -73,13 +79,16 @@ def compare_with_riders(case: StepCase, steps: int) -> tuple[float, list[tuple],
         return compare(case, steps)
 
 
+def case_of(gate: str, layers: int) -> StepCase:
+    top_k = 2 if gate == "topk" else 1
+    return StepCase(gate, top_k, dtype=torch.float32, batch=2, sequence=5, layers=layers)
+
+
 @pytest.mark.parametrize(
     ("gate", "ranks", "steps", "layers"), few_of([("topk", 1, 1, 2), *((gate, 2, 3, 4) for gate in GATES)])
 )
 def test_steps(pool, gate, ranks, steps, layers) -> None:
-    case = StepCase(
-        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=layers
-    )
+    case = case_of(gate, layers)
     run = compare_with_riders if gate == "topk" else compare
     for worst, groups, riding in pool.run(run, case, steps, ranks=ranks, timeout_s=240):
         assert worst < 2e-4
@@ -95,32 +104,14 @@ SHAPES = (((2, 5), (1, 3)), ((1, 4), (2, 5)), ((1, 3), (2, 4)))
 """Batch and length of each rank, step by step; none more than what was planned."""
 
 
-def train_varying(
-    case: StepCase, backend: str, steps: int
-) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
-    """Loss and gradients of steps with other numbers of tokens on every rank."""
-    step, inputs = build_step(case)
-    planned = optimize(step, inputs, strategy="lancet", backend=backend, **PLANNED)
-    results = []
-    for number, shapes in enumerate(SHAPES[:steps]):
-        batch, length = shapes[dist.get_rank()]
-        set_routing_step(step, number)
-        loss = planned(*(t[:batch, :length].contiguous() for t in inputs))[0]
-        loss.backward()
-        grads = {name: p.grad.clone() for name, p in step.named_parameters() if p.grad is not None}
-        results.append({"loss": loss.detach()} | grads)
-        step.zero_grad()
-    return results, planned
-
-
 def compare_varying(case: StepCase, steps: int) -> tuple[float, dict[str, int], list[str]]:
     """The largest difference of the two backends; calls without a plan; regions that were made."""
     made = []
     allocate = SharedMemory.allocate
     note = lambda memory, name, *given: made.append(name) or allocate(memory, name, *given)  # noqa: E731
-    expected, on_streams = train_varying(case, "torch", steps)
+    expected, on_streams = train(case, "torch", steps, varying=True)
     with mock.patch.object(SharedMemory, "allocate", note):
-        got, planned = train_varying(case, "fused", steps)
+        got, planned = train(case, "fused", steps, varying=True)
     assert planned.fused_layers
     return largest_difference(expected, got), dict(on_streams.fallbacks + planned.fallbacks), made
 
@@ -129,12 +120,8 @@ def compare_varying(case: StepCase, steps: int) -> tuple[float, dict[str, int], 
 @pytest.mark.parametrize(("gate", "steps"), [("topk", 1), *((gate, 3) for gate in GATES)])
 def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
     """Each rank captures what it needs, with the plan of all; the exchanges stay as they are."""
-    case = StepCase(
-        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=2
-    )
-    for worst, fallbacks, made in pool.run(
-        compare_varying, case, steps, timeout_s=500, collective_timeout_s=200
-    ):
+    limits = {"timeout_s": 500, "collective_timeout_s": 200}
+    for worst, fallbacks, made in pool.run(compare_varying, case_of(gate, 2), steps, **limits):
         assert worst < 2e-4
         assert not fallbacks
         assert sum(name.endswith(".rows") for name in made) == 2, made

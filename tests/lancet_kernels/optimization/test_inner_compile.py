@@ -18,13 +18,11 @@ from tests.planned_steps import StepCase, build_step, gradients
 def loss_and_gradients(case: StepCase, times: str, inner_compile: str) -> dict[str, torch.Tensor]:
     step, inputs = build_step(case)
     planned = optimize(step, inputs, times=times, inner_compile=inner_compile)
-    found = {}
     for _ in range(2):
         step.zero_grad()
         loss = planned(*inputs)[0]
         loss.backward()
-        found = gradients(step) | {"loss": loss.detach()}
-    return found
+    return gradients(step) | {"loss": loss.detach()}
 
 
 def worst_difference(case: StepCase, times: str, inner_compile: str) -> float:
@@ -35,17 +33,12 @@ def worst_difference(case: StepCase, times: str, inner_compile: str) -> float:
 
 
 @pytest.mark.long
-def test_compiled_pieces_give_the_same_step(pool, tmp_path) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_pieces_give_the_same_step(pool, tmp_path, compiler) -> None:
+    if compiler == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
     case = StepCase(batch=2, layers=2)
-    found = pool.run(worst_difference, case, str(tmp_path / "times.json"), "aot_eager", timeout_s=120)
-    assert max(found) < 1e-10
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_gives_the_same_step(pool, tmp_path) -> None:
-    case = StepCase(batch=2, layers=2)
-    found = pool.run(worst_difference, case, str(tmp_path / "times.json"), "inductor", timeout_s=500)
+    found = pool.run(worst_difference, case, str(tmp_path / "times.json"), compiler, timeout_s=500)
     assert max(found) < 1e-10
 
 

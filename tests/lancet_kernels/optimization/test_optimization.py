@@ -13,7 +13,6 @@ from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.graph.capture.capture import CaptureError, capture
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.rewrite.apply import instruction_order
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
@@ -22,136 +21,74 @@ from tests.planned_steps import (
     StepCase,
     build_step,
     gradients,
-    in_halves,
-    sum_over_ranks,
 )
 
 # ---- The module that `optimize` returns
 
 
-def use_on_rank(case: StepCase) -> dict[str, object]:
-    """The optimized module as a user would use it."""
+def use_on_rank(case: StepCase) -> list[str]:
+    """The optimized module as a user would use it. -> collectives in the order in which they were issued."""
     module, inputs = build_step(case)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     ready = optimized(module, inputs)
-    unchanged = all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters()), "measuring changed it"
+    assert ready.plan.ranges
+    assert [*map(id, ready.parameters())] == [*map(id, module.parameters())]
     planned = outcome_of(ready, inputs, reduced=True)
     plain = outcome_of(module, inputs, reduced=False)
+    assert planned.distance(plain) < BOUND
     again = outcome_of(ready, inputs, reduced=True)
+    assert again.distance(planned) == 0
     # Gradients of two backwards add up, as they always do.
     ready.zero_grad(set_to_none=True)
     for _ in range(2):
         ready(*inputs)[0].backward()
     twice = Outcome(again.outputs, {name: grad / 2 for name, grad in gradients(module).items()})
-    found = {
-        "unchanged": unchanged,
-        "ranges": len(ready.plan.ranges),
-        "distance": planned.distance(plain),
-        "repeated": again.distance(planned),
-        "twice": twice.distance(plain),
-        "same parameters": [id(p) for p in ready.parameters()] == [id(p) for p in module.parameters()],
-    }
+    assert twice.distance(plain) < BOUND
     # Other shapes, no gradients: test_setups.py.
     ready.eval()
     with ready.recorded() as events:
         ready(*inputs)
-    found["eval runs the module"] = not module.training and not any(e.resource == "compute" for e in events)
+    assert not module.training
+    assert not any(e.resource == "compute" for e in events), "it runs the module"
     # The order that came out, as this rank ran it.
     ready.train()
     with ready.recorded() as events:
         ready(*inputs)[0].backward()
     ran = [e.name.removesuffix("_start") for e in events if e.kind.value == "compute"]
-    issued = [e.name for e in events if e.name.endswith("_start")]
     wanted = list(ready.plan.order)
     # A collective that is waited for shows up twice: when it starts, and as its own result.
     first = [name for name in dict.fromkeys(ran) if name in set(wanted)]
     forward = {e.name.removesuffix("_start") for e in events if e.phase is Phase.FORWARD}
-    found["order"] = first == in_halves(first, wanted, forward)
-    found["covered"] = len(first) / len(wanted)
-    found["issued"] = issued
-    return found
+    planned_order = [name for name in wanted if name in set(first)]
+    assert first == sorted(planned_order, key=lambda name: name not in forward), "the forward first"
+    assert len(first) > 0.5 * len(wanted)
+    return [e.name for e in events if e.name.endswith("_start")]
 
 
 def test_optimized_module(pool):
     first, second = pool.run(use_on_rank, StepCase(layers=2), ranks=2, timeout_s=180)
-    for found in (first, second):
-        assert found["unchanged"], "measuring or planning changed a parameter"
-        assert found["ranges"] > 0
-        assert found["distance"] < BOUND
-        assert found["repeated"] == 0
-        assert found["twice"] < BOUND
-        assert found["same parameters"]
-        assert found["eval runs the module"]
-        assert found["order"]
-        assert found["covered"] > 0.5
-    assert first["issued"] == second["issued"]
-    assert sum("all_to_all" in name for name in first["issued"]) > 4, "a layer has four; parts have more"
+    assert first == second
+    assert sum("all_to_all" in name for name in first) > 4, "a layer has four; parts have more"
 
 
 @pytest.mark.long
-def test_order_that_came_out_is_the_order_asked_for():
-    """The order of a plan that runs, and what is said of plans that were broken by hand."""
+def test_a_plan_that_mixes_the_halves_or_is_for_another_graph_is_refused():
+    """What else may be wrong with an order: tests/schedules/rewrite/test_apply.py."""
     step = SmallStep(StepCase(layers=2))
     good = step.planner(2).plan("lancet")
+    phases = {i.name: i.phase for i in step.cutter(good.ranges).instructions}
     order = list(good.order)
-    halves = [instruction_order(half.graph) for half in step.halves(good)]
-    halves = [list(dict.fromkeys(name.removesuffix("_start") for name in half)) for half in halves]
-    ran = [name for half in halves for name in half]
-    ran = [name for name in ran if name in set(order)]
-    sends = [name for name in order if name.startswith("all_to_all")]
-    first, last = order.index(sends[0]), order.index(sends[-1])
-    swapped = list(order)
-    swapped[first], swapped[last] = swapped[last], swapped[first]
-    border = sum(name in set(halves[0]) for name in order)
-    broken = {
-        "swapped": swapped,
-        "missing": [name for name in order if name != sends[0]],
-        "across": [*order[: border - 1], order[border], order[border - 1], *order[border + 1 :]],
-        "backwards": order[::-1],
-    }
-    plans = {what: replace(good, order=tuple(names)) for what, names in broken.items()}
-    plans["foreign"] = replace(good, program_fingerprint="0" * 64)
-    errors = {}
-    for what, plan in plans.items():
-        try:
-            step.halves(plan)
-            errors[what] = "no error"
-        except UserError as error:
-            errors[what] = str(error)
-    # All but what nobody reads, which torch drops.
-    assert ran == [name for name in order if name in set(ran)]
-    assert len(ran) > 0.95 * len(order)
-    for what in ("swapped", "missing", "across", "backwards"):
-        assert errors[what].startswith("order of a plan: got "), errors[what]
-        assert "\n" not in errors[what]
-    assert sends[-1] in errors["swapped"]
-    assert sends[0] in errors["missing"]
-    assert all(name in errors["across"] for name in order[border - 1 : border + 1]), errors["across"]
-    assert errors["foreign"].startswith("plan for graph: got program graph"), errors["foreign"]
+    border = sum(phases[name] is Phase.FORWARD for name in order)
+    late, early = order[border - 1 : border + 1]
+    order[border - 1 : border + 1] = early, late
+    with pytest.raises(UserError, match=f"order of a plan: got .*{early}.*{late}"):
+        step.halves(replace(good, order=tuple(order)))
+    with pytest.raises(UserError, match="plan for graph: got program graph"):
+        step.halves(replace(good, program_fingerprint="0" * 64))
 
 
-# ---- Modules of one's own
-
-
-class OwnModel(nn.Module):
-    """Two inputs in a dict, two MoE layers on one gate each, a frozen and an unused parameter, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input = nn.Linear(6, 8)
-        self.first = MoELayer(8, 12, 4, top_k=2, gate="topk", shared_expert_d_ff=8, bias=True)
-        self.second = MoELayer(8, 12, 2, activation="swiglu")
-        self.output = nn.Linear(8, 3)
-        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(8))
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, batch: dict[str, Tensor], weight: float) -> tuple[Tensor, dict[str, Tensor]]:
-        x = torch.tanh(self.input(batch["x"])) * self.frozen
-        x = x + self.first(x)
-        x = x + self.second(x) * self.scale
-        y = self.output(x)
-        return weight * ((y - batch["y"]) ** 2).mean(), {"y": y.detach()}
+# ---- Modules that are captured, or not
 
 
 class Branching(nn.Module):
@@ -163,53 +100,6 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).sum() if x.sum() > 0 else x.sum()
-
-
-def own_on_rank() -> dict[str, object]:
-    torch.manual_seed(0)
-    model = OwnModel().double()
-    with torch.no_grad():
-        for layer in (model.first, model.second):
-            for parameter in layer.parameters():
-                parameter.mul_(10)
-    torch.manual_seed(1 + dist.get_rank())
-    batch = {"x": torch.randn(4, 5, 6, dtype=torch.float64), "y": torch.randn(4, 5, 3, dtype=torch.float64)}
-    loss, _ = model(batch, 2.0)
-    loss.backward()
-    plain = Outcome([loss.detach()], sum_over_ranks(model, gradients(model)))
-    model.zero_grad(set_to_none=True)
-    ready = optimized(model, (batch, 2.0))
-    loss, more = ready(batch, 2.0)
-    loss.backward()
-    planned = Outcome([loss.detach()], gradients(model))
-    # An argument that is no tensor is part of what was captured, and so is who wants a gradient.
-    other, _ = ready(batch, 3.0)
-    asking = batch | {"x": batch["x"].clone().requires_grad_()}
-    ready(asking, 2.0)[0].backward()
-    ready_to_ask = optimized(model, (asking, 2.0), "none")
-    again = batch | {"x": batch["x"].clone().requires_grad_()}
-    ready_to_ask(again, 2.0)[0].backward()
-    return {
-        "distance": planned.distance(plain),
-        "names": sorted(plain.gradients),
-        "keys": list(more),
-        "ranges": len(ready.plan.ranges),
-        "other": float(other / loss),
-        "of the input": float((again["x"].grad - asking["x"].grad).abs().max() / again["x"].grad.abs().max()),
-    }
-
-
-@pytest.mark.long
-def test_module_of_ones_own(pool):
-    for found in pool.run(own_on_rank, ranks=2, timeout_s=180):
-        assert found["distance"] < BOUND
-        assert found["ranges"] > 0
-        assert "unused" not in found["names"]
-        assert "frozen" not in found["names"]
-        assert "first.shared_up.bias" in found["names"]
-        assert found["keys"] == ["y"]
-        assert found["other"] == pytest.approx(1.5)
-        assert found["of the input"] < BOUND
 
 
 @pytest.mark.long
@@ -307,6 +197,3 @@ def test_rank_0_without_a_plan_keeps_nobody_waiting(pool, tmp_path):
     assert first.startswith("UserError: plan file: got ")
     assert "in a folder that is missing" in first
     assert second == first
-
-
-# ---- lancet train

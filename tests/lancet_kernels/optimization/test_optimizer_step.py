@@ -14,6 +14,7 @@ from torch.distributed.tensor import init_device_mesh
 from lancet_kernels import OptimizedModule, UserError, clip_gradients, fsdp
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.groups import Groups
+from tests.grids import few_of
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
 from tests.optimized import optimized
 from tests.ranks import RankPool
@@ -79,23 +80,16 @@ def trains_like_the_loop(shards: bool, strategy: str, name: str, expert_ranks: i
     assert {int(state["step"]) for state in optimizer.state.values() if "step" in state} <= {5}
 
 
-@pytest.mark.parametrize(
-    ("shards", "strategy", "name", "expert_ranks", "accumulate"),
-    [
-        (True, "lancet", "adamw", 1, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                (False, "lancet", "adamw", 2, 1),
-                *((shards, "none", "sgd", 2, 1) for shards in (False, True)),
-                *((shards, "tutel", "sgd", 2, 1) for shards in (False, True)),
-                *((shards, "lancet-dw", "sgd", 2, 1) for shards in (False, True)),
-                *((shards, "lancet+duplex", "adamw", 2, 3) for shards in (False, True)),
-                *((shards, "microbatches", name, 2, 3) for shards in (False, True) for name in OPTIMIZERS),
-            ]
-        ),
-    ],
-)
+CASES = [
+    (True, "lancet", "adamw", 1, 2),
+    (False, "lancet", "adamw", 2, 1),
+    *((s, strategy, "sgd", 2, 1) for s in (False, True) for strategy in ("none", "tutel", "lancet-dw")),
+    *((s, "lancet+duplex", "adamw", 2, 3) for s in (False, True)),
+    *((s, "microbatches", name, 2, 3) for s in (False, True) for name in OPTIMIZERS),
+]
+
+
+@pytest.mark.parametrize(("shards", "strategy", "name", "expert_ranks", "accumulate"), few_of(CASES))
 def test_parameters_are_those_of_the_loop(
     pool: RankPool, shards: bool, strategy: str, name: str, expert_ranks: int, accumulate: int
 ) -> None:

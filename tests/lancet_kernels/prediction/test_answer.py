@@ -1,6 +1,7 @@
 """Predictions: full depth against every microbatch simulated, sharding, memory by hand, and the command."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.prediction import orders
-from lancet_kernels.prediction.answer import STRATEGIES, answer, host_of, parts_of
+from lancet_kernels.prediction.answer import STRATEGIES, answer, check_fits, host_of, parts_of
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.step import chained
 from lancet_kernels.schedules.time.simulate import exposed_intervals, run
@@ -159,21 +160,8 @@ def test_command_prints_one_object(question, capsys):
     ],
 )
 def test_bad_configurations_are_one_line(question, capsys, changes, message):
-    import re
-
-    arguments = [
-        "plan",
-        "--hf",
-        question.hf,
-        "--cluster",
-        "dgx-h100",
-        "--gpus",
-        "16",
-        "--sequence",
-        "64",
-        *changes,
-    ]
-    assert main(arguments) != 0
+    arguments = ["plan", "--hf", question.hf, "--cluster", "dgx-h100", "--gpus", "16", "--sequence", "64"]
+    assert main([*arguments, *changes]) != 0
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
     assert re.search(message, error)
@@ -181,8 +169,6 @@ def test_bad_configurations_are_one_line(question, capsys, changes, message):
 
 @pytest.mark.long  # by default: test_outputs.py, layouts that fit
 def test_what_does_not_fit_is_one_line(tmp_path):
-    from lancet_kernels.prediction.answer import check_fits
-
     asked = Question(
         written(tmp_path, QWEN3, num_hidden_layers=2, vocab_size=20_000_000), "dgx-v100", 8, 8, "none"
     )

@@ -9,7 +9,7 @@ from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Progr
 from lancet_kernels.prediction.fusion import FUSED, fused, is_elementwise
 from lancet_kernels.prediction.parts import Parameter, Part, load_config, model_parts
 from lancet_kernels.prediction.saved import with_recomputation
-from lancet_kernels.prediction.step import with_shapes
+from lancet_kernels.prediction.step import kept_tensors, with_shapes
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from tests.lancet_kernels.prediction.small_models import QWEN3, written
 
@@ -35,13 +35,6 @@ def made(sizes: dict[str, int]) -> Part:
     return Part("layer", program, "x", "c", "dy", "dx", {"w": Parameter(4, False, "dw")})
 
 
-def kept(part: Part) -> set[str]:
-    forward = {t for i in part.program.instructions if i.phase is Phase.FORWARD for t in i.outputs}
-    return {
-        t for i in part.program.instructions if i.phase is Phase.BACKWARD for t in i.inputs if t in forward
-    }
-
-
 @pytest.mark.parametrize("a", [10, 1000])
 @pytest.mark.parametrize("b", [10, 100, 1000])
 @pytest.mark.parametrize("c", [1, 100])
@@ -53,7 +46,7 @@ def test_the_smallest_set_is_kept(a, b, c):
     ]
     smallest = min(sum(sizes[t] for t in subset) for subset in enough)
     result = with_recomputation(made(sizes), "none")
-    assert sum(sizes[t] for t in kept(result)) == smallest
+    assert sum(sizes[t] for t in kept_tensors(result.program)) == smallest
 
 
 def test_a_product_is_not_computed_again_but_with_full():
@@ -63,7 +56,7 @@ def test_a_product_is_not_computed_again_but_with_full():
     ]
     assert "mm_recomputed" not in again
     full = with_recomputation(made(sizes), "full")
-    assert kept(full) == set()
+    assert not kept_tensors(full.program)
     assert {original_name(i.name) for i in full.program.instructions} >= {"mm", "wide", "narrow"}
 
 
@@ -74,7 +67,8 @@ def test_policies_keep_less_and_less(tmp_path):
     sizes = {}
     for policy in ("none", "attention", "experts", "full"):
         result = with_recomputation(layer, policy)
-        sizes[policy] = sum(result.program.tensors[t].content_bytes for t in kept(result))
+        kept = kept_tensors(result.program)
+        sizes[policy] = sum(result.program.tensors[t].content_bytes for t in kept)
     assert sizes["full"] == 0
     assert sizes["attention"] < sizes["none"]
     assert sizes["experts"] < sizes["none"]
