@@ -113,9 +113,10 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
     difference = float((passes.forward(config).float() - right).abs().max() / right.abs().max())
     layer.try_peers()
     times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+    begun: list = []
     for number in range(warmup + rounds):
-        begun: list = []
-        ms = {("forward", FUSED): clock.once(lambda begun=begun: begun.append(passes.begin(config)))}
+        begun.clear()
+        ms = {("forward", FUSED): clock.once(lambda: begun.append(passes.begin(config)))}
         (saved,) = (saved for _, saved in begun)
         ms["backward", FUSED] = clock.once(partial(passes.backward, config, saved))
         for direction in times:

@@ -143,9 +143,7 @@ def layers_of(node: Node, device: torch.device, dtype: torch.dtype):
         "d_model": node.width, "d_ff": node.hidden, "activation": "swiglu",
         "top_k": node.choices, "gate": "topk", "capacity_factor": None, "device": device, "dtype": dtype,
     }  # fmt: skip
-    fused_too: dict[str, Any] = common | {
-        "backend": "fused", "timeout": TIMEOUT_S, "max_tokens": node.tokens
-    }  # fmt: skip
+    fused_too: dict[str, Any] = common | {"backend": "fused", "timeout": TIMEOUT_S, "max_tokens": node.tokens}
     torch.manual_seed(0)
     whole = MoELayer(num_experts=world * node.experts_each, groups=alone, **common)
     fused = MoELayer(num_experts=world * node.experts_each, **fused_too)

@@ -64,9 +64,7 @@ class HfFlags:
 
     def unused(self) -> list[str]:
         """Options that were given without --hf."""
-        return [
-            f.name for f in fields(HfFlags) if f.name != "hf" and getattr(self, f.name) != f.default
-        ]  # fmt: skip
+        return [f.name for f in fields(HfFlags) if f.name != "hf" and getattr(self, f.name) != f.default]
 
 
 def add_output_options(command: argparse.ArgumentParser) -> None:
@@ -89,6 +87,12 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     from lancet_kernels.prediction.answer import AUTO, STRATEGIES, answer, check_fits
 
     check_name("--strategy with --hf", strategy, (*STRATEGIES, AUTO))
+    for unsupported in ("save", "timeline"):
+        if getattr(arguments, unsupported):
+            raise UserError(
+                "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
+                do="plan your own step with --module to save a plan that runs",
+            )  # fmt: skip
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
     result = answer(question)
@@ -114,19 +118,13 @@ def _write_files(
     result: Answer, strategy: str, arguments: argparse.Namespace, found: Found | None
 ) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
-    name = result.best if strategy == "auto" or strategy not in result.strategies else strategy
+    chosen = result.strategies.get(strategy, result.strategies[result.best])
     written: dict[str, str] = {}
-    for unsupported in ("save", "timeline"):
-        if getattr(arguments, unsupported):
-            raise UserError(
-                "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
-                do="plan your own step with --module to save a plan that runs",
-            )  # fmt: skip
     if arguments.trace:
         from lancet_kernels.schedules.time.timeline import save_trace
 
         with file_errors(arguments.trace):
-            save_trace(result.strategies[name].events, arguments.trace)
+            save_trace(chosen.events, arguments.trace)
         written["trace"] = arguments.trace
     if arguments.report:
         from lancet_kernels.prediction.report import report
@@ -138,7 +136,7 @@ def _write_files(
         from lancet_kernels.prediction.chakra import save_chakra
 
         with file_errors(arguments.chakra):
-            save_chakra(result.strategies[name], arguments.chakra)
+            save_chakra(chosen, arguments.chakra)
         written["chakra trace"] = f"{arguments.chakra}.0.et"
     return written
 

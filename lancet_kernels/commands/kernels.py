@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,13 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if nvshmem_bitcode.find_bitcode(arch) is None:
         skipped = [specimen for specimen in chosen if specimen.nvshmem]
         chosen = [specimen for specimen in chosen if not specimen.nvshmem]
-    progress = {"on_done": _progress(len(chosen))} if sys.stderr.isatty() else {}
-    rows = compile_pool.compile_all(chosen, arch, workers=arguments.workers, **progress)
+    number = count(1)
+
+    def show(row: Row) -> None:
+        if sys.stderr.isatty():
+            print(f"{next(number)}/{len(chosen)} {_name(row)}", file=sys.stderr)
+
+    rows = compile_pool.compile_all(chosen, arch, workers=arguments.workers, on_done=show)
     failed = [row for row in rows if row.problems]
     for row in failed:
         error = f"\n{row.error}" if row.error else ""
@@ -143,8 +148,3 @@ def _cell(value: object) -> str:
 
 def _name(row: Row) -> str:
     return f"{row.specimen.name} {row.specimen.config}"
-
-
-def _progress(total: int) -> Callable[[Row], None]:
-    done = count(1)
-    return lambda row: print(f"{next(done)}/{total} {_name(row)}", file=sys.stderr)

@@ -65,10 +65,9 @@ def load_corpus(path: str | Path | None = None, tokenizer: str | Path | None = N
         tokens = encode(texts)
         cut = len(tokens) - len(tokens) // VALIDATION_SHARE
         return Corpus(name, vocab_size, tokens[:cut], tokens[cut:])
-    held_out = set(range(VALIDATION_SHARE - 1, len(texts), VALIDATION_SHARE)) or {len(texts) - 1}
-    train = [text for index, text in enumerate(texts) if index not in held_out]
-    validation = [text for index, text in enumerate(texts) if index in held_out]
-    return Corpus(name, vocab_size, encode(train), encode(validation))
+    every = min(VALIDATION_SHARE, len(texts))
+    train = [text for number, text in enumerate(texts, 1) if number % every]
+    return Corpus(name, vocab_size, encode(train), encode(texts[every - 1 :: every]))
 
 
 def batch_of_rank(

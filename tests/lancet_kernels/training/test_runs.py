@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
@@ -78,15 +79,12 @@ def test_metrics_come_back_and_are_forgotten_after_a_step(tmp_path):
 
 
 def test_default_names_do_not_collide(tmp_path, monkeypatch):
-    import lancet_kernels.training.runs as runs
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2030, 1, 2, 3, 4, 5)
 
-    class Clock:
-        @staticmethod
-        def now():
-            return runs.real_datetime(2030, 1, 2, 3, 4, 5)
-
-    monkeypatch.setattr(runs, "real_datetime", runs.datetime, raising=False)
-    monkeypatch.setattr(runs, "datetime", Clock)
+    monkeypatch.setattr("lancet_kernels.training.runs.datetime", Clock)
     names = [new_run(tmp_path).name for _ in range(3)]
     assert names == ["20300102-030405", "20300102-030405-2", "20300102-030405-3"]
 
