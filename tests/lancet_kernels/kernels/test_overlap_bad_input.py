@@ -10,7 +10,6 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper.config import check_gluon, hopper_config
 from lancet_kernels.kernels.overlap import cut_of, dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
-from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import BASE
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
@@ -64,12 +63,7 @@ BAD_TENSORS = {
         lambda t: t.half(),
         "weight of the fused experts: got torch.float16",
     ),
-    "choice of fewer rows": (
-        ROUTING,
-        "choice",
-        lambda t: t[:-1],
-        r"choice of .*expected \[13\]",
-    ),
+    "choice of fewer rows": (ROUTING, "choice", lambda t: t[:-1], r"choice of .*expected \[13\]"),
     "choice int64": (ROUTING, "choice", lambda t: t.long(), "choice of the fused experts: got torch.int64"),
     "count of other experts": (ROUTING, "count", lambda t: t[:1], "count of the fused experts"),
     "w1 transposed": (EXPERTS, "w1", transposed, "layout of w1 of the fused experts"),
@@ -77,12 +71,7 @@ BAD_TENSORS = {
     "w2 bfloat16": (EXPERTS, "w2", lambda t: t.bfloat16(), "w2 of the fused experts: got torch.bfloat16"),
     "b1 too long": (EXPERTS, "b1", lambda t: torch.cat([t, t], 1), "b1 of the fused experts"),
     "b2 missing": (EXPERTS, "b2", lambda _: None, "biases: got one of b1 and b2"),
-    "swiglu weights": (
-        EXPERTS,
-        "activation",
-        lambda _: "swiglu",
-        r"w1 of .*expected \[3, 16, 32\]",
-    ),
+    "swiglu weights": (EXPERTS, "activation", lambda _: "swiglu", r"w1 of .*expected \[3, 16, 32\]"),
     "no such activation": (
         EXPERTS,
         "activation",
@@ -164,18 +153,9 @@ def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> D
 
 
 BAD_DENSE = {
-    "another dtype": (
-        dense((3, 2), (3, 4), (2, 4), torch.float16),
-        "a of independent GEMM 1: got torch.f",
-    ),
-    "b does not fit": (
-        dense((2, 3), (3, 4), (2, 4)),
-        r"b of independent GEMM 1: .*expected .*\[2, 4\]",
-    ),
-    "c does not fit": (
-        dense((2, 3), (2, 4), (2, 4)),
-        r"c of independent GEMM 1: .*expected .*\[3, 4\]",
-    ),
+    "another dtype": (dense((3, 2), (3, 4), (2, 4), torch.float16), "a of independent GEMM 1: got torch.f"),
+    "b does not fit": (dense((2, 3), (3, 4), (2, 4)), r"b of independent GEMM 1: .*expected .*\[2, 4\]"),
+    "c does not fit": (dense((2, 3), (2, 4), (2, 4)), r"c of independent GEMM 1: .*expected .*\[3, 4\]"),
     "three dimensions": (dense((1, 2, 3), (3, 4), (2, 4)), r"independent GEMM 1: got a \[1, 2, 3\]"),
 }
 
@@ -191,16 +171,7 @@ def test_exchanges_that_differ_are_refused(layer):
     (memory,) = virtual_memories(1)
     layer.forward = make_exchange(memory, "other", CASE)
     _, saved = layer.run_forward()
-    backward = Exchange(
-        memory,
-        "wider",
-        local_experts=3,
-        send_rows=12,
-        receive_rows=12,
-        width=16,
-        dtype=torch.float32,
-        chunk_rows=32,
-    )
+    backward = make_exchange(memory, "wider", CASE, chunk_rows=32)
     with pytest.raises(
         UserError, match=r"config\.gemm\.block_m|chunk_rows of wider, the exchange of the backward"
     ):

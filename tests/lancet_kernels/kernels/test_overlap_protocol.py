@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -72,11 +72,10 @@ def delays(seed: int, nap_s: float = 0.02):
         kernel.nap()
         give_back(self, *args, **options)
 
-    overlap.overlap_kernel, Exchange._give_back = kernel, late
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "overlap_kernel", kernel)
+        patch.setattr(Exchange, "_give_back", late)
         yield kernel
-    finally:
-        overlap.overlap_kernel, Exchange._give_back = kernel.kernel, give_back
 
 
 def delayed_on_rank(case: Case, seeds: int) -> None:
@@ -100,14 +99,10 @@ def delayed_on_rank(case: Case, seeds: int) -> None:
 
 
 @pytest.mark.long
-def test_a_delay_changes_no_bit(pool):
-    pool.run(delayed_on_rank, replace(TINY, tokens=17, capacity=17, choose="one"), 2)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_many_delays_change_no_bit(pool, ranks):
     for case in (
+        Case(world=ranks, choose="one"),
         Case(world=ranks),
         Case(world=ranks, local=1, choose="few", uneven=True, activation="swiglu"),
     ):
@@ -153,23 +148,18 @@ def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tu
     return answers
 
 
-def check_steps(pool, case: Case, ranks: int, steps: int, shared: bool, nap_s: float) -> None:
-    by_rank = pool.run(steps_on_rank, case, steps, shared, nap_s, ranks=ranks, timeout_s=300)
+def check_steps(by_rank: list[dict[tuple[int, int], Answer]], case: Case) -> None:
     for number, step in by_rank[0]:
         tokens = replace(case, seed=10 * step + number)
-        check_accuracy([made[number, step] for made in by_rank], case, f"layer {number} step {step}", tokens)
-
-
-@pytest.mark.long
-def test_three_layers_for_three_steps(pool):
-    check_steps(pool, TINY, 2, 3, shared=True, nap_s=0.05)
+        check_accuracy([made[number, step] for made in by_rank], case, f"{number} of step {step}", tokens)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["an exchange each", "one for all backward passes"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_three_layers_of_more_experts(pool, ranks, shared):
-    check_steps(pool, Case(world=ranks, capacity=20, tokens=20), ranks, 5, shared, nap_s=0.3)
+def test_three_layers_for_five_steps(pool, ranks, shared):
+    case = Case(world=ranks, capacity=20, tokens=20)
+    check_steps(pool.run(steps_on_rank, case, 5, shared, 0.3, ranks=ranks, timeout_s=300), case)
 
 
 def two_passes_on_rank(case: Case) -> dict[tuple[int, int], Answer]:
@@ -193,10 +183,7 @@ def two_passes_on_rank(case: Case) -> dict[tuple[int, int], Answer]:
 
 
 def test_two_passes_open_at_once(pool):
-    by_rank = pool.run(two_passes_on_rank, TINY)
-    for number, step in by_rank[0]:
-        tokens = replace(TINY, seed=10 * step + number)
-        check_accuracy([made[number, step] for made in by_rank], TINY, f"pass {number} step {step}", tokens)
+    check_steps(pool.run(two_passes_on_rank, TINY), TINY)
 
 
 @pytest.fixture
@@ -288,13 +275,14 @@ def late_launch(layer: Layer, memory: SharedMemory, at: str, good: Answer) -> st
 
 def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
     """Rank 0 gives up in its first launch; rank 1's rows come before its second one, which adds up."""
-    kernels = overlap.overlap_kernel, overlap.combine_results_kernel
 
+    @dataclass
     class Meeting:
         """A kernel between barriers: so many before it, so many behind it."""
 
-        def __init__(self, kernel: object, before: int, behind: int) -> None:
-            self.kernel, self.before, self.behind = kernel, before, behind
+        kernel: object
+        before: int
+        behind: int
 
         def __getitem__(self, grid: tuple[int]) -> object:
             return lambda **options: self.launch(grid, options)
@@ -306,16 +294,14 @@ def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
             for _ in range(self.behind):
                 memory.barrier()
 
-    # Rank 0 has given up; then rank 1's rows are there.
-    if memory.rank == 0:
-        overlap.combine_results_kernel = Meeting(kernels[1], 2, 0)
-    else:
-        overlap.overlap_kernel = Meeting(kernels[0], 1, 1)
     layer.forward.timeout_s = SHORT_S
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        # Rank 0 has given up; then rank 1's rows are there.
+        if memory.rank == 0:
+            patch.setattr(overlap, "combine_results_kernel", Meeting(overlap.combine_results_kernel, 2, 0))
+        else:
+            patch.setattr(overlap, "overlap_kernel", Meeting(overlap.overlap_kernel, 1, 1))
         out, _saved = layer.run_forward()
-    finally:
-        overlap.overlap_kernel, overlap.combine_results_kernel = kernels
     assert out.isnan().all()
     with pytest.raises(CommunicationError) as error:
         layer.forward.check()

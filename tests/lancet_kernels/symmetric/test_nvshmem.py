@@ -93,24 +93,6 @@ def test_create_says_what_works_instead(pool):
 # ---- the order of our calls, against a stand-in
 
 
-class Patch:
-    """pytest's monkeypatch, for the ranks: they end with what was changed."""
-
-    def __init__(self):
-        self._undo = []
-
-    def setitem(self, items, key, value):
-        self._undo.append((items, key, items.get(key)))
-        items[key] = value
-
-    def undo(self):
-        for items, key, value in reversed(self._undo):
-            if value is None:
-                items.pop(key, None)
-            else:
-                items[key] = value
-
-
 def stand_in(monkeypatch, rank: int = 0, world: int = 1) -> ModuleType:
     """nvshmem.core and what it needs, as modules; `.calls` says what was called."""
     calls: list = []
@@ -157,31 +139,27 @@ def stand_in(monkeypatch, rank: int = 0, world: int = 1) -> ModuleType:
 def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
     """A memory, a region, a barrier, close; `far`: the ranks that no pointer may reach."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    patch = Patch()
-    core = stand_in(patch, rank, world)
-    for name, value in (
-        ("missing", lambda device: ""),
-        ("gpu_id", lambda device: gpus[rank]),
-        ("signals_reach", lambda device, gpu: gpus.index(gpu) not in far),
-    ):
-        patch.setitem(vars(nvshmem), name, value)
-    patch.setitem(vars(torch.cuda), "synchronize", lambda device: core.calls.append("synchronize"))
-    patch.setitem(vars(nvshmem.atexit), "register", lambda function, *arguments: None)
-    try:
-        with NvshmemMemory(device="cpu", timeout_s=10) as memory:
-            region = memory.allocate("x", (5,), torch.float32)
-            peers = [a - region.local.data_ptr() if a else None for a in region.peers.tolist()]
-            assert not region.local.any(), "not zero-filled"
-            memory.barrier()
-            again = NvshmemMemory(device="cpu", timeout_s=10)
-            again.close()
+    with pytest.MonkeyPatch.context() as patch:
+        core = stand_in(patch, rank, world)
+        patch.setattr(nvshmem, "missing", lambda device: "")
+        patch.setattr(nvshmem, "gpu_id", lambda device: gpus[rank])
+        patch.setattr(nvshmem, "signals_reach", lambda device, gpu: gpus.index(gpu) not in far)
+        patch.setattr(torch.cuda, "synchronize", lambda device: core.calls.append("synchronize"))
+        patch.setattr(nvshmem.atexit, "register", lambda function, *arguments: None)
+        patch.setattr(NvshmemMemory, "_started", False)
+        patch.setattr(NvshmemMemory, "_unsettled", 0)
+        try:
+            with NvshmemMemory(device="cpu", timeout_s=10) as memory:
+                region = memory.allocate("x", (5,), torch.float32)
+                peers = [a - region.local.data_ptr() if a else None for a in region.peers.tolist()]
+                assert not region.local.any(), "not zero-filled"
+                memory.barrier()
+                again = NvshmemMemory(device="cpu", timeout_s=10)
+                again.close()
+        except UserError as error:
+            return {"error": str(error)}
         nvshmem._finalize(core)
         return {"calls": core.calls, "peers": peers, "reason": memory.reason, "far": memory.far}
-    except UserError as error:
-        return {"error": str(error)}
-    finally:
-        NvshmemMemory._started, NvshmemMemory._unsettled = False, 0
-        patch.undo()
 
 
 def test_order_of_calls(pool):

@@ -297,13 +297,10 @@ def test_killed_in_the_middle_of_allocating(tmp_path):
 
 
 def other_machine_on_rank() -> tuple[str, str]:
-    real = shared._machine
-    if dist.get_rank() == 1:
-        shared._machine = lambda: "another machine"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(shared, "_machine", lambda: "another machine")
         return failure(lambda: SharedMemory(timeout_s=10))
-    finally:
-        shared._machine = real
 
 
 def test_ranks_on_two_machines(pool):

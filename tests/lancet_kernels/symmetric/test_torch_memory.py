@@ -65,10 +65,10 @@ class StandIn:
 def put_on_rank() -> dict:
     """Every rank puts a row to every rank, by address alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own, stand_in = torch_memory._torch_symmetric_memory, StandIn()
-    torch_memory._torch_symmetric_memory = lambda: stand_in
-    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda device: None
-    try:
+    stand_in = StandIn()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_memory, "_torch_symmetric_memory", lambda: stand_in)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
         with TorchMemory(None, CPU, timeout_s=20) as memory:
             rows = memory.allocate("rows", (world, 6), torch.float64)
             zero = not rows.local.any()
@@ -78,8 +78,6 @@ def put_on_rank() -> dict:
                 ctypes.memmove(address + rank * 48, row.data_ptr(), 48)
             memory.barrier()
             return {"zero": zero, "rows": rows.local.clone(), "reason": memory.reason, "far": memory.far}
-    finally:
-        torch_memory._torch_symmetric_memory, torch.cuda.synchronize = own, synchronize
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -97,18 +95,13 @@ def reach_on_rank(
 ) -> str:
     """What `unreachable` says, with GPUs of these names and NVLink where `links` says."""
     rank = dist.get_rank()
-    patched = {
-        "missing": lambda device: lacks[rank],
-        "gpu_id": lambda device: gpus[rank],
-        "signals_reach": lambda device, gpu: gpu == gpus[rank] or (rank, gpus.index(gpu)) in links,
-        "_machine": lambda: machines[rank],
-    }
-    before = {name: getattr(torch_memory, name) for name in patched}
-    vars(torch_memory).update(patched)
-    try:
+    reach = lambda device, gpu: gpu == gpus[rank] or (rank, gpus.index(gpu)) in links  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_memory, "missing", lambda device: lacks[rank])
+        patch.setattr(torch_memory, "gpu_id", lambda device: gpus[rank])
+        patch.setattr(torch_memory, "signals_reach", reach)
+        patch.setattr(torch_memory, "_machine", lambda: machines[rank])
         return unreachable(None, CPU, 20)
-    finally:
-        vars(torch_memory).update(before)
 
 
 BOTH = [(0, 1), (1, 0)]

@@ -59,13 +59,6 @@ def test_mismatch_is_named():
         first.allocate("y", (1,), torch.float32)
 
 
-def test_a_name_is_taken_once():
-    (memory,) = virtual_memories(1)
-    memory.allocate("x", (4,), torch.float32)
-    with pytest.raises(UserError, match="a name that exists already"):
-        memory.allocate("x", (4,), torch.float32)
-
-
 def test_close():
     first, second = virtual_memories(2)
     mine, other = (memory.signals("x", 4) for memory in (first, second))

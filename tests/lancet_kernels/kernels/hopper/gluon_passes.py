@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
@@ -47,13 +48,11 @@ class _OnSomePes:
 @contextmanager
 def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
     """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths."""
-    kernel, check = launch.gluon_overlap_kernel, overlap_checks.check_gluon
-    launch.gluon_overlap_kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
-    overlap_checks.check_gluon = lambda *_: None
-    try:
+    kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "gluon_overlap_kernel", kernel)
+        patch.setattr(overlap_checks, "check_gluon", lambda *_: None)
         yield
-    finally:
-        launch.gluon_overlap_kernel, overlap_checks.check_gluon = kernel, check
 
 
 def make_layers(case: Case, timeout_s: float = 600.0, **changes: Any) -> list[Layer]:

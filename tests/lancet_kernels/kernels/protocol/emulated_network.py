@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from lancet_kernels.kernels import overlap
@@ -92,20 +93,15 @@ def _number(value: Any) -> int:
 def network(memory: FarMemory) -> Iterator[Network]:
     """Inside, kernels with NVSHMEM=True use the network; on leaving, nothing may be under way."""
     made = Network(memory)
-    names = ("put_row", "quiet", "set_signal", "acquire")
-    before = {name: getattr(nvshmem_device, name) for name in names}
-    stand_ins = {name: getattr(made, name) for name in names}
-    launch = overlap.launch
 
     def interpret(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         options.pop("maxnreg", None)
         kernel[grid](*arguments, **options)
         assert not made.unread, "a launch has ended, and the network may still read its buffers"
 
-    try:
-        vars(nvshmem_device).update(stand_ins)
-        overlap.launch = exchange.launch = interpret
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("put_row", "quiet", "set_signal", "acquire"):
+            patch.setattr(nvshmem_device, name, getattr(made, name))
+        for module in (overlap, exchange):
+            patch.setattr(module, "launch", interpret)
         yield made
-    finally:
-        vars(nvshmem_device).update(before)
-        overlap.launch = exchange.launch = launch
