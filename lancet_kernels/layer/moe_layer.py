@@ -330,7 +330,7 @@ class MoELayer(ExpertsByGlobalId):
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
-        most_rows = min(num_choices, self.num_experts * capacity)
+        most_rows = self._most_rows(num_choices, capacity)
         num_rows = num_choices if self.capacity_factor is None else None
         sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
         rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
@@ -339,6 +339,10 @@ class MoELayer(ExpertsByGlobalId):
         rows_RD = ops.grouped_gemm(hidden_RF, received_WL, self._cast(self.w2), self._cast(self.b2))
         back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
         return ops.combine(back_SD, row_TK, weight_TK)
+
+    def _most_rows(self, num_choices: int, capacity: int) -> int:
+        """How many of these choices can be kept; `simulation` has a router of its own."""
+        return min(num_choices, self.num_experts * capacity)
 
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
         """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""

@@ -128,7 +128,7 @@ class PlannedInputs:
 
 
 def _description(leaf: object) -> tuple:
-    """Of a tensor four things, of a number two."""
+    """What must stay: four things of a tensor, two of a number."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
