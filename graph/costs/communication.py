@@ -172,7 +172,7 @@ def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int,
 
 
 def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> float:
-    """Of groups of every `apart`-th rank, all at the same time (1: one group of all ranks). Hierarchical:
+    """In groups of every `apart`-th rank, all at the same time (1: one group of all ranks). Hierarchical:
     reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes.
 
     Per GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.

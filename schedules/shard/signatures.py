@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
 from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import rule_for
 
-_MOVES_ELEMENTS = ("view", "permute", "squeeze", "unflatten")
+_MOVES_ELEMENTS = (derived.view, derived.permute, derived.squeeze, derived.unflatten)
 
 
 @dataclass(frozen=True)
