@@ -82,8 +82,8 @@ def _set_up(name: str, end: int, gbps: float) -> None:
     whole = ("ceil", f"{rate}kbit", "burst", str(burst), "cburst", str(burst))
     tc("qdisc", "root", "handle", "1:", "htb", "default", "2")
     tc("class", "parent", "1:", "classid", "1:1", "htb", "rate", f"{rate}kbit", *whole)
-    # Small packets are acknowledgements and counts of rows. Behind the rows of others, an exchange of counts
-    # took 31 ms beside an all-to-all of 61 ms; so it takes 0.4 (0.13 Gbit/s, 2-core CPU, 2026-11-25).
+    # Small packets are acknowledgements and counts of rows. In one queue, an exchange of counts would wait
+    # until the rows of others before it have left.
     for class_id, priority in (("1:2", "1"), (_SMALL, "0")):
         half = ("rate", f"{max(1, rate // 2)}kbit", *whole)
         tc("class", "parent", "1:1", "classid", class_id, "htb", *half, "prio", priority)
