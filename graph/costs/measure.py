@@ -46,11 +46,14 @@ class NodeTimes:
 
     milliseconds: of computation; for a collective, the time of the computing thread (packing, copying)
         without the time on the link.
+    other_threads_ms: CPU time of the threads that move the bytes of a collective, if no core is left for
+        them: computation that a message overlaps takes so much longer.
     wire_bytes: for an all-to-all, the larger of the bytes sent to and received from other ranks, of the rank
         with most.
     """
 
     milliseconds: float
+    other_threads_ms: float = 0.0
     wire_bytes: float = 0.0
 
 
@@ -77,7 +80,7 @@ def measure_nodes(
             with torch.no_grad():
                 timer.run(*inputs)
             runs.append([timer.times[node.name] for node in nodes])
-    # [run, instruction, (CPU, wall, bytes)]
+    # [run, instruction, (CPU, wall, CPU of other threads, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
     slowest = _over_ranks(measured.median(0).values, group, "max")
     least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
@@ -85,7 +88,7 @@ def measure_nodes(
     for i, node in enumerate(nodes):
         # A node that waits for other ranks: the rank that arrives last waits least; the minimum over runs.
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
-        times[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
+        times[node.name] = NodeTimes(milliseconds, float(slowest[i, 2]), float(most[i, 3]))
     return times
 
 
@@ -128,11 +131,12 @@ def _waits_for_ranks(node: fx.Node) -> bool:
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph node by node. `times`: CPU and wall milliseconds, and bytes on the wire, by node."""
+    """Runs a graph node by node. `times`: CPU and wall milliseconds, CPU milliseconds of other threads, and
+    bytes on the wire, by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.times: dict[str, tuple[float, float, float]] = {}
+        self.times: dict[str, tuple[float, float, float, float]] = {}
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return super().call_function(with_any_strides(target), args, kwargs)
@@ -144,14 +148,15 @@ class _Timer(fx.Interpreter):
         return self._timed(node, lambda: getattr(self, node.op)(node.target, args, kwargs))
 
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
-        # Without a spare core, the threads that move the bytes of a collective slow computation down: they
-        # count.
-        clock = time.process_time if is_collective(node) and not _spare_cores() else time.thread_time
+        clocks = time.thread_time, time.perf_counter, time.process_time
         link.read()
-        begin, cpu = time.perf_counter(), clock()
+        before = [clock() for clock in clocks]
         result = _arrived(node, call())
-        cpu_ms, wall_ms = (clock() - cpu) * 1e3, (time.perf_counter() - begin) * 1e3
-        self.times[node.name] = cpu_ms, wall_ms, link.read().bytes_on_wire
+        cpu_ms, wall_ms, process_ms = (
+            (clock() - begin) * 1e3 for clock, begin in zip(clocks, before, strict=True)
+        )
+        beside_ms = process_ms - cpu_ms if is_collective(node) and not _spare_cores() else 0.0
+        self.times[node.name] = cpu_ms, wall_ms, beside_ms, link.read().bytes_on_wire
         return result
 
 
@@ -176,7 +181,7 @@ class _GpuTimer(_Timer):
         computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)
         if is_collective(node) and not traffic.count:
             computing_ms = 0.0
-        self.times[node.name] = computing_ms, elapsed_ms, traffic.bytes_on_wire
+        self.times[node.name] = computing_ms, elapsed_ms, 0.0, traffic.bytes_on_wire
         return result
 
 

@@ -273,7 +273,8 @@ class CapturedStep:
         if all(instruction.milliseconds is None for instruction in step.program.instructions):
             # Times that an instruction already has are those of fused launches in the interpreter.
             run_ms = self.profiler.milliseconds_as_it_runs(step.module, step.inputs, step.program)
-            costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms))
+            beside_ms = self.profiler.other_threads_ms(op_by_op)
+            costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms, beside_ms))
         return replace(step, timed=self._shared(costs.as_it_runs(op_by_op), costs), cost=costs)
 
     def measured(self, step: Step, plan: Plan) -> Program:
@@ -316,16 +317,19 @@ def _tracing(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Calla
     return traced
 
 
-def slowdown(program: Program, costs: MeasuredCosts, run_ms: float) -> float:
+def slowdown(program: Program, costs: MeasuredCosts, run_ms: float, other_threads_ms: float = 0.0) -> float:
     """How many times as long computation takes in a step as it runs as op by op (`MeasuredCosts.slowdown`).
 
-    Example: ops of 900 ms and blocking communication of 600 ms, but a step of 1,700: 1 + 200 / 900 = 1.22.
+    Example: ops of 900 ms and blocking communication of 600 ms, but a step of 1,700: 1 + 200 / 900 = 1.22. If
+    45 of the 900 ms are other threads, which move bytes while the step waits: 1 + 245 / 900 = 1.27.
 
     Args: program: with times op by op. run_ms: the step as it runs, all communication of which blocks.
+    other_threads_ms: of computation, what only communication that overlaps it takes from it.
     """
     ms = durations(program, costs)
     compute_ms = sum(t for i, t in zip(program.instructions, ms, strict=True) if i.kind is Kind.COMPUTE)
     names = [i.name for i in program.instructions if i.kind.is_communication]
     blocking_ms = simulate(program, costs, blocking=frozenset(names)).iteration_ms
     # A step of next to no computation says nothing about it.
-    return max(0.5, 1 + (run_ms - blocking_ms) / compute_ms) if compute_ms > 0 else 1.0
+    beyond_ms = run_ms - (blocking_ms - other_threads_ms)
+    return max(0.5, 1 + beyond_ms / compute_ms) if compute_ms > 0 else 1.0

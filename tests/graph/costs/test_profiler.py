@@ -45,6 +45,25 @@ def test_new_times_are_those_of_a_machine_as_fast_as_before(machine, tmp_path) -
     assert times(cut) == pytest.approx({"aten.mm": 10.0, "aten.sin": 4.0})
 
 
+def test_only_instructions_whose_rows_are_routed_have_times_of_their_own(monkeypatch, tmp_path) -> None:
+    # As many rows by shape; the first part has more of them.
+    def step(x, counts, weight):
+        parts = [torch.ops.lancet.grouped_gemm(x.relu(), counts, weight, None) for _ in range(2)]
+        return torch.cat(parts)
+
+    inputs = [torch.randn(4, 3), torch.tensor([[4]]), torch.randn(1, 3, 2)]
+    module = make_fx(step)(*inputs)
+    ms = {"grouped_gemm": 9.0, "grouped_gemm_1": 2.0, "relu": 1.0, "relu_1": 3.0, "cat": 1.0}
+
+    def measure_nodes(module, inputs, group):
+        return {n.name: NodeTimes(ms[n.name]) for n in module.graph.nodes if is_instruction(n)}
+
+    monkeypatch.setattr(profiler, "measure_nodes", measure_nodes)
+    program = Profiler(Groups(), torch.device("cpu"), tmp_path / "times.json").program(module, inputs)
+    times = {i.name: i.milliseconds for i in program.instructions}
+    assert times == ms | {"relu": 2.0, "relu_1": 2.0}
+
+
 def test_too_little_in_common_scales_nothing() -> None:
     assert speed_then([(2.0, 1.0), (98.0, None)]) == 1.0
     assert speed_then([(5.0, None)]) == speed_then([(0.0, 0.0)]) == speed_then([]) == 1.0

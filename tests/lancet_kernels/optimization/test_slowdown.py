@@ -26,3 +26,9 @@ def test_the_blocking_step_is_then_predicted_as_it_runs(run_ms: float) -> None:
 
 def test_a_step_without_computation_says_nothing() -> None:
     assert slowdown(program("X a f 5"), COSTS, 100.0) == 1.0
+
+
+def test_threads_that_move_bytes_cost_computation_only_beside_it() -> None:
+    # 50 of the 900 ms are theirs: the blocking step runs them while it waits for X.
+    step = program("A c f 600", "X a f 600 A", "B c f 200", "C c f 100 X")
+    assert slowdown(step, COSTS, 1450.0, other_threads_ms=50.0) == pytest.approx(1.0)
