@@ -15,7 +15,8 @@ from lancet_kernels.graph.program.from_fx import is_instruction, op_name
 from lancet_kernels.ops.moe.grouped_gemm import waits_for_counts
 
 # Only with a group: without one there are no sizes to exchange.
-_GROUP = {"lancet.exchange_counts": 3, "lancet.all_to_all": 3, "start_all_to_all": 3}
+_EXCHANGES = ("lancet.exchange_counts", "start_exchange_counts", "lancet.all_to_all", "start_all_to_all")
+_GROUP = dict.fromkeys(_EXCHANGES, 3)
 _ALWAYS = """lancet.merge_parts lancet.window_rows aten._local_scalar_dense aten.nonzero aten.masked_select
     aten.bincount aten._unique2 aten.unique_consecutive aten.unique_dim""".split()
 _GROUPED = {"lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw"}

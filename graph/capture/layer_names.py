@@ -14,7 +14,7 @@ from lancet_kernels.ops.comm.waiting import enter_layer
 _KEYS = ("nn_module_stack", "fwd_nn_module_stack")
 _COPIED = (*_KEYS, REGION)
 # Collectives of a layer that are not of a communication kind in the Program.
-_OF_A_LAYER = ("lancet.exchange_counts", "lancet.fused_experts", "start_all_to_all")
+_OF_A_LAYER = ("lancet.exchange_counts", "start_exchange_counts", "lancet.fused_experts", "start_all_to_all")
 
 
 def layer_name(node: fx.Node) -> str:

@@ -7,7 +7,8 @@ and both backward passes need no second exchange. `all_to_all` is phase two. On 
 are sorted by rank before it and by local expert after it; on the way back it is the reverse (`ops.moe.rows`).
 Its adjoint is itself, with the counts swapped and the direction reversed.
 
-`start_all_to_all` and `wait` do the same in two steps, so that computation can run in between.
+`start_exchange_counts` and `start_all_to_all` do the same in two steps, so that computation runs in between:
+other ranks answer an exchange of counts only when they come to it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
-from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import link_group_of
+from lancet_kernels.ops.comm.link_group import LinkWork, link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
@@ -52,9 +52,33 @@ def running_a_plan() -> Iterator[None]:
         _runs_a_plan = before
 
 
+def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Started[Tensor]:
+    """Start to tell every rank how many rows it gets for each of its experts.
+
+    Args: as of `exchange_counts`, whose call in a graph this one takes the place of.
+    """
+    if not group:
+        return Here(count_WL)
+    ranks, local_experts = count_WL.shape
+    values = [width, _DTYPES.index(dtype), local_experts, _number(current_layer()), int(_runs_a_plan)]
+    header = torch.tensor(values, device=count_WL.device)
+    message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
+    sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
+    received = torch.empty_like(sent)
+    process_group, layer = group_of(counts_group(group)), current_layer()
+    with waiting("exchange_counts", process_group, layer):
+        work = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
+
+    def finish() -> Tensor:
+        _check_headers(received[:, :_HEADER].tolist(), process_group)
+        return received[:, _HEADER : _HEADER + local_experts].contiguous()
+
+    return Pending(LinkWork("exchange_counts", process_group, work, None, layer, kept=sent), finish)
+
+
 @op("lancet::exchange_counts")
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
-    """Tell every rank how many rows it gets for each of its experts.
+    """Tell every rank how many rows it gets for each of its experts, and wait for what the others tell.
 
     A header is sent with it (width, dtype, layer, ..., with a plan or without), so that all ranks raise an
     error if they disagree, and none hangs. Ranks may have different numbers of tokens.
@@ -63,19 +87,7 @@ def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
     Raises: UserError (ranks disagree), CommunicationError (a peer is missing).
     """
-    if not group:
-        return count_WL.clone()
-    ranks, local_experts = count_WL.shape
-    values = [width, _DTYPES.index(dtype), local_experts, _number(current_layer()), int(_runs_a_plan)]
-    header = torch.tensor(values, device=count_WL.device)
-    message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
-    sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
-    received = torch.empty_like(sent)
-    process_group = group_of(counts_group(group))
-    with waiting("exchange_counts", process_group, current_layer()), link.waiting_for("exchange_counts"):
-        dist.all_to_all_single(received, sent, group=process_group)
-    _check_headers(received[:, :_HEADER].tolist(), process_group)
-    return received[:, _HEADER : _HEADER + local_experts].contiguous()
+    return apart(start_exchange_counts(count_WL, width, dtype, group).wait(), count_WL)
 
 
 def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:

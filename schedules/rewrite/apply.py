@@ -34,7 +34,7 @@ from lancet_kernels.graph.program.from_fx import (
 )
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.accumulated import sum_when_due
-from lancet_kernels.ops.comm.all_to_all import start_all_to_all
+from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.ops.optimizer_step import run_optimizer_step
@@ -42,6 +42,7 @@ from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
+    "lancet.exchange_counts": start_exchange_counts,
     "lancet.shift": start_shift,
 }
 _OVER_LINK = {
