@@ -134,7 +134,11 @@ class Profiler:
         self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 
     def program(
-        self, module: fx.GraphModule, inputs: Sequence[object], program: Program | None = None
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[object],
+        program: Program | None = None,
+        shares: Mapping[str, float] = MappingProxyType({}),
     ) -> Program:
         """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
         really sent.
@@ -142,7 +146,8 @@ class Profiler:
         Half of the time that a collective takes on the computing thread, and on the cores that computation
         needs, is added to the computation before it, half to the one after it.
 
-        Args: inputs: one per placeholder of the graph. program: of the graph, where that is known.
+        Args: inputs: one per placeholder of the graph. program: of the graph, where that is known. shares: by
+        name of a collective, of that time, if not every step has the collective.
         """
         program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
@@ -157,7 +162,7 @@ class Profiler:
         times = {key: number for key, number in cached.items() if number is not None}
         if len(times) < len(cached):
             times = self._measure(module, inputs, program, keys, times)
-        return self._with_times(program, keys, times, preset)
+        return self._with_times(program, keys, times, preset, shares)
 
     def _keys(self, program: Program) -> dict[str, str]:
         """By name of an instruction: what its time is stored under."""
@@ -201,7 +206,12 @@ class Profiler:
         return times
 
     def _with_times(
-        self, program: Program, keys: dict[str, str], times: dict[str, float], preset: dict[str, float]
+        self,
+        program: Program,
+        keys: dict[str, str],
+        times: dict[str, float],
+        preset: dict[str, float],
+        shares: Mapping[str, float],
     ) -> Program:
         """The program with measured times. Args: times: by key. preset: by name of an instruction."""
         # Views are free: in a partitioned program they are repeated, not copied.
@@ -216,7 +226,7 @@ class Profiler:
             if instruction.kind is Kind.COMPUTE:
                 continue
             key = keys[instruction.name]
-            host_ms = times[key] + times[_threads_key(key)]
+            host_ms = shares.get(instruction.name, 1.0) * (times[key] + times[_threads_key(key)])
             beside = [
                 name
                 for waits in (program.dependencies, program.dependents)

@@ -275,22 +275,33 @@ class CapturedStep:
             run_ms = self.profiler.milliseconds_as_it_runs(step.module, step.inputs, step.program)
             beside_ms = self.profiler.other_threads_ms(op_by_op)
             costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms, beside_ms))
-        return replace(step, timed=self._shared(costs.as_it_runs(op_by_op), costs), cost=costs)
+        return replace(step, timed=self._timed(step.module, step, costs, step.program), cost=costs)
 
     def measured(self, step: Step, plan: Plan) -> Program:
         """The Program of a costed step with the plan's ranges cut, with measured times of its
         instructions."""
         assert isinstance(step.cost, MeasuredCosts)
         module = fx.GraphModule(step.module, step.cutter.graph(plan.ranges))
-        op_by_op = self.profiler.program(module, step.inputs)
-        return self._shared(step.cost.as_it_runs(op_by_op), step.cost)
+        return self._timed(module, step, step.cost)
+
+    def _timed(
+        self, module: fx.GraphModule, step: Step, costs: MeasuredCosts, program: Program | None = None
+    ) -> Program:
+        """The Program of a graph of a step in one of the microbatches, with measured times."""
+        shares = dict.fromkeys(self._sums_of_gradients, 1 / self.accumulate)
+        op_by_op = self.profiler.program(module, step.inputs, program, shares)
+        return self._shared(costs.as_it_runs(op_by_op), costs)
+
+    @property
+    def _sums_of_gradients(self) -> set[str]:
+        return {node.name for node in self.captured.joint.graph.nodes if GRADIENTS_OF in node.meta}
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches that share the sums of gradients: each has its share of
         their time."""
         if self.accumulate == 1:
             return program
-        sums = {node.name for node in self.captured.joint.graph.nodes if GRADIENTS_OF in node.meta}
+        sums = self._sums_of_gradients
         return replace(
             program,
             instructions=tuple(

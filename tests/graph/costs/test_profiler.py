@@ -64,6 +64,26 @@ def test_only_instructions_whose_rows_are_routed_have_times_of_their_own(monkeyp
     assert times == ms | {"relu": 2.0, "relu_1": 2.0}
 
 
+def test_what_a_collective_takes_from_computation_counts_beside_it(monkeypatch, tmp_path) -> None:
+    def step(x, counts):
+        return torch.ops.lancet.all_to_all(x.relu(), counts, counts, "", True).sin()
+
+    inputs = [torch.randn(4, 3), torch.tensor([[4]])]
+    module = make_fx(step)(*inputs)
+    # The computing thread packs rows for 4 ms, other threads move them for 2.
+    times = {"relu": NodeTimes(1.0), "all_to_all": NodeTimes(4.0, 2.0, 1e6), "sin": NodeTimes(1.0)}
+    monkeypatch.setattr(profiler, "measure_nodes", lambda *_: times)
+    measured = Profiler(Groups(), torch.device("cpu"), tmp_path / "times.json")
+
+    def computation(**options) -> list[float | None]:
+        return [i.milliseconds for i in measured.program(module, inputs, **options).instructions]
+
+    assert computation() == [4.0, None, 4.0]
+    assert measured.other_threads_ms(measured.program(module, inputs)) == 2.0
+    # In one of four microbatches.
+    assert computation(shares={"all_to_all": 0.25}) == [1.75, None, 1.75]
+
+
 def test_too_little_in_common_scales_nothing() -> None:
     assert speed_then([(2.0, 1.0), (98.0, None)]) == 1.0
     assert speed_then([(5.0, None)]) == speed_then([(0.0, 0.0)]) == speed_then([]) == 1.0
