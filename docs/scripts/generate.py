@@ -157,7 +157,7 @@ def overlap(run: str = "emulated") -> str:
     named = [name for name in dict.fromkeys(("auto", fastest)) if name in times]
     gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
     exposed = figures["exposed_ms"]
-    text = f"As fast as the better baseline (`none`, `tutel`): {gains}. `{named[0]}` exposes "
+    text = f"Speedup over the faster of `none` and `tutel`: {gains}. `{named[0]}` exposes "
     text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
     text += f"iteration are off by {figures['prediction_error']:.1%} in the mean."
     if parts:
