@@ -1,1 +1,1 @@
-"""The training graph as plain data: instructions, tensors, partition rules, costs. No torch inside."""
+"""The training graph: captured with torch, then plain data: instructions, tensors, partition rules, costs."""

@@ -156,15 +156,15 @@ def overlap(run: str = "emulated") -> str:
     fastest = min(own, key=times.__getitem__)
     named = [name for name in dict.fromkeys(("auto", fastest)) if name in times]
     gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
-    exposed = figures["exposed_ms"]
+    exposed = {n: accounts[n]["exposed all_to_all"] for n in accounts} if parts else figures["exposed_ms"]
     text = f"Speedup over the faster of `none` and `tutel`: {gains}. `{named[0]}` exposes "
-    text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predictions of the "
-    text += f"iteration are off by {figures['prediction_error']:.1%} in the mean."
+    text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted "
+    text += f"iteration times are off by {figures['prediction_error']:.1%} on average."
     if parts:
         text += (
-            " Computation is that of `none`, cutting the CPU time beyond it. Late rank: waiting for a rank "
-            "that computes longer; no core: it could have computed, but had no core; other: what nothing "
-            "measured."
+            " Computation: the CPU time of `none`; cutting: what a column needs beyond it (negative: less). "
+            "Late rank: waiting for a rank that reached the collective later, and for counts; no core: ready "
+            "to compute, but no CPU core was free; other: the rest, not measured."
         )
     return "\n".join([*lines, "", text.replace("%", " %")])
 

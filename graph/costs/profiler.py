@@ -166,7 +166,7 @@ class Profiler:
 
     def _keys(self, program: Program) -> dict[str, str]:
         """By name of an instruction: what its time is stored under."""
-        digest = fingerprint(program)
+        digest = fingerprint(program)[:12]
         keys = {i.name: measurement_key(i, program.tensors, self._where) for i in program.instructions}
         for instruction in program.instructions:
             if _rows_are_routed(instruction):

@@ -1,2 +1,2 @@
-"""A model after `fully_shard` as one graph: read what FSDP holds (fsdp), capture a twin of the model that has
-whole parameters and no hooks (twin), put gathers and reduce-scatters into its joint graph (gathers)."""
+"""A model after `fully_shard`: what FSDP holds (fsdp), and a twin of the model with whole parameters and no
+hooks, which is captured (twin). `schedules.rewrite.gathers` inserts its gathers and reduce-scatters."""

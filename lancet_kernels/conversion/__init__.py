@@ -2,7 +2,7 @@
 
     layouts    how a block stores its experts, and how `MoELayer` does
     family     what conversion must know about the MoE block of a model family
-    softmax, deepseek    the families, one class each; `registry` lists them
+    softmax, deepseek, gpt_oss    the families, one class each; `registry` lists them
     block      the layer that replaces a block
     convert, export, load, causal_lm    what users call
 

@@ -3,7 +3,7 @@
     protocol/    puts, signals, waits, rows and tasks: what every overlap kernel does, whatever multiplies
     reference/   the overlap kernel in plain Triton: says what is right, runs interpreted and on any GPU
     hopper/      the overlap kernel in Gluon for GPUs of compute capability 9.0
-    moe/         routing, rows of tokens, activations
+    moe/         rows of tokens, activations
 
 Here: the passes of a layer (`overlap.py` with its data, checks and configuration), and what launches share.
 """

@@ -80,7 +80,7 @@ class MoELayer(ExpertsByGlobalId):
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
     Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
-    kind) only the layer's input is kept, and no bank is taken until the backward.
+    kind) only the layer's input is kept, and no memory for received rows is held until the backward.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see

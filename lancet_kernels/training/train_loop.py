@@ -133,7 +133,7 @@ def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
     if trainer.rank.rank == 0:
         elsewhere = "" if trainer.options.runs == TrainOptions.runs else f" --runs {trainer.options.runs}"
         print(
-            f"stopped by {signal.Signals(number).name} behind step {step}, which is saved; go on with: "
+            f"stopped by {signal.Signals(number).name} after step {step}, which is saved; go on with: "
             f"lancet train --resume {run.name}{elsewhere}",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,4 @@
 """PrimePar's linear layer on the ranks of a partition.
 
-Read `tiles`, then `square_linear`.
+The op is in `square_linear`.
 """

@@ -1,1 +1,1 @@
-"""Routing, moving rows of tokens to experts and back, and the activation, each as launches of its own."""
+"""Moving rows of tokens to experts and back, and the activation, each as a launch of its own."""

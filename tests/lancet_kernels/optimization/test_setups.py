@@ -144,7 +144,7 @@ def without_gradients(setup: Setup) -> None:
 
 
 def data_parallel_that_sums_alone(_setup: Setup) -> None:
-    """`ddp(step)` around a plan with `reduce_gradients=False`: averages of what ranks give."""
+    """`ddp(step)` around a plan with `reduce_gradients=False`: DistributedDataParallel averages gradients."""
     own, plain = Setup(reduce_gradients=False), Model()
     wrapped = ddp(own.ready)
     for number in range(2):  # the second time in other buckets
@@ -226,7 +226,7 @@ def _has_gradients(model: Model, expected: dict[str, Tensor]) -> None:
 
 
 def batches_of_other_sizes(_setup: Setup) -> None:
-    """Other ones on every rank, down to one that is smaller than the number of parts, with a plan that cuts.
+    """Batches of different sizes on every rank, some smaller than the number of parts, with a plan that cuts.
 
     Each is captured once; rank 0 meets one size, rank 1 all of them.
     """
@@ -547,7 +547,7 @@ def one_rank_of_a_dense_model(_setup: Setup) -> None:
 
 
 def layers_left_out(_setup: Setup) -> None:
-    """Layers that each rank leaves out by itself (LayerDrop); one left out by all has no gradient."""
+    """Layers skipped independently on each rank (LayerDrop); one skipped on all ranks gets no gradient."""
     own = Setup(Dense())
     own.model.left_out = dist.get_rank()
     own.falls_back("no longer so: left_out == 3")
@@ -761,7 +761,7 @@ class TwoLayers(Model):
 
 
 def moe_layers_left_out(_setup: Setup) -> None:
-    """Another MoE layer that is left out on each rank."""
+    """A different MoE layer skipped on each rank."""
     own = Setup(TwoLayers())
     own.model.left_out = dist.get_rank()
     if dist.get_world_size() == 1:

@@ -293,7 +293,7 @@ class Lazy(Plain):
 
 
 def lazy_parameters(_setup: Setup) -> None:
-    """Parameters without a shape; after a first call, they are like others."""
+    """Lazy parameters, which have no shape yet; after a first call they work."""
     model = Lazy()
     with refused("model Lazy: got lazy.weight, a lazy parameter", "call the model once before"):
         optimized(model, batch())

@@ -256,7 +256,7 @@ def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet,
     assert 4 <= taken < 30, "stopped too late"
     *steps, last = err.splitlines()
     assert last == (
-        f"stopped by {number.name} behind step {taken}, which is saved; go on with: "
+        f"stopped by {number.name} after step {taken}, which is saved; go on with: "
         "lancet train --resume stopped"
     )
     assert all(re.fullmatch(LOGGED, line) for line in steps), steps
@@ -274,7 +274,7 @@ def test_one_rank_that_is_told_to_stop_stops_all(lancet, tmp_path):
     os.kill(job_ranks(process.pid)[1], signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert err.splitlines()[-1].startswith("stopped by SIGTERM behind step ")
+    assert err.splitlines()[-1].startswith("stopped by SIGTERM after step ")
 
 
 def test_steps_are_logged_where_there_is_no_terminal(text, tmp_path, monkeypatch, capfd):
