@@ -88,7 +88,7 @@ def part_of_the_batch(case: StepCase) -> dict[str, Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = whole_model(case)
     inputs = tuple(value.chunk(ranks)[rank] for value in global_batch(case))
-    ready = optimized(module, inputs)
+    ready = optimized(module, inputs, "duplex")
     assert any(i.startswith("dropout") and "_part" in i for i in ready.plan.order), "a dropout is cut"
     ready(*inputs)[0].backward()
     return gradients(module)
