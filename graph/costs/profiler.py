@@ -7,8 +7,8 @@ measured later than the rest, so its times are scaled (`speed_then`). Instructio
 and attributes share one time, the median of all of them; those whose number of rows only routing decides have
 their own: of two parts, the first sends more where its tokens take the capacity. With shared times, and CPU
 time of other threads priced as if nothing overlapped it, `lancet bench overlap` predicted plans that cut both
-passes 9 to 13 % too fast; since then all were within 3 % in one run, and all, `none` too, 7 to 11 % too slow in
-another (2-core CPU, 2026-11-25).
+passes 9 to 13 % too fast; since then all were within 3 % in one run, and all, `none` too, 7 to 11 % too slow
+in another (2-core CPU, 2026-11-25).
 """
 
 from __future__ import annotations
