@@ -30,7 +30,7 @@ from lancet_kernels.graph.rules.part_instruction import can_be_cut
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.order.best_order import SEARCHED, best_order
+from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.partition.partition_range import (
@@ -87,11 +87,15 @@ class PlanningOptions:
         return cls(PartitionOptions.from_environment())
 
 
-def ordered(plan: Plan, program: Program, cost: Cost, search: bool = True) -> tuple[Plan, Timeline]:
+def ordered(
+    plan: Plan, program: Program, cost: Cost, search: bool = True, orders: OrderSearch | None = None
+) -> tuple[Plan, Timeline]:
     """The plan with its order and prediction, from the program in which the plan's ranges are cut.
 
     A plan with the method "original order" keeps that order, but starts collectives early; any other plan
-    gets the best order. Args: search: improve it by local search.
+    gets the best order.
+
+    Args: search: improve it by local search. orders: of the program, for a caller that asks for several.
     """
     if plan.method.startswith(ORIGINAL_ORDER):
         if plan.ranges:
@@ -101,7 +105,7 @@ def ordered(plan: Plan, program: Program, cost: Cost, search: bool = True) -> tu
         order = list(range(len(program)))
     else:
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = best_order(program, cost, memory_limit_bytes=limit, search=search)
+        best = (orders or OrderSearch(program, cost)).best(limit, search=search)
         timeline, order = Timeline(program, best.times), best.order
         plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
     names = tuple(program.instructions[i].name for i in order)
@@ -156,6 +160,8 @@ class Planner:
         self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
         """By the order of a plan, and what it waits for."""
         self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
+        self._orders: dict[tuple[tuple[object, ...], ...], OrderSearch] = {}
+        """By the ranges that are cut in their Programs."""
         self._strategies: dict[str, Callable[[], Plan]] = {
             # The original order; computation waits for every all-to-all.
             "none": lambda: self._in_order((), blocking=self._waited_for(())),
@@ -409,7 +415,10 @@ class Planner:
         return self._ordered[key]
 
     def _with_order(self, plan: Plan, search: bool) -> Plan:
-        plan, timeline = ordered(plan, self._with_cut(plan.ranges), self.cost, search)
+        program, key = self._with_cut(plan.ranges), range_names(plan.ranges)
+        if not plan.method.startswith(ORIGINAL_ORDER) and key not in self._orders:
+            self._orders[key] = OrderSearch(program, self.cost)
+        plan, timeline = ordered(plan, program, self.cost, search, self._orders.get(key))
         self._timelines[plan.order, plan.blocking] = timeline
         return plan
 

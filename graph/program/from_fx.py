@@ -58,6 +58,7 @@ WAIT = "_c10d_functional.wait_tensor"
 """Waits for a collective, and gives the storage that it fills."""
 OPTIMIZER_STEP = "lancet.optimizer_step"
 """Writes parameters; its `meta` has the bytes of its state, too."""
+_GROUPED = ("lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw")
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
 _HARDLY_READ = {
@@ -386,20 +387,21 @@ def _is_plain(value: object) -> bool:
 
 def _flops(node: fx.Node, op: str) -> float:
     """FLOPs of matrix products and attention; other ops are bound by memory, so only their bytes count."""
-    values = fx.map_arg(node.args, _value)
-    if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
-        return 2.0 * values[0].shape[0] * values[2][0].numel()
-    if op == "lancet.grouped_gemm_dw":
-        return 2.0 * values[0].shape[0] * _value(node)[0].numel()
     packet = getattr(node.target, "overloadpacket", None)
-    if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
+    is_attention = op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention"
+    is_grouped = op in _GROUPED
+    if not (is_attention or is_grouped or packet in flop_registry):
+        return 0.0
+    values = fx.map_arg(node.args, _value)
+    if is_grouped:
+        experts = _value(node)[0] if op == "lancet.grouped_gemm_dw" else values[2][0]
+        return 2.0 * values[0].shape[0] * experts.numel()
+    if is_attention:
         # Fused kernels skip the masked half of causal attention, which torch's registry ignores.
         is_causal = _arguments(node).get("is_causal") is True
         return _attention_flops(values, "backward" in op) * (0.5 if is_causal else 1.0)
-    if packet in flop_registry:
-        by_name = fx.map_arg(node.kwargs, _value)
-        return float(flop_registry[packet](*values, **by_name, out_val=_value(node)))
-    return 0.0
+    by_name = fx.map_arg(node.kwargs, _value)
+    return float(flop_registry[packet](*values, **by_name, out_val=_value(node)))
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:

@@ -241,6 +241,13 @@ class Program:
         return result
 
     @cached_property
+    def awaited(self) -> list[tuple[int, ...]]:
+        """For each instruction, the messages among its dependencies. A computation waits for these alone:
+        computations run one after the other."""
+        communicates = [instruction.kind.is_communication for instruction in self.instructions]
+        return [tuple(i for i in before if communicates[i]) for before in self.dependencies]
+
+    @cached_property
     def dependents(self) -> list[tuple[int, ...]]:
         """For each instruction, the positions that depend on it."""
         after: list[list[int]] = [[] for _ in self.instructions]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
@@ -61,27 +62,33 @@ def best_order(
 
     Args: search: improve the best order by local search, without a limit and for each of these limits.
     """
-    return _Search(program, durations(program, cost), search).within(memory_limit_bytes)
+    return OrderSearch(program, cost).best(memory_limit_bytes, search=search)
 
 
-class _Search:
-    """Candidates for the best order of one Program, which are simulated as they are asked for."""
+class OrderSearch:
+    """Candidates for the best order of one Program; those without a memory limit are made once, as they are
+    asked for."""
 
-    def __init__(self, program: Program, ms: Sequence[float], search: bool) -> None:
-        self.program, self.ms, self.work, self.search = program, ms, Work(program, ms), search
+    def __init__(self, program: Program, cost: Cost) -> None:
+        self.program, self.ms = program, durations(program, cost)
+        self.work = Work(program, self.ms)
         self.original = self._simulated(list(range(len(program))), "unchanged order")
-        self.enough_ms = lower_bound_ms(program, ms) * (1 + 1e-9)
+        self.enough_ms = lower_bound_ms(program, self.ms) * (1 + 1e-9)
+        self._free_orders: list[Ordered] = []
+        self._more_free_orders = self._make_free()
 
-    def within(self, memory_limit_bytes: float | None) -> Ordered:
+    def best(self, memory_limit_bytes: float | None = None, *, search: bool = False) -> Ordered:
         """The best order within a limit, as of `best_order`."""
         limit = INFINITY if memory_limit_bytes is None else memory_limit_bytes
         free: dict[str, Ordered] = {}
-        for candidate in self._free():
+        for candidate in chain(self._free(), self._again() if search else ()):
             free[candidate.method] = candidate
             if self._is_enough(candidate) and candidate.peak_memory_bytes <= limit:
                 break
-        fastest = self._improved(_fastest(free.values()), None)
-        free[fastest.method] = fastest
+        fastest = _fastest(free.values())
+        if search:
+            fastest = self._improved(fastest, None)
+            free[fastest.method] = fastest
         best = base = self.original
         if self._is_enough(fastest) and fastest.peak_memory_bytes <= limit:
             best = fastest
@@ -98,7 +105,9 @@ class _Search:
                 # The same order again.
                 done = {c.method for c in fitting}
                 policies = [policy for policy in LIMITED if str(policy) not in done]
-            best = base = self._improved(_fastest([best, *self._scheduled(base, policies, room)]), room)
+            best = base = _fastest([best, *self._scheduled(base, policies, room)])
+            if search:
+                best = base = self._improved(best, room)
         best = _fastest([best, *(c for c in free.values() if c.peak_memory_bytes <= limit)])
         if memory_limit_bytes is None:
             return best
@@ -106,17 +115,20 @@ class _Search:
 
     def _free(self) -> Iterator[Ordered]:
         """The candidates that are made without a memory limit."""
-        first = [
-            self.original,
-            self._simulated(order_by_slots(self.program, {}), "early communication"),
-            self._simulated(greedy_order(self.program, self.ms), "weight gradient greedy"),
-        ]
-        yield from first
-        best = _fastest(first)
-        for scheduled in self._scheduled(self.original, FREE, None):
-            best = _fastest([best, scheduled])
-            yield scheduled
-        yield from self._scheduled(best, AGAIN, None)
+        yield from self._free_orders
+        for candidate in self._more_free_orders:
+            self._free_orders.append(candidate)
+            yield candidate
+
+    def _make_free(self) -> Iterator[Ordered]:
+        yield self.original
+        yield self._simulated(order_by_slots(self.program, {}), "early communication")
+        yield self._simulated(greedy_order(self.program, self.ms), "weight gradient greedy")
+        yield from self._scheduled(self.original, FREE, None)
+
+    def _again(self) -> Iterator[Ordered]:
+        """List schedules from the best of these."""
+        yield from self._scheduled(_fastest(self._free()), AGAIN, None)
 
     def _scheduled(self, base: Ordered, policies: Sequence[Policy], room: int | None) -> Iterator[Ordered]:
         """List schedules within a limit, from another order than the original."""
@@ -131,7 +143,7 @@ class _Search:
 
     def _improved(self, candidate: Ordered, room: int | None) -> Ordered:
         """The order after local search within a limit, if it may become faster by much."""
-        if not self.search or candidate.iteration_ms <= WORTHWHILE * self.enough_ms:
+        if candidate.iteration_ms <= WORTHWHILE * self.enough_ms:
             return candidate
         order = improved(self.program, self.ms, candidate.order, self.work.storages, room)
         method = candidate.method.removesuffix(SEARCHED) + SEARCHED

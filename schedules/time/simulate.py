@@ -166,20 +166,20 @@ def _run_once(
 ) -> Times:
     clock: Clock[int] = Clock()
     issued = 0.0
-    instructions, dependencies = program.instructions, program.dependencies
+    instructions, dependencies, awaited = program.instructions, program.dependencies, program.awaited
     for i in order:
-        instruction, after = instructions[i], dependencies[i]
         if host is not None:
             if i in host.waits:
-                issued = max(issued, *(clock.end[k] for k in after))
+                issued = max(issued, *(clock.end[k] for k in dependencies[i]))
             issued += host.ms[i]
+        instruction = instructions[i]
         if instruction.kind is Kind.COMPUTE:
-            clock.compute(i, ms[i], after, issued_at=issued)
+            clock.compute(i, ms[i], awaited[i], issued_at=issued)
             continue
-        is_urgent = instruction.kind is not Kind.ALL_REDUCE
+        is_urgent, link = instruction.kind is not Kind.ALL_REDUCE, link_of(instruction)
         is_blocking = instruction.name in blocking
         moment = max(clock.now, issued) if host is None or is_blocking else issued
-        clock.send(i, ms[i], after, link=link_of(instruction), is_urgent=is_urgent, issued_at=moment)
+        clock.send(i, ms[i], dependencies[i], link=link, is_urgent=is_urgent, issued_at=moment)
         if is_blocking:
             clock.finish(i)
     clock.catch_up(INFINITY)
