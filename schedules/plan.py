@@ -95,7 +95,7 @@ class Plan(SavedJson):
     bucket_bytes: of the buckets in which gradients are summed, if they are. bucket_ms: the predicted step by
     size (of one schedule each), where sizes were compared.
     exposed_bounds: by collective, milliseconds that every order of the partitioned program exposes.
-    setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
+    setting: what the plan was made for, in the user's words (`optimization.planning`); {}: not said.
     """
 
     KIND, VERSION, AGAIN = "plan", 8, "plan again"

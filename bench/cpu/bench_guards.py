@@ -7,7 +7,6 @@ from torch import nn
 
 import lancet_kernels
 from lancet_kernels import MoELayer
-from lancet_kernels.optimization.planned_shapes import PlannedShapes
 
 
 class Step(nn.Module):
@@ -39,9 +38,9 @@ def bench_guards(benchmark) -> None:
         train()
         seconds.append(time.perf_counter() - begin)
     assert not step.fallbacks
-    runs = step._runs
-    assert isinstance(runs, PlannedShapes)
-    assert benchmark(runs.step_for, (inputs, {})) is runs.first
+    shapes = step._shapes
+    assert shapes is not None
+    assert benchmark(shapes.step_for, (inputs, {})) is shapes.first
     step_s = sorted(seconds)[len(seconds) // 2]
     benchmark.extra_info["step_ms"] = 1e3 * step_s
     if benchmark.enabled:

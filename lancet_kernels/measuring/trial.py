@@ -119,7 +119,7 @@ def _finish(device: torch.device) -> None:
 def _without_trace(step: CapturedStep) -> Iterator[None]:
     changing = [
         tensor
-        for tensor in (*step.model.buffers(), *pytree.tree_leaves((step.inputs, step.by_name)))
+        for tensor in (*step.model.buffers(), *pytree.tree_leaves(step.arguments))
         if isinstance(tensor, Tensor)
     ]
     before = [tensor.detach().clone() for tensor in changing]

@@ -9,7 +9,6 @@ from functools import partial
 from torch import fx
 
 from lancet_kernels.data_parallel.outside_gradients import GradientWatch
-from lancet_kernels.data_parallel.replicas import Replicas
 from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.capture.host_waits import host_waits
@@ -17,7 +16,7 @@ from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.measuring.trial import milliseconds_of, milliseconds_per_step
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Guards
-from lancet_kernels.optimization.optimized_module import OptimizedModule, PlainStep
+from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import PairedMicrobatches, with_pair
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
@@ -60,9 +59,18 @@ class Builder:
             return PairedMicrobatches(captured, replace(self.step, number_of=number_of), plan)
 
         first = PlannedStep(compiled(captured.captured, planned, plan), self._guards())
-        shapes = PlannedShapes(captured, self.step.program, plan, first, compiled)
-        waits = host_waits(planned.module.graph)
-        return self._module(plan, timeline, shapes, recorder, sums, waits, paired if plan.pair else None)
+        return OptimizedModule(
+            captured,
+            plan,
+            timeline,
+            first.guards,
+            sums,
+            self.compare_every,
+            PlannedShapes(captured, self.step.program, plan, first, compiled),
+            recorder,
+            host_waits(planned.module.graph),
+            paired if plan.pair else None,
+        )
 
     def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
         """The module as it is; None where it trains what only a plan can sum."""
@@ -71,8 +79,7 @@ class Builder:
             if captured.captured.plain.trained:
                 return None
             sums = self._planned_sums(captured.captured.joint, early=True)
-        runs = PlainStep(captured.model, self._guards(), sums)
-        return self._module(plan, timeline, runs, Recorder(), sums, ())
+        return OptimizedModule(captured, plan, timeline, self._guards(), sums, self.compare_every)
 
     def _sums(self, module: fx.GraphModule) -> tuple[PlannedSums | None, GradientWatch | None]:
         """The sums of calls without the plan, and what watches the gradients that the plan sums."""
@@ -106,21 +113,6 @@ class Builder:
     def _guards(self) -> Guards:
         own = self.captured
         return Guards(own.model, own.captured.assumptions(), own.arguments, own.reduces_gradients)
-
-    def _module(
-        self,
-        plan: Plan,
-        timeline: Timeline,
-        runs: PlannedShapes | PlainStep,
-        recorder: Recorder,
-        sums: PlannedSums | None,
-        host_waits: Sequence[str],
-        paired: Callable[[], PairedMicrobatches] | None = None,
-    ) -> OptimizedModule:
-        own, replicas = self.captured, None
-        if own.reduces_gradients:
-            replicas = Replicas(own.model, own.groups, self.compare_every)
-        return OptimizedModule(own, plan, timeline, runs, recorder, sums, replicas, host_waits, paired)
 
 
 def fastest(build: Builder, planned: Sequence[tuple[Plan, Timeline]], trials: int) -> OptimizedModule:

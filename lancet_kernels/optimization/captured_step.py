@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
@@ -29,7 +29,6 @@ from lancet_kernels.ops.fused.fused_graph import register_layer
 from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
-from lancet_kernels.optimization.setting import setting_of
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.order.bucket_sizes import bucket_sizes_ms
 from lancet_kernels.schedules.plan import FusedGroup, Plan
@@ -55,15 +54,15 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
-    traced: captures the step when it is first called. gradient_groups: by the name of the parameter.
-    reduction: as of `of`. fused: the layers that are fused launches. steps: of the optimizer, if they are
-    part of the step. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums
-    of gradients, in buckets of `bucket_bytes`.
+    arguments: the example inputs. traced: captures the step when it is first called. gradient_groups: by the
+    name of the parameter. reduction: as of `of`. fused: the layers that are fused launches. steps: of the
+    optimizer, if they are part of the step. twin: of a model after `fully_shard`. accumulate: how many
+    microbatches share the sums of gradients, in buckets of `bucket_bytes`. layer_numbers: of the exchanges of
+    the fused layers, by name.
     """
 
     model: nn.Module
-    inputs: tuple
-    by_name: dict[str, object]
+    arguments: Arguments
     traced: Callable[[], Captured]
     groups: Groups
     profiler: Profiler
@@ -75,7 +74,7 @@ class CapturedStep:
     accumulate: int = 1
     bucket_bytes: int = BUCKET_BYTES
     accumulation: Accumulation = field(default_factory=Accumulation)
-    _layer_numbers: dict[str, int] = field(default_factory=dict)
+    layer_numbers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -99,8 +98,7 @@ class CapturedStep:
             check_shards(model, twin.parameters, own)
         return cls(
             model,
-            inputs,
-            by_name,
+            (inputs, by_name),
             _tracing(model, twin, (inputs, by_name)),
             own,
             Profiler(own, next(model.parameters()).device, times, twin.groups if twin else {}),
@@ -109,11 +107,6 @@ class CapturedStep:
             twin=twin,
             accumulate=accumulate,
         )
-
-    @property
-    def arguments(self) -> Arguments:
-        """The example inputs."""
-        return self.inputs, self.by_name
 
     @property
     def reduces_gradients(self) -> bool:
@@ -153,24 +146,23 @@ class CapturedStep:
             sums = replace(sums, optimizer=OptimizerSteps(self.steps, self.model.get_parameter))
         return sums
 
-    def bucket_sizes(self, step: Step) -> list[tuple[int, float]]:
+    def bucket_sizes(self, step: Step) -> dict[int, float]:
         """Sizes of the buckets in which a costed step's gradients may be summed, with the predicted step in
-        milliseconds; [] where nothing is summed."""
+        milliseconds; {} where nothing is summed."""
         if not self.reduces_gradients:
-            return []
-        return [*bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate).items()]
+            return {}
+        return bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate)
 
     def with_buckets(
-        self, step: Step, sizes: Sequence[tuple[int, float]], cluster: str | Path | Cluster | None
+        self, step: Step, sizes_ms: Mapping[int, float], cluster: str | Path | Cluster | None
     ) -> tuple[CapturedStep, Step]:
         """This, and the costed step, with buckets of the fastest of these sizes. Collective.
 
-        Args: sizes: as of `bucket_sizes`. cluster: as of `costed`.
+        Args: sizes_ms: as of `bucket_sizes`. cluster: as of `costed`.
         """
-        if not sizes:
+        if not sizes_ms:
             return self, step
-        captured, sizes_ms = self, dict(sizes)
-        chosen = min(sizes_ms, key=sizes_ms.__getitem__)
+        captured, chosen = self, min(sizes_ms, key=sizes_ms.__getitem__)
         if chosen != self.bucket_bytes:
             captured = replace(self, bucket_bytes=chosen)
             step = captured.costed(replace(captured.step(), inputs=step.inputs), cluster)
@@ -185,9 +177,7 @@ class CapturedStep:
 
     def with_inputs(self, arguments: Arguments) -> CapturedStep:
         """The same step, with the same fused layers and their exchanges, for inputs of other shapes."""
-        inputs, by_name = arguments
-        traced = _tracing(self.model, self.twin, arguments)
-        return replace(self, inputs=inputs, by_name=by_name, traced=traced)
+        return replace(self, arguments=arguments, traced=_tracing(self.model, self.twin, arguments))
 
     def step(self) -> Step:
         """The step before its costs are known, in which the layers to fuse are fused launches."""
@@ -202,9 +192,9 @@ class CapturedStep:
 
     def _register(self, layer: MatchedLayer) -> int:
         """The number of a fused layer's exchange; a layer is registered only once."""
-        if layer.name not in self._layer_numbers:
-            self._layer_numbers[layer.name] = register_layer(self._exchange_of(layer))
-        return self._layer_numbers[layer.name]
+        if layer.name not in self.layer_numbers:
+            self.layer_numbers[layer.name] = register_layer(self._exchange_of(layer))
+        return self.layer_numbers[layer.name]
 
     def _exchange_of(self, layer: MatchedLayer) -> LayerExchange:
         """The exchange of a matched layer, with the options of its module if that is a fused one."""
@@ -223,40 +213,27 @@ class CapturedStep:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What a plan of this step is for."""
-        return setting_of(self.model, self.groups, self.arguments)
-
-    @property
-    def layer_numbers(self) -> list[int]:
-        """The numbers of the exchanges of the fused layers."""
-        return list(self._layer_numbers.values())
-
-    def forget_fused_layers(self) -> None:
-        """Drop all registered layers, because no layer is fused after all."""
-        self._layer_numbers.clear()
+        """What a plan of this step is for, in the user's words, as JSON values (`planning`)."""
+        tensors = [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
+        return {
+            "ranks": group_size(self.groups.world),
+            "expert_ranks": group_size(self.groups.expert),
+            "model": type(self.model).__name__,
+            "parameters": {name: _kind(parameter) for name, parameter in self.model.named_parameters()},
+            "inputs": [_kind(tensor) for tensor in tensors],
+        }
 
     def graph_inputs(self) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the example inputs, and ones
         as tangents."""
-        traced = self.captured.module
-        # With the second names of tied weights: torch's graph reads one of the names, not always the first.
-        state: dict[str, torch.Tensor] = dict(traced.named_parameters(remove_duplicate=False))
-        state |= dict(traced.named_buffers(remove_duplicate=False))
-        state |= self.captured.shards()
-        flat = pytree.tree_leaves(self.arguments)
+        state, leaves = self.captured.state(), pytree.tree_leaves(self.arguments)
         values: list[object] = []
-        for node in self.captured.joint.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        for node in self.captured.joint.graph.find_nodes(op="placeholder"):
             if is_tangent(node):
                 tangent = node.meta["val"]
                 values.append(torch.ones(tangent.shape, dtype=tangent.dtype, device=tangent.device))
-            elif (position := input_position(node)) is not None:
-                values.append(flat[position])
             else:
-                name = state_name(node)
-                assert name is not None, f"{node.name} is neither an input nor a parameter"
-                values.append(state[name].detach())
+                values.append(placeholder_value(node, lambda name: state(name).detach(), leaves))
         return values
 
     def costed(self, step: Step, cluster: str | Path | Cluster | None) -> Step:
@@ -313,6 +290,22 @@ class CapturedStep:
                 for i in program.instructions
             ),
         )
+
+
+def placeholder_value(node: fx.Node, state: Callable[[str], Tensor], leaves: Sequence[object]) -> object:
+    """What is handed to a graph for a placeholder: a parameter or buffer, or one of the leaves of the inputs.
+
+    Args: state: gives a parameter or buffer by name.
+    """
+    name, position = state_name(node), input_position(node)
+    if name is not None:
+        return state(name)
+    assert position is not None, f"{node.name} is neither an input nor a parameter"
+    return leaves[position]
+
+
+def _kind(tensor: Tensor) -> list[object]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
 def _tracing(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Callable[[], Captured]:

@@ -35,15 +35,19 @@ from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
 from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.build import Builder, fastest
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.optimization.planning import buckets_of_file, on_device, plans_of
+from lancet_kernels.optimization.planning import (
+    FusedChoice,
+    buckets_of_file,
+    fuse_layers,
+    on_device,
+    plans_of,
+)
 from lancet_kernels.optimization.rank_agreement import capture_alike, result_of_first_rank
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.schedules import MICROBATCHES
-from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
 
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
@@ -154,7 +158,13 @@ def optimize(
     _agree_with_the_plan(captured)
     progress.begin("measuring ops")
     options, measured = on_device(options, captured.device), cluster is None
-    captured, step = _with_buckets(captured, step, cluster, plan)
+    costed = captured.costed(step, cluster)
+    # A stored plan has its own buckets.
+    sizes_ms = result_of_first_rank(
+        captured.groups.world,
+        lambda: captured.bucket_sizes(costed) if plan is None else buckets_of_file(plan),
+    )
+    captured, step = captured.with_buckets(costed, sizes_ms, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, captured.device, measured)
@@ -224,19 +234,6 @@ def _steps_of(optimizer: object, step: CapturedStep) -> BucketSteps:
                 do="remove the hook, or call optimizer.step() yourself",
             )
     return steps
-
-
-def _with_buckets(
-    captured: CapturedStep, step: Step, cluster: str | Path | Cluster | None, plan: str | Path | None
-) -> tuple[CapturedStep, Step]:
-    """Both, the step with costs, with gradients summed in buckets: a plan's own, or those that rank 0 finds
-    best. Collective."""
-    costed = captured.costed(step, cluster)
-    sizes = result_of_first_rank(
-        captured.groups.world,
-        lambda: captured.bucket_sizes(costed) if plan is None else buckets_of_file(plan),
-    )
-    return captured.with_buckets(costed, sizes, cluster)
 
 
 def _check_choices(

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Union
 
 import torch
@@ -32,24 +33,6 @@ _Inputs = Union[Sequence[object], Mapping[str, object]]  # noqa: UP007  Python 3
 """A tuple by position, or a dict by name."""
 
 
-class PlainStep:
-    """Runs the module; gradients are summed over the ranks while backward runs, as DistributedDataParallel
-    does, and each backward adds its sums to `.grad`, as a plan does.
-
-    Args: sums: early ones; None: nothing is summed.
-    """
-
-    def __init__(self, module: nn.Module, guards: Guards, sums: PlannedSums | None) -> None:
-        self.module, self.guards, self._sums = module, guards, sums
-
-    def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
-        """The result of the module. Raises: UserError as `Guards.refuse_changes`."""
-        self.guards.refuse_changes()
-        if self._sums is None:
-            return self.module(*inputs, **by_name)
-        return self._sums.call(self.module, inputs, by_name)
-
-
 class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
@@ -70,22 +53,28 @@ class OptimizedModule(nn.Module):
         captured: CapturedStep,
         plan: Plan,
         timeline: Timeline,
-        runs: PlannedShapes | PlainStep,
-        recorder: Recorder,
+        guards: Guards,
         sums: PlannedSums | None,
-        replicas: Replicas | None,
-        host_waits: Sequence[str],
-        paired: Callable[[], PairedMicrobatches] | None,
+        compare_every: int,
+        shapes: PlannedShapes | None = None,
+        recorder: Recorder | None = None,
+        host_waits: Sequence[str] = (),
+        paired: Callable[[], PairedMicrobatches] | None = None,
     ) -> None:
+        """Args: sums: of a call without the plan; None: nothing is summed. shapes: run the plan; None: the
+        module runs as it is."""
         super().__init__()
         self.module = captured.model
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(captured.layer_numbers)
+        self.host_waits, self.fused_layers = tuple(host_waits), tuple(captured.layer_numbers.values())
         # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
         self.training = self.module.training
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
-        self._runs, self._recorder = runs, recorder
-        self._sums, self._replicas, self._twin = sums, replicas, captured.twin
+        self._guards, self._shapes, self._recorder = guards, shapes, recorder or Recorder()
+        self._sums, self._twin = sums, captured.twin
+        self._replicas: Replicas | None = None
+        if captured.reduces_gradients:
+            self._replicas = Replicas(captured.model, captured.groups, compare_every)
         self._steps, self._accumulation = captured.steps, captured.accumulation
         self._means = captured.reduction != "sum"
         self._new_pairs = paired
@@ -103,14 +92,13 @@ class OptimizedModule(nn.Module):
             self._twin.reshard()
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
-        if isinstance(self._runs, PlainStep):
-            if self._replicas is not None:
-                self._replicas.call()
-            return self._watched(self._runs(inputs, by_name))
+        if self._shapes is None:
+            self._guards.refuse_changes()
+            self._compare_replicas()
+            return self._watched(self._without_plan(inputs, by_name))
         arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
-        step = self._runs.step_for(arguments)
-        if self._replicas is not None:
-            self._replicas.call()
+        step = self._shapes.step_for(arguments)
+        self._compare_replicas()
         if not isinstance(step, str):
             return self._watched(step(*step.guards.inputs.laid_out(arguments)))
         self.fallbacks[step] += 1
@@ -120,9 +108,17 @@ class OptimizedModule(nn.Module):
                 "right, communication is not hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
-        if self._sums is not None:
-            return self._stepped(self._sums.call(self.module, inputs, by_name))
-        return self._stepped(self.module(*inputs, **by_name))
+        return self._stepped(self._without_plan(inputs, by_name))
+
+    def _without_plan(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
+        """The result of the module, whose gradients are summed over the ranks as the plan would sum them."""
+        if self._sums is None:
+            return self.module(*inputs, **by_name)
+        return self._sums.call(self.module, inputs, by_name)
+
+    def _compare_replicas(self) -> None:
+        if self._replicas is not None:
+            self._replicas.call()
 
     def _watched(self, result: object) -> object:
         """The result, whose gradients cannot be differentiated again."""
@@ -208,12 +204,13 @@ class OptimizedModule(nn.Module):
 
     def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
         """The inputs, if the plan as it stands applies to each of them."""
-        if isinstance(self._runs, PlainStep):
+        shapes = self._shapes
+        if shapes is None:
             return None
         if self._twin is not None:
             self._twin.reshard()
-        first = self._runs.first
-        if any(self._runs.step_for(arguments) is not first for arguments in batches):
+        first = shapes.first
+        if any(shapes.step_for(arguments) is not first for arguments in batches):
             return None
         return [first.guards.inputs.laid_out(arguments) for arguments in batches]
 
@@ -221,8 +218,7 @@ class OptimizedModule(nn.Module):
         if self._pairs is None:
             assert self._new_pairs is not None
             self._pairs = self._new_pairs()
-        if self._replicas is not None:
-            self._replicas.call()
+        self._compare_replicas()
         if self._steps is None:
             return self._pairs(batches, scale)
         self._steps.begin()
@@ -232,11 +228,8 @@ class OptimizedModule(nn.Module):
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""
-        inputs, by_name = arguments
-        runs = self._runs
-        if isinstance(runs, PlainStep):
-            return lambda: runs(inputs, by_name)
-        return lambda: runs.first(inputs, by_name)
+        run = self._without_plan if self._shapes is None else self._shapes.first
+        return partial(run, *arguments)
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:
         raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")

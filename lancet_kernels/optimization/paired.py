@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,17 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import (
-    copy_of,
-    input_position,
-    is_tangent,
-    output_node,
-    state_name,
-)
+from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, output_node
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
-from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.optimization.captured_step import CapturedStep, placeholder_value
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.schedules.order.best_order import best_order
@@ -102,7 +96,7 @@ class PairedMicrobatches:
     def _run(self, batches: Sequence[Arguments], scale: float) -> list[object]:
         forward, backward = self._alone
         state = self._captured.state()
-        outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
+        outputs = forward(self._forward_inputs(state, batches[0]))
         results = []
         for number in range(1, len(batches) + 1):
             flat, kept = self._saved_by(outputs)
@@ -112,7 +106,7 @@ class PairedMicrobatches:
                 self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
                 break
             values = {self._pair.backward_inputs[name]: kept.pop(name) for name in backward.inputs}
-            new = self._forward_inputs(forward.inputs, state, batches[number])
+            new = self._forward_inputs(state, batches[number])
             names = map(self._pair.forward_inputs.__getitem__, forward.inputs)
             values |= dict(zip(names, new, strict=True))
             with self._accumulation.without_sums():
@@ -129,16 +123,9 @@ class PairedMicrobatches:
         outputs.clear()
         return flat, saved
 
-    def _forward_inputs(
-        self, names: Iterable[str], state: Callable[[str], Tensor], batch: Arguments
-    ) -> list[object]:
+    def _forward_inputs(self, state: Callable[[str], Tensor], batch: Arguments) -> list[object]:
         leaves = pytree.tree_leaves(batch)
-        values = []
-        for name in names:
-            node = self._alone[0].placeholders[name]
-            position = input_position(node)
-            values.append(state(state_name(node) or "") if position is None else leaves[position])
-        return values
+        return [placeholder_value(node, state, leaves) for node in self._alone[0].placeholders.values()]
 
     def _tangents(self, flat: Sequence[Tensor], scale: float) -> dict[str, Tensor]:
         """Gradients of the results: for the loss, the first single number, the scale; for others zeros."""
@@ -225,7 +212,7 @@ def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> 
     Args: must: that is an error. Raises: UserError on all ranks.
     """
 
-    def planned() -> list:
+    def planned() -> tuple[tuple[str, ...], float]:
         reason = "a fused launch" if any(group.fused for group in captured.fused) else ""
         reason = reason or cannot_be_paired(captured)
         if reason and must:
@@ -233,13 +220,13 @@ def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> 
                 "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
             )
         if reason:
-            return [[], 0.0]
+            return (), 0.0
         halves = split(replace(step, module=copy_of(step.module)), plan).halves
         pair = pair_of(*halves)
         program = program_of_pair(pair, step.program)
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
         best = best_order(program, step.cost, memory_limit_bytes=limit, search=True)
-        return [[program.instructions[i].name for i in best.order], best.iteration_ms]
+        return tuple(program.instructions[i].name for i in best.order), best.iteration_ms
 
     names, milliseconds = result_of_first_rank(captured.groups.world, planned)
-    return replace(plan, pair=tuple(names), pair_ms=milliseconds)
+    return replace(plan, pair=names, pair_ms=milliseconds)

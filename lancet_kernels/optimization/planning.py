@@ -1,30 +1,137 @@
-"""Gets the plans of a costed step: from a file, or from its planner, predicted with measured parts."""
+"""Gets the plans of a costed step: fused launches or streams, then from a file, or from its planner,
+predicted with measured parts.
+
+A stored plan applies to one graph, which its fingerprint names. Where it is for another one, the error says
+in the user's words what differs (`CapturedStep.setting`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.paired import with_pair
-from lancet_kernels.optimization.rank_agreement import plans_of_first_rank
-from lancet_kernels.optimization.setting import check_setting
+from lancet_kernels.optimization.rank_agreement import (
+    capture_alike,
+    plans_of_first_rank,
+    result_of_first_rank,
+)
 from lancet_kernels.schedules import MICROBATCHES
+from lancet_kernels.schedules.fuse.fused import CHOICES, every_launch
+from lancet_kernels.schedules.fuse.fused_prediction import EFFICIENCY
 from lancet_kernels.schedules.partition.ranges import range_names
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
-from lancet_kernels.schedules.strategies import AUTO, PlanningOptions, fastest_that_fits, ordered
+from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 _log = logging.getLogger(__name__)
+
+
+# Strategies that may use fused launches; the others reproduce other systems for comparison.
+FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw", *DUPLEX)
+
+
+@dataclass(frozen=True)
+class FusedChoice:
+    """Fused launches, or streams.
+
+    stored: a plan file, whose choice is used if it has one for this program. device: of the model.
+    here: is the step measured on this machine? Then its launches are, too, unless they are interpreted.
+    Raises: UserError for a strategy or a device without fused launches.
+    """
+
+    strategy: str
+    options: PlanningOptions
+    lowering: str
+    stored: str | Path | None
+    device: torch.device
+    here: bool = True
+
+    def __post_init__(self) -> None:
+        # Imported here, because the kernels need Triton, which is not installed everywhere.
+        from lancet_kernels.kernels.runtime import check_runs_on
+
+        check_runs_on("model with backend='fused'", self.device)
+        instead = "use backend='torch' for it"
+        check_name("strategy with backend='fused'", self.strategy, FUSED_STRATEGIES, do=instead)
+        check_name("lowering", self.lowering, CHOICES)
+
+    @property
+    def interpreted(self) -> bool:
+        """Do kernels run in the interpreter? Its times say nothing about a GPU."""
+        from lancet_kernels.kernels.runtime import INTERPRETED
+
+        return INTERPRETED
+
+    def groups(self, step: Step) -> tuple[FusedGroup, ...]:
+        """The layers to try as fused launches: those of the stored plan, or all that can be."""
+        stored = self._stored_groups(step.program)
+        groups = stored or every_launch(step.module, step.program, step.cost)
+        why = f"{'fused' if self.lowering == 'auto' else self.lowering}: requested"
+        measured = self.here and not self.interpreted
+        return tuple(
+            group if stored or not group.fused else replace(group, fused=self.lowering != "streams", why=why)
+            for group in (replace(group, measured=measured) for group in groups)
+        )
+
+    def confirmed(self, groups: tuple[FusedGroup, ...], streams: Step, fused: Step) -> tuple[FusedGroup, ...]:
+        """The same groups, or all on streams if the step is predicted faster so.
+
+        Args: streams, fused: the step without and with these layers fused.
+        """
+        if self.lowering != "auto" or self.interpreted or self._stored_groups(streams.program):
+            return groups
+        streams_ms, fused_ms = (
+            step.planner(self.options).plan(self.strategy).predicted.iteration_ms for step in (streams, fused)
+        )
+        is_faster = fused_ms <= streams_ms
+        how = "measured here" if groups[0].measured else f"by formula at efficiency {EFFICIENCY:g}"
+        why = (
+            f"{'fused' if is_faster else 'streams'}: the step is predicted faster ({fused_ms:.3f} ms, "
+            f"{streams_ms:.3f} ms on streams; launches {how})"
+        )
+        return tuple(replace(g, fused=is_faster, why=why) if g.fused else g for g in groups)
+
+    def _stored_groups(self, program: Program) -> tuple[FusedGroup, ...]:
+        """The decisions of the plan file; none if it has none for this program."""
+        try:
+            groups = () if self.stored is None else Plan.load(self.stored).fused
+        except UserError:
+            return ()  # the error is reported when the plan itself is loaded
+        names = {name for group in groups for name in (group.layer, *group.fillers)}
+        return groups if names <= set(program.index) else ()
+
+
+def fuse_layers(
+    captured: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, step: Step
+) -> Step:
+    """The step with the layers fused that rank 0 chooses; `step` itself if it chooses none.
+
+    Collective over all ranks. Args: cluster: as in `CapturedStep.costed`.
+    """
+    world = captured.groups.world
+    captured.fused = result_of_first_rank(world, lambda: choice.groups(step))
+    if not any(group.fused for group in captured.fused):
+        return step
+    fused = replace(captured.costed(capture_alike(captured), cluster), bucket_ms=step.bucket_ms)
+    captured.fused = result_of_first_rank(world, lambda: choice.confirmed(captured.fused, step, fused))
+    if not any(group.fused for group in captured.fused):
+        captured.layer_numbers.clear()
+        return step
+    return fused
 
 
 def plans_of(
@@ -125,10 +232,10 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
     return plan
 
 
-def buckets_of_file(path: str | Path) -> list[tuple[int, float]]:
+def buckets_of_file(path: str | Path) -> dict[int, float]:
     """The size of the buckets of the plan in a file, as of `CapturedStep.bucket_sizes`."""
     size = Plan.load(path).bucket_bytes
-    return [(size, 0.0)] if size else []
+    return {size: 0.0} if size else {}
 
 
 def predicted(
@@ -152,3 +259,49 @@ def predicted(
         else:
             result.append(ordered(plan, program, step.cost))
     return result
+
+
+def check_setting(plan: Plan, program: Program, setting: Mapping[str, Any], what: str) -> None:
+    """Raise UserError unless the plan is for this program. Args: setting: of the step. what: the plan."""
+    own = fingerprint(program)
+    if own == plan.program_fingerprint:
+        return
+    made, here = _difference(plan.setting, setting)
+    raise UserError(
+        what,
+        got=f"a plan made for {made}",
+        expected=f"one for this job, which has {here}",
+        do=f"plan again (program {plan.program_fingerprint[:12]}, here {own[:12]})",
+    )
+
+
+def _difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
+    """What the plan was made for and what there is now: the first thing that differs."""
+    for name, words in (("ranks", "rank"), ("expert_ranks", "rank that shares experts")):
+        if name in planned and planned[name] != here.get(name):
+            return _count(planned[name], words), _count(here.get(name, 1), words)
+    if "model" in planned and planned["model"] != here.get("model"):
+        return planned["model"], str(here.get("model"))
+    old, new = planned.get("parameters", {}), here.get("parameters", {})
+    for name in [*old, *new]:
+        if old.get(name) != new.get(name) and old:
+            return f"{name} {_text(old.get(name))}", _text(new.get(name))
+    if "inputs" in planned and planned["inputs"] != here.get("inputs"):
+        return f"inputs {_all(planned['inputs'])}", _all(here.get("inputs", []))
+    return "another graph", "other instructions, of the same model"
+
+
+def _text(kind: list[Any] | None) -> str:
+    """Example: `[64, 32] float32`."""
+    return "that it does not have" if kind is None else f"{kind[0]} {kind[1]}"
+
+
+def _all(kinds: list[list[Any]]) -> str:
+    return ", ".join(map(_text, kinds)) or "without tensors"
+
+
+def _count(number: int, what: str) -> str:
+    """Example: `1 rank`, `2 ranks`, `4 ranks that share experts`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what.replace('rank', 'ranks', 1).replace('shares', 'share')}"

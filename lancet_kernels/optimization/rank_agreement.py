@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.groups import from_first_rank, group_of, group_rank, group_size
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 
 Value = TypeVar("Value")
@@ -74,9 +74,7 @@ def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str)
 
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plans of rank 0, on every rank. Raises: UserError on all ranks if rank 0 failed."""
-    plans = [
-        Plan.from_json(data) for data in result_of_first_rank(group, lambda: [p.to_json() for p in make()])
-    ]
+    plans = result_of_first_rank(group, make)
     if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
             "plan across ranks",
@@ -87,37 +85,26 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
     return plans
 
 
-def fused_groups_of_first_rank(
-    group: str, choose: Callable[[], tuple[FusedGroup, ...]]
-) -> tuple[FusedGroup, ...]:
-    """The groups that rank 0 chose, on every rank. Raises: as `result_of_first_rank`."""
-    chosen = result_of_first_rank(group, lambda: [asdict(group) for group in choose()])
-    return tuple(map(FusedGroup.from_json, chosen))
-
-
-def result_of_first_rank(group: str, make: Callable[[], list]) -> list:
+def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
     """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0; on the others the
     same if it is a UserError, else a UserError with its text."""
-    result: list | dict[str, str] = []
-    failure: Exception | None = None
+    result, failure, message = None, None, None
     if group_rank(group) == 0:
         try:
             result = make()
         except UserError as error:
-            failure = error
-            parts = {"what": error.what, "got": error.got, "expected": error.expected, "do": error.do}
-            result = {name: str(part) for name, part in parts.items()}
+            failure, message = error, (error.what, str(error.got), str(error.expected), error.do)
         except Exception as error:
-            failure = error
             got = f"{type(error).__name__}: {error}"
-            result = {"what": "plan of rank 0", "got": got, "expected": "a plan", "do": "report it"}
+            failure, message = error, ("plan of rank 0", got, "a plan", "report it")
     # Also after an error, because the other ranks wait.
-    result = from_first_rank(result, group, "what rank 0 planned")
+    result, message = from_first_rank((result, message), group, "what rank 0 planned")
     if failure is not None:
         raise failure
-    if isinstance(result, dict):
-        raise UserError(result["what"], got=result["got"], expected=result["expected"], do=result["do"])
-    return result
+    if message is not None:
+        what, got, expected, do = message
+        raise UserError(what, got=got, expected=expected, do=do)
+    return cast("Value", result)
 
 
 def values_of_ranks(

@@ -26,6 +26,7 @@ from lancet_kernels.graph.program.forms import WHOLE, Form
 from lancet_kernels.graph.program.from_fx import GENERATOR, op_name, program_from_fx
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.optimization.captured_step import placeholder_value
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.schedules.duplex import copies_of_batch
 from lancet_kernels.schedules.partition.ranges import PartitionRange
@@ -147,18 +148,13 @@ class OneDeviceModel:
     def _values(self, module: fx.GraphModule) -> list[object]:
         """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
         microbatch as many rows as its graph is for."""
-        traced = self.captured.module
-        state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
-        state |= dict(traced.named_buffers(remove_duplicate=False))
-        values: list[object] = []
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                name, position = state_name(node), input_position(node)
-                assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
-                value = self.leaves[position or 0] if name is None else state[name]
-                if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
-                    value = value[: node.meta["val"].shape[0]]
-                values.append(value)
+        state = self.captured.state()
+        values = []
+        for node in module.graph.find_nodes(op="placeholder"):
+            value = placeholder_value(node, state, self.leaves)
+            if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
+                value = value[: node.meta["val"].shape[0]]
+            values.append(value)
         return values
 
     def _inputs(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:

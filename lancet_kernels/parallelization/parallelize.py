@@ -235,8 +235,7 @@ def _strategy(
         given.check(model.microbatch_program(given.program))
         return given
 
-    (data,) = result_of_first_rank(groups.world, lambda: [make().to_json()])
-    return ShardingStrategy.from_json(data)
+    return result_of_first_rank(groups.world, make)
 
 
 def _measured(model: OneDeviceModel, groups: Groups, times: str | Path | None) -> tuple[Program, Cost]:

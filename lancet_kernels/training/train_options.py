@@ -193,7 +193,7 @@ def check_options(options: TrainOptions, ranks: int) -> None:
         )
     if options.backend == "fused":
         # Only here: the kernels need Triton, which not every machine has.
-        from lancet_kernels.optimization.fused_step import FusedChoice
+        from lancet_kernels.optimization.planning import FusedChoice
         from lancet_kernels.schedules.strategies import PlanningOptions
 
         FusedChoice(options.strategy, PlanningOptions(), "auto", None, torch.device(options.chosen_device()))

@@ -79,7 +79,7 @@ class Step:
         timed: the Program of the graph that is planned, once its costs are known; it may have more
             instructions (the optimizer's). cost: the cost model.
         inputs: example values of its placeholders, if it is to be measured.
-        setting: what a plan of it is for (`optimization.setting`).
+        setting: what a plan of it is for (`optimization.planning`).
         forward_outputs: how many outputs of the joint graph are those of the forward; None: the graph is not
             split, and its phases may mix.
         sums: how gradients are summed; None: not at all.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
+from lancet_kernels.optimization.planning import FusedChoice, fuse_layers
 from lancet_kernels.optimization.rank_agreement import capture_alike
 from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
