@@ -36,12 +36,9 @@ class ConvertedMoE(MoELayer):
     ) -> None:
         family.check(block)
         layout = family.layout(block)
-        sizes = layout.sizes(block.experts)
         # On the meta device: the experts are the block's, and nothing is drawn for them.
         super().__init__(
-            sizes.d_model,
-            sizes.d_ff,
-            sizes.num_experts,
+            *layout.sizes(block.experts),
             top_k=family.top_k(block),
             gate=family.gate(block),
             capacity_factor=capacity_factor,

@@ -90,8 +90,7 @@ def convert(
 
 
 def _moe_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
-    """Parent, attribute, name in the model, and module of everything with `experts` that is not an
-    MoELayer."""
+    """Parent, attribute, name in the model, and module of every block of experts that is no MoELayer."""
     if isinstance(getattr(model, "experts", None), nn.Module) and not isinstance(model, MoELayer):
         raise UserError(
             "model to convert",

@@ -45,10 +45,6 @@ class Family:
         """The routing rule. Raises: Unsupported."""
         raise NotImplementedError
 
-    def router(self, block: Block) -> nn.Module:
-        """The module with the router's weight."""
-        return block.gate
-
     def top_k(self, block: Block) -> int:
         """Experts per token."""
         return int(setting(block, "top_k"))
@@ -59,7 +55,10 @@ class Family:
 
     def check(self, block: Block) -> None:
         """Raises: Unsupported for a setting that changes results and that `MoELayer` does not have."""
-        check_silu(block.experts)
+        one = block.experts[0] if isinstance(block.experts, nn.ModuleList) else block.experts
+        activation = type(getattr(one, "act_fn", None)).__name__
+        if activation not in ("SiLU", "SiLUActivation"):
+            raise Unsupported(f"its experts have the activation {activation}, not SiLU")
 
     def route(self, block: Block, x_TD: Tensor) -> Routed:
         """What the block's router gives.
@@ -67,7 +66,7 @@ class Family:
         The block's own router is called, so the hooks with which transformers collects router logits see
         them.
         """
-        result = self.router(block)(x_TD)
+        result = block.gate(x_TD)
         if isinstance(result, tuple):
             logits_TE, *chosen = result
             return Routed(logits_TE, choices=self.choices(*chosen))
@@ -75,8 +74,7 @@ class Family:
         return Routed(result, second=result)
 
     def choices(self, *chosen: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Experts and their weights, [T, K], from what a router gives beside its logits; None where the gate
-        has to find them."""
+        """Experts and weights [T, K] among what a router gives beside logits; None: the gate finds them."""
         return None
 
     def selection_bias(self, block: Block) -> Tensor | None:
@@ -90,8 +88,8 @@ class Family:
 
 def setting(block: Block, name: str) -> Any:
     """A setting of the router (transformers 5) or of the block (4.5x). Raises: Unsupported without either."""
-    for owner in (getattr(block, "gate", None), block):
-        if owner is not None and hasattr(owner, name):
+    for owner in (getattr(block, "gate", None), getattr(block, "router", None), block):
+        if hasattr(owner, name):
             return getattr(owner, name)
     raise Unsupported(f"neither its router nor the block has the setting {name}")
 
@@ -108,11 +106,3 @@ def layout_of(experts: Block) -> Layout:
         if names == {"gate_up_proj", "down_proj"}:
             return Stacked()
     raise Unsupported(f"its experts have the parameters {', '.join(sorted(names)) or 'none'}")
-
-
-def check_silu(experts: Block) -> None:
-    """Raises: Unsupported unless the experts are SwiGLU with SiLU."""
-    one = experts[0] if isinstance(experts, nn.ModuleList) else experts
-    activation = getattr(one, "act_fn", None)
-    if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-        raise Unsupported(f"its experts have the activation {type(activation).__name__}, not SiLU")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,14 @@ Read = Callable[[str, int | None], Tensor]
 """(name relative to `experts`, row or None) -> that row of the tensor, or all of it."""
 
 
-class ExpertSizes(NamedTuple):
-    """Sizes of a block's experts."""
-
-    num_experts: int
-    d_model: int
-    d_ff: int
-
-
 class Layout:
     """Where the experts of a block lie. Subclasses say how."""
 
     weights: tuple[str, ...] = ("w1", "w2")
     """Names of the parameters of `MoELayer` that are filled."""
 
-    def sizes(self, experts: Block) -> ExpertSizes:
-        """E, D and F."""
+    def sizes(self, experts: Block) -> tuple[int, int, int]:
+        """D, F and E."""
         raise NotImplementedError
 
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
@@ -63,9 +55,9 @@ class Stacked(Layout):
 
     names: ClassVar[dict[str, str]] = {"w1": "gate_up_proj", "w2": "down_proj"}
 
-    def sizes(self, experts: Block) -> ExpertSizes:
+    def sizes(self, experts: Block) -> tuple[int, int, int]:
         num_experts, d_model, d_ff = experts.down_proj.shape
-        return ExpertSizes(num_experts, d_model, d_ff)
+        return d_model, d_ff, num_experts
 
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(experts, self.names[weight])]
@@ -78,6 +70,34 @@ class Stacked(Layout):
 
 
 @dataclass(frozen=True)
+class Interleaved(Stacked):
+    """All experts in four parameters (GPT-OSS):
+
+    gate_up_proj [E, D, 2F], gate and up in alternate columns        w1 [L, D, 2F] = [gate | up]
+    gate_up_proj_bias [E, 2F]                                        b1 [L, 2F]
+    down_proj [E, F, D], down_proj_bias [E, D]                       w2 [L, F, D], b2 [L, D]
+    """
+
+    weights = ("w1", "b1", "w2", "b2")
+    names: ClassVar[dict[str, str]] = {
+        "w1": "gate_up_proj", "b1": "gate_up_proj_bias", "w2": "down_proj", "b2": "down_proj_bias",
+    }  # fmt: skip
+
+    def sizes(self, experts: Block) -> tuple[int, int, int]:
+        num_experts, d_ff, d_model = experts.down_proj.shape
+        return d_model, d_ff, num_experts
+
+    def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
+        value = read(self.names[weight], expert)
+        return torch.cat([value[..., ::2], value[..., 1::2]], -1) if weight in ("w1", "b1") else value
+
+    def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if weight in ("w1", "b1"):
+            value_E = torch.stack(value_E.chunk(2, -1), -1).flatten(-2)
+        yield self.names[weight], value_E.contiguous()
+
+
+@dataclass(frozen=True)
 class Listed(Layout):
     """A ModuleList with three Linear modules for each expert (transformers 4.5x)."""
 
@@ -85,9 +105,9 @@ class Listed(Layout):
     up: str = "up_proj"
     down: str = "down_proj"
 
-    def sizes(self, experts: Block) -> ExpertSizes:
+    def sizes(self, experts: Block) -> tuple[int, int, int]:
         d_model, d_ff = getattr(experts[0], self.down).weight.shape
-        return ExpertSizes(len(experts), d_model, d_ff)
+        return d_model, d_ff, len(experts)
 
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(getattr(expert, name), "weight") for expert in experts for name in self._sources(weight)]

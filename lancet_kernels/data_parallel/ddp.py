@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.data_parallel.gradients import broadcast_replicated, gradient_groups, groups_of
@@ -64,10 +64,6 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
     for parameter, group in own.items():
         if parameter.requires_grad:
             # Before it is added to `.grad`, so that micro-batches add up.
-            parameter.register_hook(lambda gradient, group=group: _mean(gradient, group, ranks))
+            # The all-to-all has summed over the expert group.
+            parameter.register_hook(lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks)
     return groups
-
-
-def _mean(gradient: Tensor, group: str, ranks: int) -> Tensor:
-    """Sum over the replica group and divide by the number of ranks. (The all-to-all has summed the rest.)"""
-    return start_all_reduce([gradient], group).wait()[0] / ranks

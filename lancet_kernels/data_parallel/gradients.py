@@ -155,7 +155,12 @@ def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
     over = gradient_groups(model, groups)
     with torch.no_grad():
         for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
-            if group:
-                process_group = group_of(group)
-                with waiting("broadcast of the replicated parameters", process_group):
-                    dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)
+            broadcast_first(tensor, group, "broadcast of the replicated parameters")
+
+
+def broadcast_first(tensor: Tensor, group: str, what: str) -> None:
+    """Give the tensor the values that it has on the first rank of a group. Args: what: for messages."""
+    if group:
+        process_group = group_of(group)
+        with waiting(what, process_group):
+            dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)

@@ -38,8 +38,7 @@ class Replicas:
         self._pending: list[Pending[list[int]]] = []
 
     def call(self) -> None:
-        """At the start of a call. Raises: UserError on all ranks for a parameter that differed at the last
-        comparison."""
+        """At the start of a call. Raises: UserError on all ranks for a parameter that has differed."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return  # a replay neither counts calls nor raises
         if self._pending:

@@ -77,7 +77,12 @@ class LancetEP(EPImplementation):
         """
         if not torch.compiler.is_compiling():
             enter_layer(self.name)
-        x_TD, expert_TK, weight_TK = (self._own(t) for t in (hidden_states, top_k_index, top_k_weights))
+        # All ranks of a tensor-parallel group have these tokens, and each sends a slice of them.
+        tokens = len(hidden_states)
+        x_TD, expert_TK, weight_TK = (
+            self._redistributed(tensor, Replicate(), Shard(0), tokens)
+            for tensor in (hidden_states, top_k_index, top_k_weights)
+        )
         if torch.is_autocast_enabled(x_TD.device.type):  # which does not know our ops
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
         choices = expert_TK.numel()
@@ -93,7 +98,7 @@ class LancetEP(EPImplementation):
         rows_RD = self._run(rows_RD, received_WL)
         back_SD = ops.all_to_all(rows_RD, received_WL, count_WL, self.group, False, choices)
         y_TD = ops.combine(back_SD, row_TK, weight_TK)
-        return self._joined(y_TD, hidden_states.shape[0])
+        return self._redistributed(y_TD, Shard(0), Replicate(), tokens)
 
     def forward_of(self, experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The forward of another module with the same experts, to be captured.
@@ -130,8 +135,7 @@ class LancetEP(EPImplementation):
         return ops.grouped_gemm(hidden, count_WL, *self._weights("down_proj", rows_RD))
 
     def _weights(self, name: str, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weights [L, in, out] and biases [L, out] in the dtype of the rows, which autocast may have
-        chosen."""
+        """Weights [L, in, out] and biases [L, out] in the dtype of the rows, which may be autocast's."""
         weight = getattr(self.experts, name)
         weight = weight if self.experts.is_transposed else weight.transpose(1, 2)
         bias = getattr(self.experts, f"{name}_bias") if self.experts.has_bias else None
@@ -147,24 +151,13 @@ class LancetEP(EPImplementation):
         row = rows_RD.sum(0, keepdim=True)
         return self.experts_forward(row, own_L.new_zeros(1, 1), row.new_ones(1, 1))[:0]
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of what the ranks of a tensor-parallel group all have, so that no token is sent
-        twice."""
-        return self._redistributed(tensor, Replicate(), Shard(0)) if self.slices > 1 else tensor
-
-    def _joined(self, tensor: Tensor, tokens: int) -> Tensor:
-        """The slices of the tensor-parallel group together. -> [tokens, D]"""
+    def _redistributed(self, tensor: Tensor, present: Placement, wanted: Placement, rows: int) -> Tensor:
+        """A tensor of so many rows over the tensor-parallel group, in another placement."""
         if self.slices == 1:
             return tensor
-        size = torch.Size((tokens, tensor.shape[1]))
-        return self._redistributed(tensor.contiguous(), Shard(0), Replicate(), size)
-
-    def _redistributed(
-        self, tensor: Tensor, present: Placement, wanted: Placement, size: torch.Size | None = None
-    ) -> Tensor:
-        stride = None if size is None else (size[1], 1)
+        size = torch.Size((rows, tensor.shape[1]))
         whole = DTensor.from_local(
-            tensor, self.tp_mesh, [present], run_check=False, shape=size, stride=stride
+            tensor.contiguous(), self.tp_mesh, [present], run_check=False, shape=size, stride=(size[1], 1)
         )
         return whole.redistribute(self.tp_mesh, [wanted]).to_local()
 

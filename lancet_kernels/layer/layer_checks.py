@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.expert_names import ExpertsByGlobalId
+from lancet_kernels.layer.expert_states import ExpertsByGlobalId
 from lancet_kernels.ops.moe.gates import GATES, Gate
 
 # Layers whose experts a DistributedDataParallel module leaves alone.

@@ -7,17 +7,16 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-import lancet_kernels.layer.expert_states  # noqa: F401  tells optimizers
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.captured_graph import is_fake
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
-from lancet_kernels.layer.expert_names import ExpertsByGlobalId
+from lancet_kernels.layer.expert_states import ExpertsByGlobalId
 from lancet_kernels.layer.layer_checks import (
     check_capacity_factor,
     check_data_parallel,
@@ -178,8 +177,7 @@ class MoELayer(ExpertsByGlobalId):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
-        ranks."""
+        """Normal(0, 0.02) weights, zero biases. Experts' values depend on global ids, not on the ranks."""
         if is_fake(self.w1):
             return  # Nothing to fill, and no number to read from a generator.
         # One number from the default generator, so that ranks that were seeded alike stay alike.
@@ -351,8 +349,7 @@ class MoELayer(ExpertsByGlobalId):
         return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
-        """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
-        step."""
+        """What a keyed gate routes by, int64 [T]: token ids, or global indices mixed with the step."""
         if self.gate.key is None:
             return None
         if self.gate.key == "token" and token_ids is not None:
@@ -361,13 +358,7 @@ class MoELayer(ExpertsByGlobalId):
         index_T = ops.token_index(x_TD.shape[0], self._data_group, x_TD.device)
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
 
-    @overload
-    def _cast(self, tensor: Tensor) -> Tensor: ...
-
-    @overload
-    def _cast(self, tensor: None) -> None: ...
-
-    def _cast(self, tensor: Tensor | None) -> Tensor | None:
+    def _cast(self, tensor):
         """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
         if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
             return tensor

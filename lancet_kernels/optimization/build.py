@@ -148,8 +148,7 @@ def fastest(build: Builder, planned: Sequence[tuple[Plan, Timeline]], trials: in
 
 
 def _in_pairs_if_faster(build: Builder, optimized: OptimizedModule, trials: int) -> OptimizedModule:
-    """The module whose microbatches run in pairs, if real ones are then faster; else `optimized`.
-    Collective."""
+    """A module whose microbatches run in pairs, if real ones are then faster. Collective."""
     captured = build.captured
     plan = with_pair(captured, build.step, replace(optimized.plan, plain=False), must=False)
     if not plan.pair or plan.pair_ms >= plan.predicted.iteration_ms:

@@ -147,8 +147,7 @@ class CapturedStep:
         return sums
 
     def bucket_sizes(self, step: Step) -> dict[int, float]:
-        """Sizes of the buckets in which a costed step's gradients may be summed, with the predicted step in
-        milliseconds; {} where nothing is summed."""
+        """Milliseconds of the predicted step by bytes of its buckets of gradients; {}: nothing is summed."""
         if not self.reduces_gradients:
             return {}
         return bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate)
@@ -224,8 +223,7 @@ class CapturedStep:
         }
 
     def graph_inputs(self) -> list[object]:
-        """A value for each placeholder of the joint graph: parameters, buffers, the example inputs, and ones
-        as tangents."""
+        """A value for each placeholder of the joint graph; tangents are ones."""
         state, leaves = self.captured.state(), pytree.tree_leaves(self.arguments)
         values: list[object] = []
         for node in self.captured.joint.graph.find_nodes(op="placeholder"):
@@ -255,8 +253,7 @@ class CapturedStep:
         return replace(step, timed=self._timed(step.module, step, costs, step.program), cost=costs)
 
     def measured(self, step: Step, plan: Plan) -> Program:
-        """The Program of a costed step with the plan's ranges cut, with measured times of its
-        instructions."""
+        """The Program of a costed step with the plan's ranges cut, with measured times."""
         assert isinstance(step.cost, MeasuredCosts)
         module = fx.GraphModule(step.module, step.cutter.graph(plan.ranges))
         return self._timed(module, step, step.cost)
@@ -274,8 +271,7 @@ class CapturedStep:
         return {node.name for node in self.captured.joint.graph.nodes if GRADIENTS_OF in node.meta}
 
     def _shared(self, program: Program, cost: Cost) -> Program:
-        """The Program of one of the microbatches that share the sums of gradients: each has its share of
-        their time."""
+        """The Program of one of the microbatches, each of which has its share of the sums' time."""
         if self.accumulate == 1:
             return program
         sums = self._sums_of_gradients

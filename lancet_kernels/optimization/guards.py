@@ -62,9 +62,13 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
 
     Raises: UserError if they do not fit the signature of the forward.
     """
-    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
-    by_position = () if isinstance(example_inputs, Mapping) else example_inputs
-    return to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    return to_trace(bind(signature, name, *as_arguments(example_inputs)))
+
+
+def as_arguments(inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
+    """Inputs, a tuple by position or a dict by name, as arguments."""
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
 def to_trace(arguments: Arguments) -> Arguments:
@@ -93,8 +97,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class PlannedInputs:
-    """The inputs that the plan is valid for: their structure, the values of numbers, and for each tensor its
-    shape, dtype, device, strides and requires_grad."""
+    """The inputs that the plan is valid for: their structure, numbers, and kinds of tensors."""
 
     def __init__(self, arguments: Arguments) -> None:
         leaves, self._structure = pytree.tree_flatten(arguments)
@@ -179,8 +182,7 @@ class Guards:
     def reason(self, arguments: Arguments) -> str:
         """Why this call must run without the plan; "" if it can use the plan.
 
-        Raises: UserError if the module's parameters have changed, or a wrapper would make its gradients
-        wrong.
+        Raises: UserError as `refuse_changes`.
         """
         self.refuse_changes()
         module = self.module
@@ -191,8 +193,7 @@ class Guards:
         return reason
 
     def refuse_changes(self) -> None:
-        """Raise UserError if the module's parameters have changed, or a wrapper would make its gradients
-        wrong."""
+        """Raise UserError for changed parameters, or a wrapper that would make their gradients wrong."""
         module = self.module
         if module is None:
             return
@@ -227,8 +228,7 @@ class Guards:
         return guards
 
     def _refuse_wrappers(self, module: nn.Module) -> None:
-        """Raise UserError inside a DistributedDataParallel that would sum gradients a second time, or sum the
-        gradients of different experts."""
+        """Raise UserError in a DistributedDataParallel that sums gradients again, or those of experts."""
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None:
             return

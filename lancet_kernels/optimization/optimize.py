@@ -136,17 +136,7 @@ def optimize(
     Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
     strategy, ranks that disagree, a plan for another model).
     """
-    _check_choices(
-        strategy,
-        backend,
-        inner_compile,
-        {
-            "compare_every": (compare_every, "calls", 0),
-            "trials": (trials, "steps", 0),
-            "accumulate": (accumulate, "microbatches", 1),
-        },
-        reduce_gradients,
-    )
+    _check_choices(strategy, backend, inner_compile, reduce_gradients, compare_every, trials, accumulate)
     _prepare(model, backend, shard, groups)
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
@@ -240,13 +230,12 @@ def _check_choices(
     strategy: str,
     backend: str | None,
     inner_compile: str,
-    numbers: Mapping[str, tuple[object, str, int]],
     reduce_gradients: object,
+    compare_every: object,
+    trials: object,
+    accumulate: object,
 ) -> None:
-    """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none.
-
-    Args: numbers: by name, with what they count, and the least.
-    """
+    """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none."""
     if reduce_gradients not in ("mean", "sum", False) or reduce_gradients is True:
         raise UserError(
             "reduce_gradients",
@@ -255,7 +244,7 @@ def _check_choices(
             do='use "mean", and do not divide the loss by the number of ranks',
         )
     check_name("strategy", strategy, (*STRATEGY_NAMES, MICROBATCHES))
-    if strategy == MICROBATCHES and numbers["accumulate"][0] == 1:
+    if strategy == MICROBATCHES and accumulate == 1:
         raise UserError(
             "strategy",
             got="microbatches for one microbatch",
@@ -266,15 +255,18 @@ def _check_choices(
         check_name("backend", backend, BACKENDS)
     if inner_compile:
         check_compiler(inner_compile)
-    for name, (number, counted, least) in numbers.items():
+    for name, number, counted, least in (
+        ("compare_every", compare_every, "calls", 0),
+        ("trials", trials, "steps", 0),
+        ("accumulate", accumulate, "microbatches", 1),
+    ):
         if type(number) is not int or number < least:
             expected = f"a number of {counted}, {least} or more"
             raise UserError(name, got=repr(number), expected=expected, do="use a whole number")
 
 
 def _agree_with_the_plan(captured: CapturedStep) -> None:
-    """Ranks start from equal parameters, and calls without the plan divide gradients as it does.
-    Collective."""
+    """Let ranks start from equal parameters, and FSDP divide gradients as the plan does. Collective."""
     model = captured.model
     paths = [captured.captured.plain.paths[name] for name in captured.captured.plain.trained]
     if paths:

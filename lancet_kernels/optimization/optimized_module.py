@@ -22,7 +22,7 @@ from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.optimization.guards import Arguments, Guards, bind
+from lancet_kernels.optimization.guards import Arguments, Guards, as_arguments, bind
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
 from lancet_kernels.schedules.plan import Plan
@@ -164,11 +164,7 @@ class OptimizedModule(nn.Module):
         if not batches:
             raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
         what = f"the optimized {type(self.module).__name__}"
-        arguments = []
-        for batch in batches:
-            by_position, by_name = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-            arguments.append(bind(self._signature, what, by_position, by_name))
-        return self.run_microbatches(arguments)
+        return self.run_microbatches([bind(self._signature, what, *as_arguments(batch)) for batch in batches])
 
     def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
         """As `microbatches`. Args: batches: the arguments of each."""

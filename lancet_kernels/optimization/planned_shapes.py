@@ -90,7 +90,7 @@ class PlannedShapes:
         reason = self.first.guards.reason(arguments)
         if reason != OTHER_SHAPE:
             return reason or self.first
-        shapes = _shapes(arguments)
+        shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor))
         if shapes not in self._others:
             self._add(shapes, arguments)
         self._others.move_to_end(shapes)
@@ -126,10 +126,6 @@ class PlannedShapes:
         run = self._compiled(captured.captured, walk(step, plan, PLANNED), plan)
         assumptions = captured.captured.assumptions()
         return PlannedStep(run, self.first.guards.for_inputs(arguments, assumptions))
-
-
-def _shapes(arguments: Arguments) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
 
 
 def _instructions(program: Program) -> list[tuple[object, ...]]:

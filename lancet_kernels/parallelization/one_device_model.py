@@ -79,8 +79,7 @@ class OneDeviceModel:
         self._compare_gradients()
 
     def _leave_ranks(self) -> None:
-        """Let tokens have the numbers that they have on one device. Raises: UserError for any other op of a
-        group of ranks."""
+        """Number tokens as on one device. Raises: UserError for any other op of a group of ranks."""
         for node in self.captured.joint.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             for n, argument in enumerate(schema.arguments if schema is not None else ()):
@@ -140,14 +139,8 @@ class OneDeviceModel:
         )
         return replace(program, name=name or self.name, instructions=instructions)
 
-    @property
-    def microbatch_values(self) -> list[object]:
-        """A value for each placeholder of the microbatch's graph."""
-        return self._values(self.microbatch)
-
-    def _values(self, module: fx.GraphModule) -> list[object]:
-        """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
-        microbatch as many rows as its graph is for."""
+    def values(self, module: fx.GraphModule) -> list[object]:
+        """A value for each placeholder of a forward graph; of inputs as many rows as the graph is for."""
         state = self.captured.state()
         values = []
         for node in module.graph.find_nodes(op="placeholder"):
@@ -222,7 +215,7 @@ class OneDeviceModel:
             return
         forward = forward_graph(self.captured)
         module = runs_graph(nn.Module(), forward.graph)
-        again = capture(module, self._values(forward))
+        again = capture(module, self.values(forward))
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
         inputs = {n: state_name(node) or input_position(node) for n, node in enumerate(placeholders)}
         if _gradient_formulas(self.captured, {}) != _gradient_formulas(again, inputs):

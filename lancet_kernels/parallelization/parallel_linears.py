@@ -31,6 +31,7 @@ from lancet_kernels.ops.comm.groups import (
     group_rank,
     group_size,
 )
+from lancet_kernels.optimization.guards import as_arguments
 from lancet_kernels.parallelization.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
 from lancet_kernels.schedules.linears.partition_costs import linear, pointwise
 from lancet_kernels.schedules.linears.segments import Problem, home_squares, megatron, solve_apart
@@ -217,12 +218,9 @@ def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: 
     )
     try:
         with torch.no_grad():
-            if isinstance(example_inputs, Mapping):
-                model(**example_inputs)
-            elif isinstance(example_inputs, Tensor):
-                model(example_inputs)
-            else:
-                model(*example_inputs)
+            given = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+            inputs, by_name = as_arguments(given)
+            model(*inputs, **by_name)
     finally:
         hook.remove()
     if not seen:
@@ -250,7 +248,8 @@ def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
     limits = _limits(one, rows)
-    choices: dict[str, tuple[Partition, ...]] = {o.name: (_whole(ranks),) for o in operators}
+    whole = Partition((replicate(),) * (ranks.bit_length() - 1))
+    choices: dict[str, tuple[Partition, ...]] = {o.name: (whole,) for o in operators}
     for operator, partitions in zip(operators, every.choices, strict=True):
         if sizes := limits.get(operator.name):
             choices[operator.name] = tuple(p for p in partitions if _can_run(p, sizes, ranks))
@@ -281,11 +280,6 @@ def _can_run(partition: Partition, limits: Mapping[str, int], ranks: int) -> boo
     cut = {d for primitive in partition.primitives for d in primitive.dimensions}
     divides = cut <= limits.keys() and all(limits[d] % partition.slices(d) == 0 for d in cut)
     return partition.devices == ranks and divides and ("n" not in limits or is_executable(partition))
-
-
-def _whole(ranks: int) -> Partition:
-    """Everything on every rank."""
-    return Partition((replicate(),) * (ranks.bit_length() - 1))
 
 
 @dataclass(frozen=True)

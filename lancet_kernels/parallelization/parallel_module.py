@@ -7,24 +7,23 @@ torch.distributed.checkpoint can write it on so many ranks and read it on others
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lancet_kernels.data_parallel.gradients import set_gradient_group
+from lancet_kernels.data_parallel.gradients import broadcast_first, set_gradient_group
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.forward_program import runs_graph
 from lancet_kernels.graph.program.forms import Form
-from lancet_kernels.ops.comm.groups import group_name, group_of
+from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.shards import shard_of
-from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.guards import Guards, bind, hooks_of
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
@@ -63,10 +62,7 @@ def sharded_module(
 
 def _shard(parameter: nn.Parameter, dim: int, group: str) -> nn.Parameter:
     whole = parameter.detach().clone()
-    if group:
-        process_group = group_of(group)
-        with waiting("broadcast of the parameters to be sharded", process_group):
-            dist.broadcast(whole, src=dist.get_global_rank(process_group, 0), group=process_group)
+    broadcast_first(whole, group, "broadcast of the parameters to be sharded")
     own = shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
@@ -180,40 +176,21 @@ class ParallelModule(nn.Module):
         """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they
         are sharded. Collective through the optimizer's step where it has no state yet: that is made, as
         torch.distributed.checkpoint fills what is there."""
+        self._check_optimizer(optimizer)
         _make_state(optimizer)
-        names = self._names_in(optimizer)
-        state = {
-            name: {
-                k: self.whole(name, v) if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()
-            }
-            for name, p in names.items()
-        }
-        by_parameter = {p: name for name, p in names.items()}
-        groups = [
-            {**group, "params": [by_parameter[p] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        return {"state": state, "param_groups": groups}
+        given = get_optimizer_state_dict(self, optimizer)
+        return {**given, "state": _mapped(given["state"], self.whole)}
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` gave, on as many ranks or on others."""
-        _make_state(optimizer)
-        with torch.no_grad():
-            for name, parameter in self._names_in(optimizer).items():
-                for key, value in state["state"][name].items():
-                    mine = optimizer.state[parameter].get(key)
-                    if isinstance(mine, Tensor):
-                        mine.copy_(self.own(name, value))
-                    else:
-                        optimizer.state[parameter][key] = value
-        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({k: v for k, v in given.items() if k != "params"})
+        self._check_optimizer(optimizer)
+        own = {**state, "state": _mapped(state["state"], self.own)}
+        set_optimizer_state_dict(self, optimizer, own)
 
-    def _names_in(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters by name. Raises: UserError for one that is not this module's."""
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        strangers = sum(p not in names for p in given)
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UserError for an optimizer of a parameter that is not this module's."""
+        own = set(self.parameters())
+        strangers = sum(p not in own for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise UserError(
                 f"optimizer of the parallelized {self._name}",
@@ -221,7 +198,6 @@ class ParallelModule(nn.Module):
                 expected="parameters of the parallelized module",
                 do="make the optimizer behind parallelize(), with its parameters()",
             )
-        return {names[p]: p for p in given}
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         """What this rank holds of a parameter, its gradient or an optimizer's state of it, as a tensor of the
@@ -258,6 +234,16 @@ class ParallelModule(nn.Module):
                 do="give the state dict of the whole model",
             )
         return shard_of(whole, dim, group_name(self.mesh.get_group()))
+
+
+def _mapped(
+    states: Mapping[str, Mapping[str, Any]], change: Callable[[str, Tensor], Tensor]
+) -> dict[str, Any]:
+    """States of an optimizer by parameter, their tensors changed."""
+    return {
+        name: {key: change(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
+        for name, state in states.items()
+    }
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

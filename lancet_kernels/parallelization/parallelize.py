@@ -240,7 +240,7 @@ def _strategy(
 
 def _measured(model: OneDeviceModel, groups: Groups, times: str | Path | None) -> tuple[Program, Cost]:
     """The microbatch's Program with times measured on this device, and costs for it. Collective."""
-    module, values = model.microbatch, model.microbatch_values
+    module, values = model.microbatch, model.values(model.microbatch)
     device = next(model.model.parameters()).device
     profiler = Profiler(groups, device, times)
     measured = profiler.program(module, values)

@@ -36,8 +36,7 @@ class _Placement(NamedTuple):
 
 
 def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, cluster: Cluster) -> list[float]:
-    """The time of each instruction of a graph's Program: that of `costs`, where it knows one, or that of the
-    cluster."""
+    """The time of each instruction of a Program: that of `costs` if it knows one, or the cluster's."""
     nodes = {node.name: node for node in graph.nodes}
     computation = CostModel(cluster, CommunicationModel({}))
     result = []
@@ -60,8 +59,7 @@ def _collective_ms(cluster: Cluster, collective: str, size: float, placement: _P
 
 
 def _placement(node: fx.Node, cluster: Cluster) -> _Placement:
-    """Where the ranks of a collective are. A group that this process does not have counts as consecutive
-    ranks."""
+    """Where the ranks of a collective are. A group that is unknown here counts as consecutive ranks."""
     names = [argument.name for argument in node.target._schema.arguments]
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     splits = arguments.get("output_split_sizes")

@@ -1,9 +1,8 @@
 """Checkpoints by torch.distributed.checkpoint, loadable with another number of ranks.
 
 One checkpoint is a folder `step-00000040/`. Its index is written last: a folder without one was left by a
-save that was killed, and counts as absent. Experts are stored one by one under global ids, in the model's
-state (see `MoELayer`) and in the optimizer's, so what 2 ranks saved can be loaded by 1 or 4. With several
-machines the folder must be on a file system that all of them share.
+save that was killed, and counts as absent. What 2 ranks saved can be loaded by 1 or 4, experts included
+(`layer.expert_states`). With several machines the folder must be on a file system that all of them share.
 """
 
 from __future__ import annotations
@@ -13,40 +12,30 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name
 from lancet_kernels.ops.comm.waiting import waiting
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that training changes, as a flat dict of tensors that share memory with the originals.
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that training changes, in tensors that share memory with the originals."""
+    # Imported here and below, because it takes half a second, and most runs keep no checkpoints.
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    `model.<name>` and `optimizer.<parameter>.<state>`; experts one by one under their global ids.
-    """
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for owner_name, owner in model.named_modules():
-        prefix = f"optimizer.{owner_name}." if owner_name else "optimizer."
-        for name, parameter in owner.named_parameters(recurse=False):
-            of_experts = isinstance(owner, MoELayer) and name in owner.expert_names()
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if of_experts and value.shape == parameter.shape:
-                    ids = owner.expert_ids()
-                    state |= {f"{prefix}experts.{e}.{name}.{key}": value[i] for i, e in enumerate(ids)}
-                else:
-                    state[f"{prefix}{name}.{key}"] = value
-    return state
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    # Without its hyper-parameters, which a resumed run may change.
+    return {"model": of_model, "optimizer": of_optimizer["state"]}
 
 
 def save_checkpoint(
     folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 2
 ) -> Path:
     """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks."""
-    # Imported here and below, because it takes half a second, and most runs keep no checkpoints.
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder, f"step-{step:08d}")
@@ -74,17 +63,11 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     """
     import torch.distributed.checkpoint as dcp
 
-    # A step makes the optimizer allocate its state: loading needs tensors to load into.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     state = training_state(model, optimizer)
     with _one_rank_is_enough(), waiting("loading of a checkpoint"):
         dcp.load(state, checkpoint_id=path)
-    # Parameters were loaded in place through the views; this also takes what a module copies on loading.
-    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
+    # Tensors were loaded in place; this also takes what a module copies on loading.
+    model.load_state_dict(state["model"])
     return int(Path(path).name.removeprefix("step-"))
 
 

@@ -98,8 +98,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a dense or a Mixture-of-Experts feed-forward, each behind a layer norm and a
-    residual."""
+    """Attention, then a dense or an MoE feed-forward, each behind a layer norm and with a residual."""
 
     def __init__(
         self,
