@@ -3,7 +3,7 @@
     parameters of a rank   w1 [L, D, F]            L experts, stacked for the grouped GEMM
     state_dict()           experts.7.w1 [D, F]     a view of one of them
     optimizer.state        exp_avg [L, D, F]       of the experts on this rank
-    its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, a shard of that of all experts
+    its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, a shard of all experts' one
 
 So torch.distributed.checkpoint saves the experts and an optimizer's state of them, and loads both at any
 number of ranks. Every optimizer is told in its first step.
