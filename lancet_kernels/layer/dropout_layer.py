@@ -9,13 +9,14 @@ training step, token of the global batch, and feature (`ops.random.dropout`).
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
+from lancet_kernels.layer.layer_checks import is_number
 from lancet_kernels.ops.comm.groups import AnyGroups, data_group_name
 
 
@@ -75,7 +76,7 @@ class Dropout(nn.Module):
         super().__init__()
         _check_probability(p)
         for what, value in (("site", site), ("seed", seed)):
-            if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value < 2**63:
+            if not is_number(value, Integral) or not 0 <= value < 2**63:
                 raise UserError(
                     f"{what} of Dropout", got=repr(value), expected="a whole number from 0", do="give one"
                 )
@@ -121,5 +122,5 @@ def _dropped(x: Tensor, p: float, step: Tensor, seed: int, site: int, group: str
 
 
 def _check_probability(p: float) -> None:
-    if not isinstance(p, Real) or isinstance(p, bool) or not 0 <= p < 1:
+    if not is_number(p) or not 0 <= p < 1:
         raise UserError("p of dropout", got=repr(p), expected="0 <= p < 1", do="use 0.1, say")

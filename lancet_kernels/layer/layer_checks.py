@@ -18,6 +18,11 @@ from lancet_kernels.ops.moe.gates import GATES, Gate
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ExpertsByGlobalId]] = WeakKeyDictionary()
 
 
+def is_number(value: object, kind: type = Real) -> bool:
+    """Is this a number of the kind? A bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def check_sizes(
     gate: Gate, ranks: int, d_model: int, d_ff: int, num_experts: int, top_k: int, shared_d_ff: int | None
 ) -> None:
@@ -30,7 +35,7 @@ def check_sizes(
     if shared_d_ff is not None:
         sizes["shared_expert_d_ff"] = shared_d_ff
     for what, value in sizes.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
+        if not is_number(value, Integral):
             raise UserError(what, got=repr(value), expected="a whole number", do="give an int")
         if value < 1 and what in ("d_model", "d_ff", "num_experts"):
             raise UserError(what, got=value, expected="at least 1", do="give a positive size")
@@ -81,17 +86,14 @@ def check_exchange_options(backend: str, **options: float | None) -> None:
                 do="use backend='fused' for it",
             )
         kind = Integral if name == "max_tokens" else Real
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        if not is_number(value, kind) or not 0 < float(value) < math.inf:
             what = "a positive whole number" if kind is Integral else "a positive number"
             raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
 
 
 def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
     """Raise UserError unless it is a positive number, or None where the gate may be dropless."""
-    is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
-    if capacity_factor is not None and not (
-        is_number and capacity_factor > 0 and math.isfinite(capacity_factor)
-    ):
+    if capacity_factor is not None and not (is_number(capacity_factor) and 0 < capacity_factor < math.inf):
         raise UserError(
             "capacity_factor",
             got=repr(capacity_factor),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 
-from torch import fx
+from torch import Tensor, fx
 
 from lancet_kernels.data_parallel.outside_gradients import GradientWatch
 from lancet_kernels.data_parallel.summed_gradients import PlannedSums
@@ -42,21 +42,22 @@ class Builder:
         """The module that trains with the plan; if it is a plan for nothing, the module as it is."""
         if plan.plain and (plain := self.plain(plan, timeline)) is not None:
             return plain
-        captured, recorder, number_of = self.captured, Recorder(), self._number_of()
+        captured, recorder = self.captured, Recorder()
         planned = walk(self.step, plan, PLANNED)
         sums, watch = self._sums(planned.module)
         give = None if watch is None else watch.give
 
         def compiled(own: Captured, planned: Step, plan: Plan) -> Callable[..., object]:
             def halves(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-                to_run = replace(planned, module=joint, forward_outputs=outputs, number_of=number_of)
+                to_run = replace(planned, module=joint, forward_outputs=outputs, number_of=self._number_of)
                 forward, backward = walk(to_run, plan, RUNNING).halves
                 return forward, backward
 
             return own.with_graph(planned.module).compile(halves, recorder, self.inner_compile, give)
 
+        @cache
         def paired() -> PairedMicrobatches:
-            return PairedMicrobatches(captured, replace(self.step, number_of=number_of), plan)
+            return PairedMicrobatches(captured, replace(self.step, number_of=self._number_of), plan)
 
         first = PlannedStep(compiled(captured.captured, planned, plan), self._guards())
         return OptimizedModule(
@@ -100,15 +101,15 @@ class Builder:
         own, buckets = self.captured, buckets_in_order(module)
         return PlannedSums(own.model, own.groups, buckets, own.divide_by, own.accumulation, early=early)
 
-    def _number_of(self) -> Callable[[tuple[object, ...]], int]:
-        captured = self.captured
-        names = captured.model.named_parameters(remove_duplicate=False)
-        trained = {**captured.captured.plain.values(), **dict(names)}
+    @cached_property
+    def _trained(self) -> dict[object, Tensor]:
+        """Parameters and plain tensors by name."""
+        named = self.captured.model.named_parameters(remove_duplicate=False)
+        return {**self.captured.captured.plain.values(), **dict(named)}
 
-        def number_of(key: tuple[object, ...]) -> int:
-            return captured.accumulation.number_of(key, [trained[name] for name in key if name in trained])
-
-        return number_of
+    def _number_of(self, key: tuple[object, ...]) -> int:
+        own = [self._trained[name] for name in key if name in self._trained]
+        return self.captured.accumulation.number_of(key, own)
 
     def _guards(self) -> Guards:
         own = self.captured

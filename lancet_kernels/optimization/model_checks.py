@@ -46,12 +46,11 @@ def check_model(model: nn.Module) -> None:
 
 def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: Groups) -> None:
     """Raise UserError for parameters that are sharded over other ranks than those that hold the same ones."""
-    experts = {id(parameter) for parameter in expert_parameters(model)}
+    experts = set(expert_parameters(model))
     for one in sharded:
-        is_expert = id(one.parameter) in experts
-        ranks, over = group_size(one.group) * group_size(one.replicas), groups.data
-        if is_expert:
-            over = groups.replica
+        is_expert = one.parameter in experts
+        over = groups.replica if is_expert else groups.data
+        ranks = group_size(one.group) * group_size(one.replicas)
         if ranks != group_size(over):
             raise UserError(
                 f"model {type(model).__name__}",
@@ -84,9 +83,9 @@ def refuse_sharded(module: nn.Module) -> None:
                 expected="the model that it wraps",
                 do="give optimize() the plain model; it sums the gradients",
             )
-    sharded = {id(parameter.parameter) for parameter in sharded_parameters(module)}
+    sharded = {one.parameter for one in sharded_parameters(module)}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and id(parameter) not in sharded:
+        if isinstance(parameter, DTensor) and parameter not in sharded:
             raise UserError(
                 f"model {name_of_model}",
                 got=f"{name} as a DTensor (tensor parallel)",

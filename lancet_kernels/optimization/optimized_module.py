@@ -77,8 +77,7 @@ class OptimizedModule(nn.Module):
             self._replicas = Replicas(captured.model, captured.groups, compare_every)
         self._steps, self._accumulation = captured.steps, captured.accumulation
         self._means = captured.reduction != "sum"
-        self._new_pairs = paired
-        self._pairs: PairedMicrobatches | None = None
+        self._paired = paired
         self._signature = inspect.signature(self.module.forward)
 
     @torch.compiler.disable
@@ -178,7 +177,7 @@ class OptimizedModule(nn.Module):
             )
         scale = 1.0 / len(batches) if self._means else 1.0
         unsummed = self._accumulation.unsummed
-        in_pairs = self._new_pairs is not None and len(batches) > 1 and not unsummed
+        in_pairs = self._paired is not None and len(batches) > 1 and not unsummed
         planned = self._all_planned(batches) if in_pairs else None
         if planned is not None:
             return self._in_pairs(planned, scale)
@@ -201,8 +200,7 @@ class OptimizedModule(nn.Module):
     def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
         """The inputs, if the plan as it stands applies to each of them."""
         shapes = self._shapes
-        if shapes is None:
-            return None
+        assert shapes is not None, "microbatches run in pairs with a plan alone"
         if self._twin is not None:
             self._twin.reshard()
         first = shapes.first
@@ -211,14 +209,13 @@ class OptimizedModule(nn.Module):
         return [first.guards.inputs.laid_out(arguments) for arguments in batches]
 
     def _in_pairs(self, batches: Sequence[Arguments], scale: float) -> list[object]:
-        if self._pairs is None:
-            assert self._new_pairs is not None
-            self._pairs = self._new_pairs()
+        assert self._paired is not None
+        pairs = self._paired()
         self._compare_replicas()
         if self._steps is None:
-            return self._pairs(batches, scale)
+            return pairs(batches, scale)
         self._steps.begin()
-        results = self._pairs(batches, scale)
+        results = pairs(batches, scale)
         self._steps.finish()
         return results
 
