@@ -36,14 +36,7 @@ from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 from lancet_kernels.schedules.rewrite.gathers import Shards
 from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps
-from lancet_kernels.schedules.rewrite.walk import (
-    CAPTURED,
-    UNPLANNED,
-    GradientSums,
-    Step,
-    fuse,
-    walk,
-)
+from lancet_kernels.schedules.rewrite.walk import CAPTURED, UNPLANNED, GradientSums, Step, fuse, walk
 from lancet_kernels.schedules.time.simulate import simulate
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
