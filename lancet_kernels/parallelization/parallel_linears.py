@@ -163,12 +163,17 @@ def parallelize_linears(
     for one in blocks:
         of_sizes.setdefault(one.sizes, []).append(one)
     prices = load_cluster(cluster)
-    kinds = [
-        _Kind(alike[0], len(alike), _problem(prices, alike[0], rows, sequence, ranks), rows, ranks)
+    problems = [
+        (_problem(prices, alike[0], rows, sequence, ranks, strategy, partitions or {}), len(alike))
         for alike in of_sizes.values()
     ]
-    limit = None if memory_gb is None else 1e9 * memory_gb
-    chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
+    solutions = solve_apart(problems, None if memory_gb is None else 1e9 * memory_gb)
+    # What stands between equal blocks is fixed, so all of them have the partitions of the first.
+    of_operators = {
+        sizes: {o.name: p for o, p in zip(problem.operators, solution.partitions, strict=False)}
+        for sizes, (problem, _), solution in zip(of_sizes, problems, solutions, strict=True)
+    }
+    chosen = from_first_rank(of_operators, name, "partitions")
     for one in blocks:
         _replace(one, chosen[one.sizes], groups)
     return model
@@ -233,21 +238,39 @@ def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: 
     return seen[0][:-1].numel(), seen[0][-2] if len(seen[0]) > 1 else 1
 
 
-def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int) -> Problem:
-    """A block between two additions, with the partitions of each operator that can run here."""
+def _problem(
+    cluster: Cluster,
+    one: _Block,
+    rows: int,
+    sequence: int,
+    ranks: int,
+    strategy: str,
+    given: Mapping[str, Partition],
+) -> Problem:
+    """A block between two additions, with the partitions of each operator that can run here: those that are
+    given, or of Megatron's rule, or all.
+
+    Raises: UserError for an operator that no partition can run, or not the one that is given.
+    """
     first, between, last = one.operators
-    _, width, middle, out = one.widths
+    features, width, middle, out = one.widths
     if one.heads:
         flops = 2.0 * rows * sequence * middle
         mixed = pointwise(between, 1, rows, middle, splits="h", passes=4, flops=flops)
     else:
         mixed = pointwise(between, 1, rows, middle, splits="mk", passes=1 + len(one.names.inner))
     add = pointwise("add", 1, rows, width, splits="k", passes=3)
-    inner = linear(first, 1, rows, width, sum(one.widths[0]))
+    inner = linear(first, 1, rows, width, sum(features))
     operators = (add, inner, mixed, linear(last, 1, rows, middle, out), add)
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
-    limits = _limits(one, rows)
+    # The dimensions that may be cut, and what their slices have to divide.
+    inner_width, heads = math.gcd(*features), math.gcd(one.heads, one.key_value_heads)
+    limits = {
+        first: {"m": rows, "n": width, "k": inner_width},
+        between: {"h": heads} if one.heads else {"m": rows, "k": inner_width},
+        last: {"m": rows, "n": middle, "k": out},
+    }
     whole = Partition((replicate(),) * (ranks.bit_length() - 1))
     choices: dict[str, tuple[Partition, ...]] = {o.name: (whole,) for o in operators}
     for operator, partitions in zip(operators, every.choices, strict=True):
@@ -260,73 +283,27 @@ def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int
                     expected="sizes that some partition divides evenly",
                     do="use fewer ranks, or another batch",
                 )
-    return replace(every, choices=tuple(choices[o.name] for o in operators))
-
-
-def _limits(one: _Block, rows: int) -> dict[str, dict[str, int]]:
-    """By operator: the dimensions that may be cut, and what their slices have to divide."""
-    features, width, middle, out = one.widths
-    first, between, last = one.operators
-    heads = {"h": math.gcd(one.heads, one.key_value_heads)}
-    inner = math.gcd(*features)
-    return {
-        first: {"m": rows, "n": width, "k": inner},
-        between: heads if one.heads else {"m": rows, "k": inner},
-        last: {"m": rows, "n": middle, "k": out},
-    }
+    problem = replace(every, choices=tuple(choices[o.name] for o in operators))
+    fixed = dict(given)
+    if strategy == "megatron":
+        rule = megatron(operators, 0, ranks.bit_length() - 1)
+        fixed = {o.name: p for o, p in zip(operators, rule, strict=True)} | fixed
+    for name, sizes in limits.items():
+        if name in fixed and not _can_run(fixed[name], sizes, ranks):
+            slices = ", ".join(f"{d} = {n}" for d, n in sizes.items())
+            raise UserError(
+                f"partition of {name} of {one.name}",
+                got=str(fixed[name]),
+                expected=f"one over {ranks} ranks whose slices divide {slices}",
+                do="use fewer ranks, another batch, or strategy primepar without partitions",
+            )
+    return problem.restricted(choices | {name: (p,) for name, p in fixed.items() if name in choices})
 
 
 def _can_run(partition: Partition, limits: Mapping[str, int], ranks: int) -> bool:
     cut = {d for primitive in partition.primitives for d in primitive.dimensions}
     divides = cut <= limits.keys() and all(limits[d] % partition.slices(d) == 0 for d in cut)
     return partition.devices == ranks and divides and ("n" not in limits or is_executable(partition))
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Equal blocks: the first of them, how many there are, and what to search."""
-
-    first: _Block
-    count: int
-    problem: Problem
-    rows: int
-    ranks: int
-
-
-def _chosen(
-    kinds: Sequence[_Kind], strategy: str, given: Mapping[str, Partition], memory_limit: float | None
-) -> dict[tuple, dict[str, Partition]]:
-    """The partitions of the operators by name, for the sizes of each kind of block."""
-    problems = []
-    for kind in kinds:
-        problem, fixed = kind.problem, dict(given)
-        if strategy == "megatron":
-            rule = megatron(problem.operators, 0, kind.ranks.bit_length() - 1)
-            fixed = {o.name: p for o, p in zip(problem.operators, rule, strict=True)} | fixed
-        _check_partitions(fixed, kind)
-        choices = {o.name: c for o, c in zip(problem.operators, problem.choices, strict=True)}
-        choices |= {name: (p,) for name, p in fixed.items() if name in choices}
-        problems.append((problem.restricted(choices), kind.count))
-    solutions = solve_apart(problems, memory_limit)
-    # What stands between equal blocks is fixed, so all of them have the partitions of the first.
-    return {
-        kind.first.sizes: {
-            o.name: p for o, p in zip(kind.problem.operators, solution.partitions, strict=False)
-        }
-        for kind, solution in zip(kinds, solutions, strict=True)
-    }
-
-
-def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
-    for name, limits in _limits(kind.first, kind.rows).items():
-        if name in chosen and not _can_run(chosen[name], limits, kind.ranks):
-            sizes = ", ".join(f"{d} = {n}" for d, n in limits.items())
-            raise UserError(
-                f"partition of {name} of {kind.first.name}",
-                got=str(chosen[name]),
-                expected=f"one over {kind.ranks} ranks whose slices divide {sizes}",
-                do="use fewer ranks, another batch, or strategy primepar without partitions",
-            )
 
 
 def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups | None) -> None:
