@@ -105,7 +105,7 @@ class Builder:
     def _trained(self) -> dict[object, Tensor]:
         """Parameters and plain tensors by name."""
         named = self.captured.model.named_parameters(remove_duplicate=False)
-        return {**self.captured.captured.plain.values(), **dict(named)}
+        return dict([*self.captured.captured.plain.values().items(), *named])
 
     def _number_of(self, key: tuple[object, ...]) -> int:
         own = [self._trained[name] for name in key if name in self._trained]

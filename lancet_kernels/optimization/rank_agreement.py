@@ -88,7 +88,8 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
 def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
     """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0; on the others the
     same if it is a UserError, else a UserError with its text."""
-    result, failure, message = None, None, None
+    result, message = None, None
+    failure: Exception | None = None
     if group_rank(group) == 0:
         try:
             result = make()

@@ -178,7 +178,7 @@ class ParallelModule(nn.Module):
         torch.distributed.checkpoint fills what is there."""
         self._check_optimizer(optimizer)
         _make_state(optimizer)
-        given = get_optimizer_state_dict(self, optimizer)
+        given: dict[str, Any] = get_optimizer_state_dict(self, optimizer)
         return {**given, "state": _mapped(given["state"], self.whole)}
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
