@@ -96,22 +96,6 @@ class Dropout(nn.Module):
         return f"p={self.p}, site={self.site}, seed={self.seed}"
 
 
-def set_dropout_step(model: nn.Module, step: int) -> None:
-    """Tell the dropouts of a model which training step it is. Raises: UserError if two share a call site."""
-    layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p]
-    seen: set[tuple[int, int]] = set()
-    for layer in layers:
-        if (layer.seed, layer.site) in seen:
-            raise UserError(
-                "site of Dropout",
-                got=f"{layer.site} twice in one model",
-                expected="another number for every dropout",
-                do="number them, or they have the same mask",
-            )
-        seen.add((layer.seed, layer.site))
-        layer.step.fill_(step)
-
-
 def _dropped(x: Tensor, p: float, step: Tensor, seed: int, site: int, group: str) -> Tensor:
     if x.dim() < 1:
         raise UserError("input of dropout", got="a scalar", expected="[..., D]", do="drop something larger")

@@ -6,7 +6,7 @@ from torch import nn
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.dropout_layer import set_dropout_step
+from lancet_kernels.layer.dropout_layer import Dropout
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.losses import RoutingSums
@@ -46,7 +46,19 @@ def set_routing_step(model: nn.Module, step: int) -> None:
 
     Raises: UserError if two dropouts have the same site.
     """
-    set_dropout_step(model, step)
+    sites: set[tuple[int, int]] = set()
+    for module in model.modules():
+        if not isinstance(module, Dropout) or not module.p:
+            continue
+        if (module.seed, module.site) in sites:
+            raise UserError(
+                "site of Dropout",
+                got=f"{module.site} twice in one model",
+                expected="another number for every dropout",
+                do="number them, or they have the same mask",
+            )
+        sites.add((module.seed, module.site))
+        module.step.fill_(step)
     for layer in moe_layers(model):
         if layer.gate.key == "index":
             layer.routing_step.fill_(step)

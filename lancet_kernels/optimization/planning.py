@@ -214,7 +214,15 @@ def plans_for(
 def _loaded(path: str | Path, step: Step) -> Plan:
     """The plan in a file. Raises: UserError unless it can be applied to this step."""
     plan = Plan.load(path)
-    check_setting(plan, step.program, step.setting, f"plan file {path}")
+    own = fingerprint(step.program)
+    if own != plan.program_fingerprint:
+        made, here = _difference(plan.setting, step.setting)
+        raise UserError(
+            f"plan file {path}",
+            got=f"a plan made for {made}",
+            expected=f"one for this job, which has {here}",
+            do=f"plan again (program {plan.program_fingerprint[:12]}, here {own[:12]})",
+        )
     walk(step, plan, PLANNED)
     return plan
 
@@ -259,20 +267,6 @@ def predicted(
         else:
             result.append(ordered(plan, program, step.cost))
     return result
-
-
-def check_setting(plan: Plan, program: Program, setting: Mapping[str, Any], what: str) -> None:
-    """Raise UserError unless the plan is for this program. Args: setting: of the step. what: the plan."""
-    own = fingerprint(program)
-    if own == plan.program_fingerprint:
-        return
-    made, here = _difference(plan.setting, setting)
-    raise UserError(
-        what,
-        got=f"a plan made for {made}",
-        expected=f"one for this job, which has {here}",
-        do=f"plan again (program {plan.program_fingerprint[:12]}, here {own[:12]})",
-    )
 
 
 def _difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
