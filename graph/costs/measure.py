@@ -28,7 +28,7 @@ from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.program.from_fx import is_collective, is_functional_collective, is_instruction
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
-from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size
+from lancet_kernels.ops.comm.groups import Groups, group_of, group_size, over_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.shards import all_gather, all_reduce, reduce_scatter
 from lancet_kernels.ops.comm.shift import start_shift
@@ -82,8 +82,8 @@ def measure_nodes(
             runs.append([timer.times[node.name] for node in nodes])
     # [run, instruction, (CPU, wall, CPU of other threads, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
-    slowest = _over_ranks(measured.median(0).values, group, "max")
-    least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
+    slowest = over_ranks(measured.median(0).values, group, "max")
+    least, most = over_ranks(measured.amin(0), group, "min"), over_ranks(measured.amax(0), group, "max")
     times = {}
     for i, node in enumerate(nodes):
         # A node that waits for other ranks: the rank that arrives last waits least; the minimum over runs.
@@ -290,16 +290,4 @@ def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
             with waiting("barrier before a measurement", group_of(group)):
                 dist.barrier(group=group_of(group))
         times.append(call())
-    return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
-
-
-def _over_ranks(values: Tensor, group: str, reduction: str) -> Tensor:
-    """The mean ("sum"), "min" or "max" over the ranks."""
-    values = values.to(torch.float64, copy=True)
-    if group:
-        values = values.to(group_device(group))
-        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduction]
-        with waiting("all_reduce of measured times", group_of(group)):
-            dist.all_reduce(values, operation, group=group_of(group))
-    values = values.cpu()
-    return values / group_size(group) if reduction == "sum" else values
+    return float(over_ranks(torch.tensor([statistics.median(times[1:])]), group, "mean")[0])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -155,11 +155,7 @@ class Profiler:
         # In the interpreter, the times of fused launches are predicted already.
         preset = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
         keys = {name: key for name, key in self._keys(program).items() if name not in preset}
-        every_key = {
-            *keys.values(),
-            *(_threads_key(keys[i.name]) for i in _collectives(program)),
-            *(_bytes_key(keys[i.name]) for i in _all_to_alls(program)),
-        }
+        every_key = {key for key, _, _ in _quantities(program, keys)}
         cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
         times = {key: number for key, number in cached.items() if number is not None}
         if len(times) < len(cached):
@@ -192,14 +188,8 @@ class Profiler:
         """The earlier times, and new ones for all other keys, as if they had been measured together."""
         measured = measure_nodes(module, inputs, self.groups.world)
         by_key: dict[str, list[float]] = {}
-        for name, key in keys.items():
-            by_key.setdefault(key, []).append(measured[name].milliseconds)
-        for instruction in _collectives(program):
-            key = _threads_key(keys[instruction.name])
-            by_key.setdefault(key, []).append(measured[instruction.name].other_threads_ms)
-        for instruction in _all_to_alls(program):
-            key = _bytes_key(keys[instruction.name])
-            by_key.setdefault(key, []).append(measured[instruction.name].wire_bytes)
+        for key, name, quantity in _quantities(program, keys):
+            by_key.setdefault(key, []).append(getattr(measured[name], quantity))
         medians = {key: statistics.median(numbers) for key, numbers in by_key.items()}
         scale = speed_then([(medians[key], earlier.get(key)) for key in keys.values()])
         new = {key: medians[key] * scale for key in keys.values()}
@@ -360,8 +350,14 @@ def _collectives(program: Program) -> list[Instruction]:
     return [i for i in program.instructions if i.kind is not Kind.COMPUTE]
 
 
-def _all_to_alls(program: Program) -> list[Instruction]:
-    return [i for i in program.instructions if i.kind is Kind.ALL_TO_ALL]
+def _quantities(program: Program, keys: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """What is measured of a program: (what it is stored under, an instruction, a field of `NodeTimes`)."""
+    for name, key in keys.items():
+        yield key, name, "milliseconds"
+    for i in _collectives(program):
+        yield _threads_key(keys[i.name]), i.name, "other_threads_ms"
+        if i.kind is Kind.ALL_TO_ALL:
+            yield _bytes_key(keys[i.name]), i.name, "wire_bytes"
 
 
 def _rows_are_routed(instruction: Instruction) -> bool:

@@ -21,8 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import EXPERT_GROUP, Groups, group_name, group_of
-from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.comm.groups import (
+    EXPERT_GROUP,
+    Groups,
+    group_name,
+    group_ranks,
+    groups_of_all_ranks,
+)
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, DeviceMesh]] = WeakKeyDictionary()
 """By the group of all ranks."""
@@ -106,9 +111,7 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
             mesh = held.mesh_info
             name = first_name.get(held.sharded_param)
             if name is None:
-                raise _refusal(
-                    model, f"{held._module_info.param_name}, which FSDP holds gathered", "reshard()"
-                )
+                raise _refusal(model, f"{info.param_name}, which FSDP holds gathered", "reshard()")
             # Experts of this rank may be a part of a DTensor of all experts.
             is_tensor_parallel = held.is_dtensor and EXPERT_GROUP not in info.module.__dict__
             if is_tensor_parallel or not hasattr(mesh, "shard_process_group"):
@@ -241,11 +244,7 @@ def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:
     all ranks, with the dimensions "replica" and "expert". Collective over all ranks; made once."""
     meshes = _MESHES.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     if groups not in meshes:
-        own = dist.get_process_group_ranks(group_of(groups.expert)) if groups.expert else [dist.get_rank()]
-        every: list[list[int]] = [[]] * dist.get_world_size()
-        with waiting("comparison of the expert groups"):
-            dist.all_gather_object(every, own)
-        rows = sorted({tuple(ranks) for ranks in every})
+        rows = groups_of_all_ranks(group_ranks(groups.expert), "expert groups")
         meshes[groups] = DeviceMesh(device_type, rows, mesh_dim_names=("replica", "expert"))
     return meshes[groups]["replica"]
 

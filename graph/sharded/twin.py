@@ -8,14 +8,12 @@ that FSDP's hooks make (`MixedPrecisionPolicy`) are hooks of the twin, and so pa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -30,7 +28,7 @@ from lancet_kernels.graph.sharded.fsdp import (
     sharded_parameters,
     units,
 )
-from lancet_kernels.ops.comm.groups import FORWARD_OF, Groups, group_of
+from lancet_kernels.ops.comm.groups import FORWARD_OF, Groups, group_ranks
 
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
 _WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
@@ -152,18 +150,10 @@ def _casts(policy: Any) -> dict[str, Any]:
     """By kind of hook, the cast that FSDP would make there."""
     casts: dict[str, Any] = {}
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        casts[_BEFORE] = partial(_cast_inputs, policy.param_dtype)
+        casts[_BEFORE] = lambda _module, args, by_name: _cast((args, by_name), policy.param_dtype)
     if policy.output_dtype is not None:
-        casts[_BEHIND] = partial(_cast_output, policy.output_dtype)
+        casts[_BEHIND] = lambda _module, _args, output: _cast(output, policy.output_dtype)
     return casts
-
-
-def _cast_inputs(dtype: torch.dtype, _module: nn.Module, args: tuple, by_name: Mapping) -> tuple[Any, Any]:
-    return _cast(args, dtype), _cast(by_name, dtype)
-
-
-def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple, output: object) -> object:
-    return _cast(output, dtype)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -181,19 +171,15 @@ def twin_of(model: nn.Module, groups: Groups) -> Twin | None:
     """
     if not is_sharded(model):
         return None
-    own = {_ranks(name): name for name in (groups.replica, groups.data)}
+    own = {tuple(group_ranks(name)): name for name in (groups.replica, groups.data)}
 
-    def with_own_groups(parameter: ShardedParameter) -> ShardedParameter:
-        names = {kind: getattr(parameter, kind) for kind in ("group", "replicas")}
-        return replace(parameter, **{kind: own.get(_ranks(name), name) for kind, name in names.items()})
+    def or_own(name: str) -> str:
+        return own.get(tuple(group_ranks(name)), name)
 
-    twin = Twin(model, [with_own_groups(parameter) for parameter in sharded_parameters(model)])
+    parameters = sharded_parameters(model)
+    twin = Twin(model, [replace(p, group=or_own(p.group), replicas=or_own(p.replicas)) for p in parameters])
     for parameter in twin.parameters:
         for name, group in (("shards", parameter.group), ("copies", parameter.replicas)):
             if group and group not in own.values():
                 twin.groups[name] = group
     return twin
-
-
-def _ranks(group: str) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group_of(group))) if group else ()

@@ -7,9 +7,6 @@ caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import json
 import os
 import pickle
 import queue
@@ -20,7 +17,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from importlib import import_module
 
 from lancet_kernels.compiling.compile import CompiledKernel, compile_specimen, problems
 from lancet_kernels.compiling.specimen import Specimen
@@ -87,11 +83,11 @@ def compile_all(
 
 
 class _Worker:
-    """A child process that compiles one job per line; it is restarted when it dies."""
+    """A child process that compiles one specimen after another; it is restarted when it dies."""
 
     def __init__(self, arch: int, timeout_s: float) -> None:
         self._arch, self._timeout_s = arch, timeout_s
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close`)
 
     def end(self) -> None:
@@ -116,20 +112,15 @@ class _Worker:
         timer = threading.Timer(self._timeout_s, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps({"arch": self._arch, "specimen": _as_text(specimen)}) + "\n")
+            pickle.dump((specimen, self._arch), process.stdin)
             process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
+            return Row(specimen, *pickle.load(process.stdout))
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            return Row(specimen, None, self._reason_of_death(process))
         finally:
             timer.cancel()
-        if not answer:
-            return Row(specimen, None, self._reason_of_death(process))
-        reply = json.loads(answer)
-        compiled = CompiledKernel(**reply["compiled"]) if "compiled" in reply else None
-        return Row(specimen, compiled, reply.get("error"))
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         # The worker must import modules from the same paths as this process.
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -138,7 +129,6 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
             env=environment,
         )
 
@@ -151,34 +141,22 @@ class _Worker:
         return f"{reason}: {last}" if last else reason
 
 
-def _as_text(specimen: Specimen) -> str:
-    data = {field.name: getattr(specimen, field.name) for field in dataclasses.fields(specimen)}
-    kernel = specimen.kernel.fn.__module__, specimen.kernel.fn.__name__
-    return base64.b64encode(pickle.dumps(data | {"kernel": kernel})).decode()
-
-
-def _from_text(text: str) -> Specimen:
-    data = pickle.loads(base64.b64decode(text))
-    module, name = data["kernel"]
-    return Specimen(**data | {"kernel": getattr(import_module(module), name)})
-
-
 def _serve() -> None:
-    """The worker process: reads one job per line from standard input, writes one reply per line."""
+    """The worker process: for each specimen from standard input, (compiled kernel, error) to the caller."""
     # When the assembler fails, Triton prints whole programs; these go to the log.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        reply: dict[str, object]
+    while True:
+        compiled, reason = None, None
         try:
-            compiled = compile_specimen(_from_text(job["specimen"]), job["arch"])
-            reply = {"compiled": dataclasses.asdict(compiled)}
+            compiled = compile_specimen(*pickle.load(sys.stdin.buffer))
+        except EOFError:
+            return
         except UserError as error:
-            reply = {"error": str(error)}
+            reason = str(error)
         except Exception as error:
-            reply = {"error": _innermost(error)}
-        answers.write(json.dumps(reply) + "\n")
+            reason = _innermost(error)
+        pickle.dump((compiled, reason), answers)
         answers.flush()
 
 

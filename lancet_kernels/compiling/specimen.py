@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,10 +40,19 @@ class Specimen:
         fields.setdefault("name", launch.kernel.fn.__name__.removesuffix("_kernel"))
         return cls(config=config, kernel=launch.kernel, arguments=arguments, **fields)
 
+    def __reduce__(self) -> tuple:
+        # By the name of the kernel, which is no plain function and has what cannot be pickled.
+        name = self.kernel.fn.__module__, self.kernel.fn.__name__
+        return _with_kernel_called, (*name, {**vars(self), "kernel": None})
+
     @property
     def nvshmem(self) -> bool:
         """Is it linked with the NVSHMEM bitcode?"""
         return bool(self.arguments.get("NVSHMEM"))
+
+
+def _with_kernel_called(module: str, name: str, fields: dict[str, Any]) -> Specimen:
+    return Specimen(**{**fields, "kernel": getattr(import_module(module), name)})
 
 
 def _empty(value: Any) -> Any:

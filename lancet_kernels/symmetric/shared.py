@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks
+from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks, machine
 
 # Where Linux shows POSIX shared memory.
 FOLDER = Path("/dev/shm")
@@ -36,7 +36,8 @@ class SharedMemory(MemoryOfRanks):
         reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
         super().__init__(meetings, torch.device("cpu"), reason)
         prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
-        said = meetings.meet("regions on the CPU", [prefix, _machine()])
+        # Processes that see the same /dev/shm: of one machine, and with the same file system there.
+        said = meetings.meet("regions on the CPU", [prefix, f"{machine()} {FOLDER.stat().st_dev}"])
         others = [rank for rank, (_, machine) in enumerate(said) if machine != said[0][1]]
         if others:
             raise UserError(
@@ -73,12 +74,6 @@ class SharedMemory(MemoryOfRanks):
     def _free(self, together: bool) -> None:
         # Unmapped with the last tensor on it; peers keep what they have mapped.
         self._mapped.clear()
-
-
-def _machine() -> str:
-    """Equal for processes that see the same /dev/shm: the machine's boot, and the mounted file system."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {FOLDER.stat().st_dev}"
 
 
 def _create(file: Path, num_bytes: int) -> None:

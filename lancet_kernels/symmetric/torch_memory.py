@@ -11,15 +11,13 @@ allocation. Signals are regions like all others.
 from __future__ import annotations
 
 import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks
+from lancet_kernels.symmetric.agree import Meetings, MemoryOfRanks, machine
 from lancet_kernels.symmetric.gpus import gpu_id, signals_reach
 from lancet_kernels.symmetric.memory import by_rank
 
@@ -48,7 +46,7 @@ def unreachable(group: dist.ProcessGroup | None, device: torch.device, timeout_s
     meetings = Meetings(group, timeout_s)
     lack = missing(device)
     gpu = gpu_id(device) if not lack else ""
-    machines, lacks, gpus = zip(*meetings.meet("regions on GPUs", [_machine(), lack, gpu]), strict=True)
+    machines, lacks, gpus = zip(*meetings.meet("regions on GPUs", [machine(), lack, gpu]), strict=True)
     if any(lacks):
         own = by_rank({rank: lack for rank, lack in enumerate(lacks) if lack})
     elif len(set(machines)) > 1:
@@ -111,11 +109,3 @@ def _torch_symmetric_memory() -> Any:
     import torch.distributed._symmetric_memory as torch_memory
 
     return torch_memory
-
-
-def _machine() -> str:
-    """Equal for processes of one machine, also in different containers of it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

@@ -26,7 +26,7 @@ from lancet_kernels.kernels.rehearsal import rehearsal
 from lancet_kernels.kernels.tuning import Entry, TunedCache
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.ops.comm.groups import from_first_rank, group_name
+from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.tuning.candidates import Place, Task, candidates
 
@@ -206,13 +206,7 @@ def _from_first(value: Any) -> Any:
 
 def _slowest(times: list[float]) -> list[float]:
     """The largest of each over the ranks; infinity where one rank could not run it."""
-    if not group_name(None):
-        return times
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    numbers = torch.tensor(times, dtype=torch.float64, device=device)
-    with waiting("all_reduce of measured times"):
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    return numbers.tolist()
+    return over_ranks(torch.tensor(times, dtype=torch.float64), group_name(None), "max").tolist()
 
 
 def _meet(device: torch.device) -> None:

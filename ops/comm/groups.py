@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -78,8 +79,8 @@ class Groups:
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         expert = expert_group if isinstance(expert_group, str) else group_name(expert_group)
-        own = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
-        expert_groups = _of_all_ranks(own)
+        own = group_ranks(expert)
+        expert_groups = groups_of_all_ranks(own)
         ranks = sorted(rank for group in expert_groups for rank in group)
         all_ranks = list(range(dist.get_world_size()))
         if len({len(group) for group in expert_groups}) != 1 or ranks != all_ranks:
@@ -115,7 +116,7 @@ class Groups:
                     expected=f"one of {', '.join(names) or 'its names, of which it has none'}",
                     do="name the mesh's dimensions with mesh_dim_names",
                 )
-        replicas = dist.get_process_group_ranks(mesh[replica].get_group()) if replica else [dist.get_rank()]
+        replicas = group_ranks(group_name(mesh[replica].get_group()) if replica else "")
         different_tokens = tuple(name for name in names if name in (expert, replica))
         data = mesh[different_tokens].mesh.flatten().tolist()
         expert_name = group_name(mesh[expert].get_group())
@@ -126,7 +127,7 @@ class Groups:
         """For ranks of which each holds other slices of one model (`parallelize`): the group for its
         collectives, one of the same ranks for gradients, and no replicas. Collective over all ranks of the
         job."""
-        ranks = dist.get_process_group_ranks(group_of(group)) if group else [dist.get_rank()]
+        ranks = group_ranks(group)
         return cls._with_communicators(group, [dist.get_rank()], ranks, ranks)
 
     @classmethod
@@ -134,7 +135,7 @@ class Groups:
         cls, expert: str, replica: list[int], data: list[int], world: list[int]
     ) -> Groups:
         """Args: the ranks of this rank's groups. Collective over all ranks of the job."""
-        expert_ranks = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
+        expert_ranks = group_ranks(expert)
         counts = _new_group(expert_ranks)
         # torch sorts the ranks of a new group; in a group that is not sorted, positions would differ.
         if expert and expert_ranks == sorted(expert_ranks):
@@ -156,10 +157,10 @@ _COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
-def _of_all_ranks(ranks: list[int]) -> list[list[int]]:
+def groups_of_all_ranks(ranks: list[int], what: str = "process groups") -> list[list[int]]:
     """The different groups among those that ranks give. Collective over all ranks of the job."""
     gathered: list[list[int]] = [[]] * dist.get_world_size()
-    with waiting("comparison of the process groups"):
+    with waiting(f"comparison of the {what}"):
         dist.all_gather_object(gathered, ranks)
     return [list(group) for group in sorted(set(map(tuple, gathered)))]
 
@@ -171,7 +172,7 @@ def _new_group(ranks: Sequence[int]) -> str:
     ranks that had counted differently would wait for each other for ever.
     """
     own = ""
-    for group in _of_all_ranks(sorted(ranks)):
+    for group in groups_of_all_ranks(sorted(ranks)):
         if len(group) > 1:
             with waiting("making of the process groups"):
                 # torch's own default is 30 minutes.
@@ -264,6 +265,23 @@ def from_first_rank(value: Value, group: str, what: str) -> Value:
     with waiting(f"broadcast of {what}", process_group):
         dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
     return box[0]
+
+
+def over_ranks(times: Tensor, group: str, reduction: str) -> Tensor:
+    """The "mean", "min" or "max" of measured times over the ranks, float64 on the CPU. Collective."""
+    values = times.to(torch.float64, copy=True)
+    if group:
+        values = values.to(group_device(group))
+        operation = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduction]
+        with waiting("all_reduce of measured times", group_of(group)):
+            dist.all_reduce(values, operation, group=group_of(group))
+    values = values.cpu()
+    return values / group_size(group) if reduction == "mean" else values
+
+
+def group_ranks(name: str) -> list[int]:
+    """The ranks of the group, as numbers of the whole job; only this one for the empty name."""
+    return dist.get_process_group_ranks(group_of(name)) if name else [dist.get_rank()]
 
 
 def group_size(name: str) -> int:

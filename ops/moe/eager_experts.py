@@ -18,7 +18,7 @@ from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.grouped_gemm import group_ends
+from lancet_kernels.ops.moe.rows import group_ends
 from lancet_kernels.ops.registration import is_traced
 
 
@@ -89,7 +89,7 @@ class _EagerExperts(torch.autograd.Function):
         if group:
             received_WL = exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, group)
             rows = all_to_all(rows, count_WL, received_WL, group, True)
-        ends_L = group_ends(received_WL)
+        ends_L = group_ends(received_WL).int()
         hidden = _times_weights(rows, w1, ends_L)
         activated = expert_activation.function(hidden, received_WL, activation)
         back = _times_weights(activated, w2, ends_L)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, CLAMPED, GATED, INTERLEAVED
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, GATED, INTERLEAVED
 from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
 from lancet_kernels.ops.registration import op
 
@@ -53,17 +53,17 @@ def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> Non
         torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=dh)
     elif kind == "silu":
         torch.ops.aten.silu_backward.grad_input(da, h, grad_input=dh)
-    elif kind in CLAMPED:
+    else:
         (gate, up), (dgate, dup) = _gate_and_up(h, kind), _gate_and_up(dh, kind)
+        if kind == "swiglu":
+            torch.mul(da, torch.nn.functional.silu(gate), out=dup)
+            torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
+            return
         clamped = gate.clamp(max=CLAMP)
         open_share = torch.sigmoid(SLOPE * clamped)
         slope = open_share * (1 + SLOPE * clamped * (1 - open_share)) * (gate <= CLAMP)
         torch.mul(da * slope, up.clamp(-CLAMP, CLAMP) + 1, out=dgate)
         torch.mul(da * clamped * open_share, up.abs() <= CLAMP, out=dup)
-    else:
-        (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
-        torch.mul(da, torch.nn.functional.silu(gate), out=dup)
-        torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
 
 
 def _activate_backward(da: Tensor, h: Tensor, kind: str) -> Tensor:

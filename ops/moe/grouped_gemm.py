@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.moe.rows import group_bounds, group_offsets
+from lancet_kernels.ops.moe.rows import group_ends
 from lancet_kernels.ops.registration import op
 
 
@@ -60,16 +60,11 @@ def _for_fast_path(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def group_ends(count_WL: Tensor) -> Tensor:
-    """-> [L] int32: the end of each expert's group."""
-    return count_WL.sum(0).cumsum(0).to(torch.int32)
-
-
 def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> Tensor:
     """-> [R, B]: each expert's rows times its weight."""
     if _has_fast_path(x_RA, weight_LAB):
         x_RA, weight_LAB = _for_fast_path(x_RA), _for_fast_path(weight_LAB)
-        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=group_ends(count_WL))
+        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=group_ends(count_WL).int())
     y_RB = x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
     for weight_AB, x_GA, y_GB in zip(
         weight_LAB, _groups(x_RA, count_WL), _groups(y_RB, count_WL), strict=True
@@ -81,8 +76,7 @@ def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> T
 
 def _groups(rows: Tensor, count_WL: Tensor) -> list[Tensor]:
     """Views of each expert's rows."""
-    bounds = group_bounds(count_WL)
-    return [rows[begin:end] for begin, end in pairwise(bounds)]
+    return [rows[begin:end] for begin, end in pairwise([0, *group_ends(count_WL).tolist()])]
 
 
 @op("lancet::grouped_gemm")
@@ -104,7 +98,7 @@ def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Te
 def _experts_of_rows(rows: Tensor, count_WL: Tensor) -> Tensor:
     """-> [R] int64: which expert has each row, L for rows that are not real; the host need not know."""
     row_R = torch.arange(len(rows), device=rows.device)
-    return torch.bucketize(row_R, group_offsets(count_WL)[1:], right=True)
+    return torch.bucketize(row_R, group_ends(count_WL), right=True)
 
 
 @grouped_gemm.register_fake
@@ -128,7 +122,7 @@ def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
     if _has_fast_path(x_RA, dy_RB):
         x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
-        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL))
+        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL).int())
         # An empty group may leave its part of the output unwritten. A GPU is not asked which; a CPU does not
         # go through all that is written.
         empty_L = count_WL.sum(0) == 0

@@ -55,17 +55,12 @@ def traced_rows(expected: int, given: int | None) -> int:
     return expected if _expected else cast(int, torch.library.get_ctx().new_dynamic_size())
 
 
-def group_bounds(count_WL: Tensor) -> list[int]:
-    """First row of each local expert's group among the received rows, and the end of the last one.
+def group_ends(count_WL: Tensor) -> Tensor:
+    """-> [L] int64: the end of each local expert's group among the received rows.
 
-    Example: counts = [[1, 2], [0, 3]] -> [0, 1, 6].
+    Example: counts = [[1, 2], [0, 3]] -> [1, 6].
     """
-    return [0, *count_WL.sum(0).cumsum(0).tolist()]
-
-
-def group_offsets(count_WL: Tensor) -> Tensor:
-    """`group_bounds` as a tensor [L + 1], without asking the device."""
-    return torch.nn.functional.pad(count_WL.sum(0).cumsum(0), (1, 0))
+    return count_WL.sum(0).cumsum(0)
 
 
 def segments(count_WL: Tensor, by_expert: bool) -> list[int]:

@@ -24,15 +24,6 @@ _BLOCK = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements that are drawn at once: what a core's cache holds; on a GPU, 256 MiB of counters."""
 
 
-def _call_site(seed: int, site: int) -> int:
-    return splitmix64_of(splitmix64_of(seed) + site)
-
-
-def _least_kept(p: float) -> int:
-    """An element whose random bits, as a signed number, are at least this is kept."""
-    return round(p * (1 << _BITS)) - (1 << (_BITS - 1))
-
-
 @op("lancet::dropout")
 def dropout(
     x: Tensor, token: Tensor, feature: Tensor, step: Tensor, p: float, seed: int, site: int
@@ -51,12 +42,13 @@ def dropout(
             do="give every token and every feature its index",
         )
     width = x.shape[-1]
-    step_key = splitmix64(step + signed(_call_site(seed, site)))
+    step_key = splitmix64(step + signed(splitmix64_of(splitmix64_of(seed) + site)))
     key_T = splitmix64(token.reshape(-1) + step_key)
     x_TD = x.reshape(len(key_T), width)
     y_TD = torch.empty(x_TD.shape, dtype=x.dtype, device=x.device)
     counter_D = (feature + 1) * signed(GOLDEN)
-    least = _least_kept(p) << (64 - _BITS)
+    # An element whose random bits, as a signed number, are at least this is kept.
+    least = (round(p * (1 << _BITS)) - (1 << (_BITS - 1))) << (64 - _BITS)
     rows = max(1, _BLOCK.get(x.device.type, _BLOCK["cuda"]) // max(1, width))
     number, scratch = (
         torch.empty(min(rows, len(key_T)), width, dtype=torch.int64, device=x.device) for _ in range(2)

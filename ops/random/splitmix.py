@@ -23,7 +23,7 @@ def splitmix64(x: Tensor) -> Tensor:
     """The number of each counter, int64 [...] -> int64 [...]."""
     z = x + signed(GOLDEN)
     mix_high_bits_(z, torch.empty_like(z))
-    return z ^ _shift_right(z, 31)
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def mix_high_bits_(z: Tensor, scratch: Tensor) -> None:
@@ -36,10 +36,6 @@ def mix_high_bits_(z: Tensor, scratch: Tensor) -> None:
         # A logical shift: torch's copies the sign bit.
         scratch.bitwise_and_((1 << (64 - bits)) - 1)
         z.bitwise_xor_(scratch).mul_(signed(factor))
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def splitmix64_of(x: int) -> int:

@@ -299,7 +299,7 @@ def test_killed_in_the_middle_of_allocating(tmp_path):
 def other_machine_on_rank() -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(shared, "_machine", lambda: "another machine")
+            patch.setattr(shared, "machine", lambda: "another machine")
         return failure(lambda: SharedMemory(timeout_s=10))
 
 

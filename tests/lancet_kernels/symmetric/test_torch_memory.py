@@ -100,7 +100,7 @@ def reach_on_rank(
         patch.setattr(torch_memory, "missing", lambda device: lacks[rank])
         patch.setattr(torch_memory, "gpu_id", lambda device: gpus[rank])
         patch.setattr(torch_memory, "signals_reach", reach)
-        patch.setattr(torch_memory, "_machine", lambda: machines[rank])
+        patch.setattr(torch_memory, "machine", lambda: machines[rank])
         return unreachable(None, CPU, 20)
 
 
