@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,22 @@ class Op:
             return self.function(*inputs)
 
 
-def op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator that makes a function an `Op`."""
-    return lambda function: Op(name, function)
+def op(name: str, like: str = "") -> Callable[[Callable[..., Any]], Op]:
+    """Decorator that makes a function an `Op`.
+
+    Args: like: the parameter whose shape, dtype and device the result has, contiguous; "": `register_fake`
+        says what the result is.
+    """
+
+    def registered(function: Callable[..., Any]) -> Op:
+        of_library = Op(name, function)
+        if like:
+            position = list(inspect.signature(function).parameters).index(like)
+            contiguous = partial(torch.empty_like, memory_format=torch.contiguous_format)
+            of_library.register_fake(lambda *inputs: contiguous(inputs[position]))
+        return of_library
+
+    return registered
 
 
 def function_of(target: object) -> Callable[..., Any] | None:

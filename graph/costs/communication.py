@@ -74,8 +74,10 @@ class CommunicationModel:
         # Any two ranks may exchange data: in the worst case every GPU of a node sends to another node at
         # once.
         leaving = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 0
+        local = min(among, cluster.gpus_per_node)
+        placement = local, among // local, 1
         points = {
-            ("all_to_all", "world"): _points(lambda size: _all_to_all_ms(cluster, among, size)),
+            ("all_to_all", "world"): _points(lambda size: grouped_all_to_all_ms(cluster, size, *placement)),
             ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
         }
         sums = {"world": (gpus, 1)}
@@ -105,9 +107,9 @@ class CommunicationModel:
             )
         return interpolated(points, bytes)
 
-    def latency(self, collective: str, group: str = "world") -> float:
+    def latency(self, collective: str) -> float:
         """Milliseconds that even an empty message takes."""
-        return self.milliseconds(collective, 0.0, group)
+        return self.milliseconds(collective, 0.0)
 
     def to_json(self) -> list[dict[str, Any]]:
         """A list of JSON values, one entry per collective and group."""
@@ -149,19 +151,13 @@ def _points(formula: Callable[[float], float]) -> Points:
     return tuple((float(size), formula(size)) for size in POINT_BYTES)
 
 
-def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:
-    """Among `gpus` ranks that fill the nodes.
-
-    Example: p3dn, 16 GPUs, 16 MB: 8 ranks x 16 MB x 8/16 = 64 MB leave a node at 10 GB/s: 6.4 ms.
-    """
-    local = min(gpus, cluster.gpus_per_node)
-    return grouped_all_to_all_ms(cluster, size, local, gpus // local, 1)
-
-
 def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:
     """Simultaneous all-to-alls in groups as those of `grouped_all_reduce_ms`: every rank sends an equal share
     of its `size` bytes to each rank of its group. NVLink and network cards work in parallel: the slower
-    counts."""
+    counts.
+
+    Example: p3dn, 16 GPUs, 16 MB: 8 ranks x 16 MB x 8/16 = 64 MB leave a node at 10 GB/s: 6.4 ms.
+    """
     gpus = local * nodes
     inside = size * (local - 1) / gpus / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
     leaving = at_once * local * size * (gpus - local) / gpus

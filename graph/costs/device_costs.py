@@ -101,13 +101,10 @@ class DeviceCostsFile:
             sections["devices"] = [asdict(c) for c in (*others, costs)]
 
     def _read(self) -> list[DeviceCosts]:
-        def parse(entries: Any) -> list[DeviceCosts]:
-            return [device_costs_from_json(entry) for entry in entries]
-
-        return self._file.section("devices", "device costs", parse, [])
+        return self._file.section("devices", "device costs", lambda entries: [*map(_from_json, entries)], [])
 
 
-def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:
+def _from_json(data: Mapping[str, Any]) -> DeviceCosts:
     """The costs from the JSON values of `dataclasses.asdict`. Raises: TypeError, ValueError."""
     by_name = {
         field: {key: _points(points) for key, points in data[field].items()}

@@ -57,7 +57,7 @@ class KernelCosts:
             return communication_ms(self._communication, instruction)
         if not instruction.flops and not instruction.bytes:
             return 0.0
-        return self._compute_ms(instruction, tensors) + self.kernels.kernel_us * 1e-3
+        return self._compute_ms(instruction) + self.kernels.kernel_us * 1e-3
 
     def check(self) -> None:
         """Raises: UserError for a number of GPUs that is not a part of a node or whole nodes."""
@@ -83,7 +83,7 @@ class KernelCosts:
     def _communication(self) -> CommunicationModel:
         return CommunicationModel.from_cluster(self.cluster, self.gpus, self.expert_ranks)
 
-    def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+    def _compute_ms(self, instruction: Instruction) -> float:
         k, gflop = self.kernels, instruction.flops * 1e-9
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
         memory = instruction.bytes / (bandwidth * self.cluster.memory_efficiency)

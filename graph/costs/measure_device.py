@@ -8,10 +8,8 @@ times have equally warm caches.
 Ops that only partitioned graphs have are timed alone, by the bytes they read and write.
 
 Why it matters: cutting a layer of gpt2-bench-moe into 2, 4, 8 parts adds 3, 13, 29 ms on a CPU rank. Measured
-shares predict 5, 16, 40 ms; a launch plus 1/k of the whole op predicted 1 ms each (2-core CPU under other
-load, two sequences, 2026-11-22). Three exchanges of counts and three gates in eight parts take 18.4 and
-10.5 ms, of which a launch and 1/k had predicted 2.4 and 2.7; the slots and counts of a part take 0.10 ms,
-forty times what their bytes say (the same CPU under other load, eight sequences, 2026-11-24).
+shares predict 5, 16, 40 ms, a launch plus 1/k of the whole op 1 ms each (2-core CPU under other load,
+2026-11-22). The slots and counts of a part take forty times what their bytes say.
 """
 
 from __future__ import annotations

@@ -5,10 +5,7 @@ Lancet's caching op profiler and communication cost model (section 3): each op a
 Times are stored in a JSON file, which rank 0 reads and writes for all ranks. What a partitioned graph adds is
 measured later than the rest, so its times are scaled (`speed_then`). Instructions with the same op, shapes
 and attributes share one time, the median of all of them; those whose number of rows only routing decides have
-their own: of two parts, the first sends more where its tokens take the capacity. With shared times, and CPU
-time of other threads priced as if nothing overlapped it, `lancet bench overlap` predicted plans that cut both
-passes 9 to 13 % too fast; since then all were within 3 % in one run, and all, `none` too, 7 to 11 % too slow
-in another (2-core CPU, 2026-11-25).
+their own: of two parts, the first sends more where its tokens take the capacity.
 """
 
 from __future__ import annotations
@@ -72,20 +69,12 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
     return f"{instruction.op} {operands} on {where} [{attributes}]"
 
 
-class MeasuredTimes:
+class MeasuredTimes(dict[str, float]):
     """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
 
     def __init__(self, path: str | Path):
         self._file = CacheFile(path, FORMAT, VERSION, AGAIN)
-        self._times = self._read()
-
-    def get(self, key: str) -> float | None:
-        """The measured milliseconds; None if there is no measurement."""
-        return self._times.get(key)
-
-    def items(self) -> list[tuple[str, float]]:
-        """All keys and milliseconds."""
-        return list(self._times.items())
+        super().__init__(self._read())
 
     def put(self, key: str, milliseconds: float) -> None:
         """Add one measurement; `save` writes the file."""
@@ -93,14 +82,14 @@ class MeasuredTimes:
             raise UserError(
                 f"time of {key}", got=milliseconds, expected="milliseconds >= 0", do="measure it again"
             )
-        self._times[key] = float(milliseconds)
+        self[key] = float(milliseconds)
 
     def save(self) -> None:
         """Write atomically: readers see the old file or the new one. Entries of other processes are
         preserved."""
         with self._file.changed() as sections:
-            self._times = dict(sorted({**self._read(), **self._times}.items()))
-            sections["milliseconds"] = self._times
+            self.update({**self._read(), **self})
+            sections["milliseconds"] = dict(sorted(self.items()))
 
     def _read(self) -> dict[str, float]:
         return self._file.section("milliseconds", "measured times", _times_from_json, {})
@@ -326,10 +315,8 @@ class Profiler:
 def speed_then(times: Sequence[tuple[float, float | None]]) -> float:
     """By what to multiply new times so that they compare with earlier ones: the speed of a machine drifts.
 
-    Without it, plans are compared by when their graphs were measured: in one run of `lancet bench overlap`,
-    partitioned graphs were predicted between 11 % less and 9 % more computation than the whole one, and in
-    another 23 % more, of which 4 % was real. Four measurements of one partitioned graph within a minute said
-    13.6 to 17.5 % more; scaled, 18.8 to 21.0 % (CPU time beside other work, 2026-11-24).
+    Without it, plans are compared by when their graphs were measured: a partitioned graph was predicted to
+    compute 23 % more than the whole one, of which 4 % was real (`lancet bench overlap`, 2026-11-24).
 
     Args: times: new and earlier milliseconds of each instruction; None: it had not been measured.
     Returns: 1 if less than `SHARED` of the new time is of instructions with an earlier one.

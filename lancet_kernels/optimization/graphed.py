@@ -76,7 +76,8 @@ class GraphedStep:
             if isinstance(target, Tensor):
                 target.copy_(source, non_blocking=True)
         self._graph.replay()
-        fused_graph.watch_layers(self.step.fused_layers)
+        for number in self.step.fused_layers:
+            fused_graph.layer_of(number).watch()
         return self._result
 
 

@@ -6,15 +6,3 @@ from lancet_kernels.symmetric.nvshmem import NvshmemMemory, init_module
 from lancet_kernels.symmetric.shared import SharedMemory
 from lancet_kernels.symmetric.torch_memory import TorchMemory
 from lancet_kernels.symmetric.virtual import VirtualMemory, virtual_memories
-
-__all__ = [
-    "NvshmemMemory",
-    "Region",
-    "SharedMemory",
-    "SymmetricMemory",
-    "TorchMemory",
-    "VirtualMemory",
-    "create",
-    "init_module",
-    "virtual_memories",
-]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.registration import op
 
+# Width, dtype, experts per rank, a number for the layer, whether a plan runs.
 _HEADER = 5
 # Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
 # but gloo ends the process if two ranks expect messages of different sizes.
@@ -59,13 +59,19 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
     """
     if not group:
         return Here(count_WL)
-    ranks, local_experts = count_WL.shape
-    values = [width, _DTYPES.index(dtype), local_experts, _number(current_layer()), int(_runs_a_plan)]
+    (ranks, local_experts), layer = count_WL.shape, current_layer()
+    values = [
+        width,
+        _DTYPES.index(dtype),
+        local_experts,
+        zlib.crc32(layer.encode()),
+        int(_runs_a_plan),
+    ]
     header = torch.tensor(values, device=count_WL.device)
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
-    process_group, layer = group_of(counts_group(group)), current_layer()
+    process_group = group_of(counts_group(group))
     with waiting("exchange_counts", process_group, layer):
         work = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
 
@@ -76,7 +82,7 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
     return Pending(LinkWork("exchange_counts", process_group, work, None, layer, kept=sent), finish)
 
 
-@op("lancet::exchange_counts")
+@op("lancet::exchange_counts", like="count_WL")
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts, and wait for what the others tell.
 
@@ -117,19 +123,8 @@ def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
             )
 
 
-@cache
-def _number(layer: str) -> int:
-    """Stands for the layer in a header."""
-    return zlib.crc32(layer.encode())
-
-
 def _describe(header: list[int]) -> tuple:
     return header[0], str(_DTYPES[header[1]]).removeprefix("torch."), header[2]
-
-
-@exchange_counts.register_fake
-def _(count_WL, width, dtype, group):
-    return torch.empty_like(count_WL)
 
 
 def start_all_to_all(

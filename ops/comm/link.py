@@ -242,7 +242,7 @@ class Transfer:
     def __init__(
         self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool, is_urgent: bool = True
     ) -> None:
-        self._link, self._size, self.is_urgent = link, size, is_urgent
+        self._link, self.is_urgent = link, is_urgent
         self.wire_seconds = 0.0
         self.wire_end: float | None = None
         """When the emulated wire has carried it, once that is known."""

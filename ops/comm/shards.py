@@ -157,15 +157,10 @@ def _(shard, dim, group):
     return _resized(shard, {dim: shard.shape[dim] * group_size(group)})
 
 
-@op("lancet::share_gradient")
+@op("lancet::share_gradient", like="result")
 def share_gradient(result: Tensor, group: str) -> Tensor:
     """The tensor itself, which every rank has whole, and whose whole gradient is a sum of equal shares."""
     return result.clone(memory_format=torch.contiguous_format)
-
-
-@share_gradient.register_fake
-def _(result, group):
-    return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
 def _keep_arguments(ctx, inputs, output) -> None:

@@ -19,7 +19,6 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch.distributed as dist
 
@@ -111,11 +110,6 @@ def current_layer() -> str:
     return _layer
 
 
-@cache
-def _place(op: str, layer: str) -> bytes:
-    return _where(op, layer).encode()
-
-
 def _where(op: str, layer: str) -> str:
     return f"{op} of {layer}" if layer else op
 
@@ -140,7 +134,7 @@ class waiting:
     def __enter__(self) -> None:
         self.began = time.monotonic()
         if _board is not None:
-            _board.enter(_place(self.op, self.layer))
+            _board.enter(_where(self.op, self.layer).encode())
 
     def __exit__(self, kind, error, trace) -> None:
         if error is not None and blames(error) != "self" and not getattr(error, "described", False):

@@ -439,7 +439,6 @@ def run_forward(
     w2: Tensor,
     b2: Tensor | None,
     layer: LayerExchange,
-    dense: Sequence[DenseGemm],
 ) -> tuple[Tensor, ForwardPass]:
     """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
@@ -454,7 +453,7 @@ def run_forward(
         if kind not in shared.prepared:
             prepare(forward, backward, x, routing, experts, config)
             shared.prepared.add(kind)
-        out, saved = moe_forward(forward, x, routing, experts, config, dense=dense)
+        out, saved = moe_forward(forward, x, routing, experts, config)
         forward.watch(current_layer())
     return out, ForwardPass((forward, backward), saved, routing, experts, config)
 
@@ -477,9 +476,7 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer):
         row = send_rows(expert, slot, count_WL)
-        out, forward_pass = run_forward(
-            x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, dense=()
-        )
+        out, forward_pass = run_forward(x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(ticket_of(forward_pass))
             ctx.weight_dtype, ctx.group, ctx.layer = weight.dtype, layer.process_group, current_layer()

@@ -10,7 +10,7 @@ other layers, or of another copy of the step, as fillers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,15 +32,9 @@ def register_layer(layer: LayerExchange) -> int:
     return len(_layers) - 1
 
 
-def kept_bytes(number: int, like_TD: Tensor, num_choices: int, capacity: int) -> int:
-    """`LayerExchange.kept_bytes` of this layer."""
-    return _layers[number].kept_bytes(like_TD, num_choices, capacity)
-
-
-def watch_layers(numbers: Iterable[int]) -> None:
-    """Raise CommunicationError for a pass of these layers that ran out of time, as `Exchange.watch` does."""
-    for number in numbers:
-        _layers[number].watch()
+def layer_of(number: int) -> LayerExchange:
+    """The layer that was registered under this number."""
+    return _layers[number]
 
 
 @torch.library.custom_op("lancet::fused_experts", mutates_args=())
@@ -64,7 +58,7 @@ def fused_experts_op(
     from lancet_kernels.ops.fused.fused_experts import run_forward
 
     out, forward_pass = run_forward(
-        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
+        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, layer_of(layer)
     )
     return out, ticket_of(forward_pass)
 
@@ -97,7 +91,7 @@ def fused_experts_backward_op(
     forward_pass = take_pass(ticket)
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm(a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
-    with waiting("fused_experts_backward", _layers[layer].process_group, current_layer()):
+    with waiting("fused_experts_backward", layer_of(layer).process_group, current_layer()):
         gradients = run_backward(forward_pass, dy_TD, dense=dense)
     biases = [db for db in (gradients.db1, gradients.db2) if db is not None]
     dweight = gradients.dweight.to(weight_TK.dtype)

@@ -112,7 +112,7 @@ def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) 
     return out
 
 
-@op("lancet::expert_activation_backward")
+@op("lancet::expert_activation_backward", like="h_RF")
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
@@ -125,11 +125,6 @@ def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, ki
         _activate_backward_into(dh_RF, da_RF, h_RF, kind)
         return dh_RF
     return _in_blocks(lambda da, h: _activate_backward(da.to(dtype), h.to(dtype), kind), dh_RF, da_RF, h_RF)
-
-
-@expert_activation_backward.register_fake
-def _(da_RF, h_RF, count_WL, kind):
-    return h_RF.new_empty(h_RF.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -57,15 +57,10 @@ def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity):
     return expert_TK, torch.empty_like(expert_TK), weight_TK, torch.empty_like(used_E)
 
 
-@op("lancet::gate_backward")
+@op("lancet::gate_backward", like="logits_TE")
 def gate_backward(grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, spec: str) -> Tensor:
     """Gradient of the logits, [T, E], from the gradient of the weights, [T, K]."""
     return parse_gate(spec).weights_backward(grad_TK, logits_TE, expert_TK).contiguous()
-
-
-@gate_backward.register_fake
-def _(grad_TK, logits_TE, expert_TK, spec):
-    return logits_TE.new_empty(logits_TE.shape)
 
 
 def _setup_context(ctx, inputs: Sequence, output: Sequence) -> None:

@@ -28,7 +28,7 @@ def _(used_E, capacity, ranks):
     return used_E.new_empty(ranks, used_E.shape[0] // ranks)
 
 
-@op("lancet::send_rows")
+@op("lancet::send_rows", like="expert_TK")
 def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
     """-> [T, K] int64: row indices, sorted by expert, then slot; DROPPED for a slot >= the expert's count.
 
@@ -38,11 +38,6 @@ def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
     count_E = count_WL.reshape(-1)
     first_E = count_E.cumsum(0) - count_E
     return torch.where(slot_TK < count_E[expert_TK], first_E[expert_TK] + slot_TK, DROPPED)
-
-
-@send_rows.register_fake
-def _(expert_TK, slot_TK, count_WL):
-    return torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
 
 
 def choice_of_rows(row_TK: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ _BLOCK = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Elements that are drawn at once: what a core's cache holds; on a GPU, 256 MiB of counters."""
 
 
-@op("lancet::dropout")
+@op("lancet::dropout", like="x")
 def dropout(
     x: Tensor, token: Tensor, feature: Tensor, step: Tensor, p: float, seed: int, site: int
 ) -> Tensor:
@@ -61,11 +61,6 @@ def dropout(
         mix_high_bits_(number_BD, scratch_BD)
         torch.mul(x_TD[block], number_BD >= least, out=y_TD[block]).mul_(1 / (1 - p))
     return y_TD.view(x.shape)
-
-
-@dropout.register_fake
-def _(x, token, feature, step, p, seed, site):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -119,7 +119,9 @@ def _lower(
         for launch, work in ((forward, group.forward), (backward, group.backward)):
             launch.meta["milliseconds"] = work.milliseconds()
     choices = layer.expert.meta["val"].shape[1]
-    forward.meta[KEPT_BYTES] = fused_graph.kept_bytes(number, layer.x.meta["val"], choices, layer.capacity)
+    forward.meta[KEPT_BYTES] = fused_graph.layer_of(number).kept_bytes(
+        layer.x.meta["val"], choices, layer.capacity
+    )
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
     received = layer.forward[1].args[2]

@@ -130,8 +130,6 @@ class Problem:
     operators: tuple[Operator, ...]
     edges: tuple[tuple[int, int], ...]
     choices: tuple[tuple[Partition, ...], ...] = field(repr=False)
-    whole: Problem | None = field(default=None, repr=False, compare=False)
-    """The same with more to choose from: what is known of all holds of some of them."""
 
     @classmethod
     def over(
@@ -162,9 +160,6 @@ class Problem:
     @cached_property
     def costs(self) -> list[list[PartitionCost]]:
         """Cost of each operator under each of its partitions."""
-        if self.whole is not None:
-            every = zip(self.whole.costs, self._places, strict=True)
-            return [[costs[n] for n in places] for costs, places in every]
         return [
             [intra_cost(self.cluster, operator, partition) for partition in partitions]
             for operator, partitions in zip(self.operators, self.choices, strict=True)
@@ -173,9 +168,6 @@ class Problem:
     @cached_property
     def edge_ms(self) -> dict[tuple[int, int], np.ndarray]:
         """Milliseconds of each edge, by the partitions of its ends."""
-        if self.whole is not None:
-            of, every = self._places, self.whole.edge_ms
-            return {(i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in every.items()}
         return {
             (i, j): redistributions(
                 self.cluster, self.operators[i], self.choices[i], self.operators[j], self.choices[j]
@@ -185,16 +177,7 @@ class Problem:
 
     def restricted(self, choices: Mapping[str, Sequence[Partition]]) -> Problem:
         """The same with other partitions to choose from, by name of the operator."""
-        fewer = tuple(tuple(choices[o.name]) for o in self.operators)
-        has_all = all(set(own) <= set(every) for own, every in zip(fewer, self.choices, strict=True))
-        return replace(self, choices=fewer, whole=self if has_all else None)
-
-    @property
-    def _places(self) -> list[list[int]]:
-        """Where the choices of each operator are among those of the whole."""
-        assert self.whole is not None
-        place_of = [{p: n for n, p in enumerate(every)} for every in self.whole.choices]
-        return [[place[p] for p in own] for own, place in zip(self.choices, place_of, strict=True)]
+        return replace(self, choices=tuple(tuple(choices[o.name]) for o in self.operators))
 
 
 @dataclass(frozen=True)

@@ -134,14 +134,18 @@ class Search:
             )
         levels = self.space.borders(MOST_BORDERS)
         self._is_exact = levels is not None
-        levels = levels or self.space.borders_in_order()
+        # Only those along the Program's order.
+        levels = levels or [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
         segments = self.space.segments(levels)
         states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
         for segment in segments:
             if not states:
                 break
             # Memory is a limit on the sum, not on differences.
-            states = self._explore(segment, states) if self.with_memory else self._pass(segment, states)
+            if self.with_memory:
+                states = self.space.walk(segment, states, self._grow)
+            else:
+                states = self._pass(segment, states)
         bound, least_bytes = lower_bounds(self.space, segments, overlaps_backward=self.overlaps_backward)
         complete = [label for labels in states.values() for label in labels]
         if not complete:
@@ -210,7 +214,7 @@ class Search:
         )
         key = segment.structure, differences
         if key not in self._patterns:
-            behind = self._explore(segment, _relative(ordered, low))
+            behind = self.space.walk(segment, _relative(ordered, low), self._grow)
             pairs = {
                 renamed(state, position): [(label, _entry(label)) for label in labels]
                 for state, labels in behind.items()
@@ -231,12 +235,8 @@ class Search:
             for state, pairs in passed.states.items()
         }
 
-    def _explore(self, segment: Segment, states: States) -> States:
-        """The states behind a segment, by figure 4."""
-        return self.space.walk(segment, states, self._grow)
-
     def _grow(self, done: int, states: States, targets: dict[int, States]) -> None:
-        """Insert every label behind each block, in the open stage or as the first block of a new one."""
+        """Figure 4: insert every label behind each block, in the open stage or as the first of a new one."""
         self._is_exact &= not self._prune(states)
         closed = self._closed(states)
         for b, target in targets.items():

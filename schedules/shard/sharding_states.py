@@ -163,10 +163,6 @@ class StateSpace:
             levels.append(sorted(level))
         return levels
 
-    def borders_in_order(self) -> list[list[int]]:
-        """Only those along the Program's order."""
-        return [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
-
     def segments(self, levels: list[list[int]]) -> list[Segment]:
         """The graph between borders that are the only ones of their level."""
         single = [n for n, level in enumerate(levels) if len(level) == 1]

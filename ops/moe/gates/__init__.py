@@ -68,18 +68,3 @@ def _value(gate: type[Gate], option: ast.keyword) -> object:
             expected="text in quotes" if isinstance(default, str) else "a Python literal",
             do=f"write {gate.name}({option.arg}={default!r}), say",
         ) from error
-
-
-__all__ = [
-    "GATES",
-    "BatchPrioritized",
-    "ExpertChoice",
-    "GShard",
-    "Gate",
-    "Hash",
-    "Random",
-    "Sigmoid",
-    "Switch",
-    "TopK",
-    "parse_gate",
-]

@@ -38,14 +38,11 @@ def slots_in_choice_order(
     Args: token_order_T, int64: the tokens by falling priority.
     Returns: slot_TK, used'_E.
     """
-    ordered_TK = expert_TK if token_order_T is None else expert_TK[token_order_T]
-    slot_KT, used_E = slots_in_order(ordered_TK.T.reshape(-1), used_E)
-    slot_TK = slot_KT.view(expert_TK.shape[1], expert_TK.shape[0]).T
-    if token_order_T is None:
-        return slot_TK.contiguous(), used_E
-    out_TK = torch.empty_like(expert_TK)
-    out_TK[token_order_T] = slot_TK
-    return out_TK, used_E
+    order_T = slice(None) if token_order_T is None else token_order_T
+    slot_KT, used_E = slots_in_order(expert_TK[order_T].T.reshape(-1), used_E)
+    slot_TK = torch.empty_like(expert_TK)
+    slot_TK[order_T] = slot_KT.view(expert_TK.shape[1], expert_TK.shape[0]).T
+    return slot_TK, used_E
 
 
 def top_k_stable(score_TE: Tensor, k: int) -> Tensor:

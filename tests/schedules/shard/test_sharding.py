@@ -185,7 +185,7 @@ class Recording(Search):
     """Searches every segment, and compares what it keeps of closed states."""
 
     def _pass(self, segment, states):
-        return self._explore(segment, states)
+        return self.space.walk(segment, states, self._grow)
 
     def _closed(self, states):
         closed = super()._closed(states)
