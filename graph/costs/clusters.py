@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             f"cluster file {source}", got=f"key {', '.join(strays)}", expected="it above the first table",
             do="move it up",
         )  # fmt: skip
-    _check_keys(Cluster, data, f"cluster file {source}")
+    cluster: Cluster = _from_table(Cluster, data, f"cluster file {source}")
     numbers = {f.name: data[f.name] for f in fields(Cluster) if f.type in ("int", "float")}
     for table in _TABLES:
         if not isinstance(data[table], dict) or "float32" not in data[table]:
@@ -189,17 +189,17 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
                 f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
             )
     if "kernels" in data:
-        _check_keys(Kernels, data["kernels"], f"[kernels] in cluster file {source}")
-        data["kernels"] = Kernels(**data["kernels"])
-    for name, table in named.items():
-        _check_keys(Dispatcher, table, f"[dispatchers.{name}] in cluster file {source}")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-        named[name] = Dispatcher(**values)
-    return Cluster(**data)
+        kernels = _from_table(Kernels, data["kernels"], f"[kernels] in cluster file {source}")
+        cluster = replace(cluster, kernels=kernels)
+    dispatchers = {
+        name: _from_table(Dispatcher, table, f"[dispatchers.{name}] in cluster file {source}")
+        for name, table in named.items()
+    }
+    return replace(cluster, dispatchers=dispatchers)
 
 
-def _check_keys(kind: type, table: object, where: str) -> None:
-    """Raise UserError unless a table has the keys of a dataclass."""
+def _from_table(kind: type, table: object, where: str) -> Any:
+    """A dataclass from a table. Raises: UserError unless the table has its keys."""
     if not isinstance(table, dict):
         raise UserError(where, got=repr(table), expected="a table", do="write its keys below its heading")
     keys = {f.name for f in fields(kind)}
@@ -210,3 +210,4 @@ def _check_keys(kind: type, table: object, where: str) -> None:
     ):
         if names:
             raise UserError(where, got=f"{what} key {', '.join(sorted(names))}", expected=expected, do=do)
+    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})

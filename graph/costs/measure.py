@@ -63,11 +63,10 @@ def measure_nodes(
     """Times of every instruction node, by name: medians over runs (without the first), of the slowest rank.
 
     The slowest rank counts because the others wait for it at the next all-to-all, and experts have different
-    loads: with means over two ranks, predictions of `lancet bench overlap` were 7.1 % off, with the slowest
-    3.2 % (2-core CPU, 2026-11-21). On CPU ranks this is the CPU time of the computing thread, without other
-    processes and without waiting for other ranks; for computation that blocks on other ranks, the wall time
-    of the rank that arrives last. On a GPU it is the time between two events, without the launch. An emulated
-    link is not paced meanwhile. The states of the random generators are restored.
+    loads. On CPU ranks this is the CPU time of the computing thread, without other processes and without
+    waiting for other ranks; for computation that blocks on other ranks, the wall time of the rank that
+    arrives last. On a GPU it is the time between two events, without the launch. An emulated link is not
+    paced meanwhile. The states of the random generators are restored.
 
     Args: inputs: one per placeholder of the graph, on the device to measure.
     """
@@ -160,22 +159,28 @@ class _Timer(fx.Interpreter):
         return result
 
 
-class _GpuTimer(_Timer):
-    """The same on a GPU, by events on its stream.
+def timed_on_gpu(call: Callable[[], object], device: torch.device | None = None) -> tuple[object, float]:
+    """What a call gives, and the milliseconds between two events on the stream.
 
-    The device first sleeps while the host launches the node, so that the launch is not measured. For a node
-    that makes the host wait, the launch is included.
+    The device first sleeps while the host launches, so that the launch is not measured. For a call that makes
+    the host wait, the launch is included.
     """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(GPU_SLEEP_CYCLES)
+    begin.record()
+    result = call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return result, begin.elapsed_time(end)
+
+
+class _GpuTimer(_Timer):
+    """The same on a GPU, by events on its stream."""
 
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         link.read()
-        torch.cuda._sleep(GPU_SLEEP_CYCLES)
-        begin.record()
-        result = _arrived(node, call())
-        end.record()
-        torch.cuda.synchronize()
-        traffic, elapsed_ms = link.read(), begin.elapsed_time(end)
+        result, elapsed_ms = timed_on_gpu(lambda: _arrived(node, call()))
+        traffic = link.read()
         # For a collective, only packing and unpacking rows is computation. An all-reduce packs very little,
         # and does not report its time on the link, so it counts as zero.
         computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)

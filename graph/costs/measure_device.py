@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.costs.communication import Points
 from lancet_kernels.graph.costs.device_costs import cut_key
-from lancet_kernels.graph.costs.measure import GPU_SLEEP_CYCLES, unpaced
+from lancet_kernels.graph.costs.measure import timed_on_gpu, unpaced
 from lancet_kernels.graph.program.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.program.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
@@ -56,14 +56,7 @@ def milliseconds_of(call: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(_REPEATS + 1):
         if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # The device sleeps while the host launches, so that the launch is not measured.
-            torch.cuda._sleep(GPU_SLEEP_CYCLES)
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(begin.elapsed_time(end))
+            times.append(timed_on_gpu(call, device)[1])
         else:
             start = time.thread_time()
             call()

@@ -209,8 +209,6 @@ class LayerExchange:
     The first exchange has room for 2 passes or more, each further one for 6: made when so many have waited
     for their backward at once. Under activation checkpointing the first is all. A pass takes what came of its
     exchange's room, where no other one lies (`schedule.py`). It keeps no rows to send.
-    Values after the activation are computed again in the backward, where those before it are at hand for the
-    gradient; the gradient of the combine weights needs no results (`kernels.reference.tiles`).
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 

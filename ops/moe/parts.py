@@ -43,9 +43,7 @@ def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: in
     return torch.where(kept_TK, row_TK, DROPPED), count_E1[:-1].contiguous()
 
 
-@part_rows.register_fake
-def _(expert_TK, slot_TK, num_experts, capacity):
-    return torch.empty_like(slot_TK), slot_TK.new_empty(num_experts)
+part_rows.register_fake(part_rows.function)
 
 
 @op("lancet::merge_parts")
@@ -86,9 +84,7 @@ def merge_rows(experts: list[Tensor], rows: list[Tensor], counts: list[Tensor]) 
     return torch.cat(merged)
 
 
-@merge_rows.register_fake
-def _(experts, rows, counts):
-    return rows[0].new_empty(sum(part.shape[0] for part in rows), rows[0].shape[1])
+merge_rows.register_fake(merge_rows.function)
 
 
 Number = TypeVar("Number", int, Tensor)
@@ -106,9 +102,7 @@ def window_counts(count_WL: Tensor, part: int, parts: int) -> Tensor:
     return behind_WL - first_WL
 
 
-@window_counts.register_fake
-def _(count_WL, part, parts):
-    return torch.empty_like(count_WL)
+window_counts.register_fake(window_counts.function)
 
 
 @op("lancet::window_rows")
