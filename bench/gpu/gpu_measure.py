@@ -150,9 +150,9 @@ def give_back() -> None:
     """The memory of one part, which the allocator keeps by stream, and its exchanges, for the next one."""
     import torch
 
-    from lancet_kernels.ops.fused.fused_experts import FusedMemory
+    from lancet_kernels import reset_exchanges
 
-    FusedMemory.forget()
+    reset_exchanges()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

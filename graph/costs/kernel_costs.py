@@ -142,11 +142,10 @@ class KernelCosts:
 
         Example: 8 choices over 2 nodes: 2 * (1 - 1/2**8) = 1.99.
         """
+        choices = self.top_k
         if self.groups >= places > 1 and self.top_groups:
             # The experts of a place are whole groups: a token goes to those of its groups, all of them used.
-            return (
-                places * (1 - (1 - 1 / places) ** self.top_groups)
-                if self.groups > places
-                else self.top_groups
-            )
-        return places * (1 - (1 - 1 / places) ** self.top_k)
+            choices = self.top_groups
+            if self.groups == places:
+                return choices
+        return places * (1 - (1 - 1 / places) ** choices)

@@ -220,36 +220,12 @@ def measure_communication(
             rest; "replica" means the replica group; further names are those of `others`.
         width: of the rows in all-to-all buffers. device: of the step's tensors.
     """
-
-    def numbers(size: float) -> Tensor:
-        return torch.zeros(max(1, int(size) // 4), device=device)
-
-    def summed(size: int, group: str) -> object:
-        return all_reduce(numbers(size), group)
-
-    def gathered(size: int, group: str) -> object:
-        return all_gather(numbers(size / group_size(group)), 0, group)
-
-    def scattered(size: int, group: str) -> object:
-        ranks = group_size(group)
-        return reduce_scatter(numbers(size / ranks).repeat(ranks), 0, group)
-
-    def shift_around(size: int) -> object:
-        ranks = group_size(groups.world)
-        around = [(place + 1) % ranks for place in range(ranks)]
-        return start_shift([numbers(size)], around, groups.world).wait()
-
-    calls: dict[tuple[str, str], Callable[[int], object]] = {
-        ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
-        ("point_to_point", "world"): shift_around,
-    }
-    for name, group in {"world": groups.data, "replica": groups.replica, **others}.items():
-        calls["all_reduce", name] = partial(summed, group=group)
-        calls["all_gather", name] = partial(gathered, group=group)
-        calls["reduce_scatter", name] = partial(scattered, group=group)
+    named = {"world": groups.data, "replica": groups.replica, **others}
+    fixed_groups = {"all_to_all": groups.expert, "point_to_point": groups.world}
     samples = {}
     for collective, name in largest:
-        call = calls[collective, name]
+        group = fixed_groups.get(collective, named[name])
+        call = partial(_run_collective, collective, group, width, device)
         points = []
         size = SMALLEST_BYTES
         while True:
@@ -279,13 +255,26 @@ def _total_ms(call: Callable[[int], object], size: int, device: torch.device) ->
     return (time.perf_counter() - begin) * 1e3
 
 
-def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:
-    """An all-to-all of `size` bytes of float32 rows per rank, spread evenly over the ranks."""
+def _run_collective(collective: str, group: str, width: int, device: torch.device, size: int) -> object:
+    """A collective of `size` bytes of float32 per rank; rows of an all-to-all are spread evenly."""
     ranks = group_size(group)
-    rows = max(1, size // (4 * width * ranks))
-    count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
-    rows_SD = torch.zeros(ranks * rows, width, device=device)
-    return start_all_to_all(rows_SD, count, count, group, True).wait()
+
+    def numbers(size: float) -> Tensor:
+        return torch.zeros(max(1, int(size) // 4), device=device)
+
+    if collective == "all_to_all":
+        rows = max(1, size // (4 * width * ranks))
+        count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
+        rows_SD = torch.zeros(ranks * rows, width, device=device)
+        return start_all_to_all(rows_SD, count, count, group, True).wait()
+    if collective == "point_to_point":
+        around = [(place + 1) % ranks for place in range(ranks)]
+        return start_shift([numbers(size)], around, group).wait()
+    if collective == "all_reduce":
+        return all_reduce(numbers(size), group)
+    if collective == "all_gather":
+        return all_gather(numbers(size / ranks), 0, group)
+    return reduce_scatter(numbers(size / ranks).repeat(ranks), 0, group)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:

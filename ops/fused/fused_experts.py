@@ -23,6 +23,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -90,14 +91,9 @@ class FusedMemory:
         return of_device[device]
 
     @classmethod
-    def forget(cls) -> None:
-        """Free the memory for use without torch.distributed; layers that run again allocate new memory."""
-        for shared in cls._of_group.pop(ALONE, {}).values():
-            shared.memory.close()
-
-    @classmethod
     def reset(cls, process_group: dist.ProcessGroup | None) -> None:
-        """Drop the memory of a group after a failure; no rendezvous, because ranks may have failed apart."""
+        """Drop the memory of a group (None: that for use without torch.distributed), after a failure, say: no
+        rendezvous, because ranks may have failed apart."""
         for device, shared in cls._of_group.pop(process_group or ALONE, {}).items():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
@@ -182,6 +178,7 @@ class LayerMemory(NamedTuple):
         )
 
 
+@dataclass(eq=False, repr=False)
 class LayerExchange:
     """What a layer wants of exchanges; they are created when a pass needs them (collective, like the pass).
 
@@ -218,26 +215,19 @@ class LayerExchange:
     22.5 GB. With receive_factor=1.25 it is 2.2 GB, and 30 GB, and one pass may bring 1.25 S.
     """
 
-    def __init__(
-        self,
-        group: str,
-        local_experts: int,
-        width: int,
-        hidden: int,
-        activation: str,
-        *,
-        max_tokens: int | None = None,
-        receive_factor: float | None = None,
-        timeout_s: float | None = None,
-        config: OverlapConfig | None = None,
-    ) -> None:
-        self.max_tokens, self.receive_factor = max_tokens, receive_factor
-        self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
-        self.activation, self.config = activation, config
-        if timeout_s is None:
-            timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
-        self.timeout_s = timeout_s
-        self._shared: dict[tuple, tuple[FusedMemory, SharedExchanges, OverlapConfig]] = {}
+    group: str
+    local_experts: int
+    width: int
+    hidden: int
+    activation: str
+    _: KW_ONLY
+    max_tokens: int | None = None
+    receive_factor: float | None = None
+    timeout_s: float | None = None
+    config: OverlapConfig | None = None
+    _shared: dict[tuple, tuple[FusedMemory, SharedExchanges, OverlapConfig]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -249,7 +239,10 @@ class LayerExchange:
 
         capacity: the most rows that any rank sends to one expert, with as many tokens.
         """
-        memory = FusedMemory.of(self.group, like.device, self.timeout_s)
+        timeout_s = self.timeout_s
+        if timeout_s is None:
+            timeout_s = ALONE_TIMEOUT_S if self.process_group is None else group_timeout_s(self.process_group)
+        memory = FusedMemory.of(self.group, like.device, timeout_s)
         num_tokens = like.shape[0]
         key = num_choices, like.dtype, like.device
         if self.max_tokens is not None and num_tokens > self.max_tokens:
@@ -276,7 +269,7 @@ class LayerExchange:
         with self._enough_memory(send_rows, receive_rows, like.dtype):
             shared = memory.pool(
                 each_pass, send_rows=send_rows, receive_rows=receive_rows, width=self.width, dtype=like.dtype,
-                local_experts=self.local_experts, chunk_rows=config.gemm.block_m, timeout_s=self.timeout_s,
+                local_experts=self.local_experts, chunk_rows=config.gemm.block_m, timeout_s=timeout_s,
             )  # fmt: skip
         self._shared[key] = memory, shared, config
         return shared, config
@@ -371,11 +364,7 @@ class LayerExchange:
 
     def __deepcopy__(self, memo: dict) -> LayerExchange:
         # A copied layer creates its own exchanges when it first runs.
-        return LayerExchange(
-            self.group, self.local_experts, self.width, self.hidden, self.activation,
-            max_tokens=self.max_tokens, receive_factor=self.receive_factor,
-            timeout_s=self.timeout_s, config=self.config,
-        )  # fmt: skip
+        return replace(self)
 
 
 def reset_exchanges(groups: AnyGroups | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.sharding_search import Search
-from lancet_kernels.schedules.shard.sharding_states import Restriction
+from lancet_kernels.schedules.shard.sharding_states import Restriction, StateSpace
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 
 MOST_LABELS = 200
@@ -44,19 +44,16 @@ def search_sharding(
         overlaps_backward: see `Search`.
     Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
     """
-
     is_small = len(program) <= SMALL
+    least_sliced_bytes = 0 if is_small else LEAST_SLICED_BYTES
+    space = StateSpace(program, ranks, cost, restriction=restriction, least_sliced_bytes=least_sliced_bytes)
 
     def searched(memory_bytes: float | None = None, price: float = 0.0) -> ShardingStrategy:
         return Search(
-            program,
-            ranks,
-            cost,
-            restriction=restriction,
+            space,
             memory_bytes=memory_bytes,
             most_labels=most_labels or (None if is_small else MOST_LABELS),
             tolerance=0.0 if is_small else TOLERANCE,
-            least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
             overlaps_backward=overlaps_backward,
             price=price,
         ).run(name)

@@ -22,9 +22,8 @@ from itertools import count
 from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.costs import Cost, source_of
+from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.forms import Form
-from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.schedules.shard.sharding_bound import lower_bounds
 from lancet_kernels.schedules.shard.sharding_costs import (
@@ -35,14 +34,7 @@ from lancet_kernels.schedules.shard.sharding_costs import (
     Label,
     dominates,
 )
-from lancet_kernels.schedules.shard.sharding_states import (
-    Restriction,
-    Segment,
-    State,
-    StateSpace,
-    not_new,
-    renamed,
-)
+from lancet_kernels.schedules.shard.sharding_states import Segment, State, StateSpace, not_new, renamed
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 
 MOST_OF_A_STATE = 12
@@ -76,12 +68,10 @@ class Search:
     """Figure 4, over borders in the order of how many blocks lie behind them.
 
     Args:
-        program: the forward of one microbatch, for one device.
         most_labels: kept behind each border, the fastest so far (None: all, and the result is the optimum).
         memory_bytes: what a device has.
         tolerance: share of the computation by which the result may be slower than the optimum: strategies
             are also dropped that are ahead by less than their part of it.
-        least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
         overlaps_backward: False counts computation and communication of the backward one after the other,
             as the searcher does that the paper's authors published.
         price: milliseconds that are added for every byte a strategy holds, so that smaller ones win.
@@ -89,22 +79,15 @@ class Search:
 
     def __init__(
         self,
-        program: Program,
-        ranks: int,
-        cost: Cost,
+        space: StateSpace,
         *,
-        restriction: Restriction | None = None,
         most_labels: int | None = None,
         memory_bytes: float | None = None,
         tolerance: float = 0.0,
-        least_sliced_bytes: int = 0,
         overlaps_backward: bool = True,
         price: float = 0.0,
     ) -> None:
-        self.space = StateSpace(
-            program, ranks, cost, restriction=restriction, least_sliced_bytes=least_sliced_bytes
-        )
-        self.blocks, self.costs = self.space.blocks, source_of(cost)
+        self.space, self.blocks = space, space.blocks
         self.most_labels, self.memory_bytes = most_labels, memory_bytes
         self.with_memory = memory_bytes is not None
         self.overlaps_backward, self.price = overlaps_backward, price
@@ -170,7 +153,7 @@ class Search:
             psi,
             min(bound, psi),
             best.bytes,
-            self.costs,
+            source_of(self.space.costs.cost),
             self._labels,
             sum(map(len, levels)),
             {t: program.tensors[t].shape for t in parameters},

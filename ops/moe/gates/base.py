@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.moe.gates import weights
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order, top_k_stable
+from lancet_kernels.ops.moe.gates.weights import normalized_scores, scores, sigmoid
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,40 @@ class Gate:
         return slots_in_token_order(expert_TK, used_E)
 
     def weights(self, logits_TE: Tensor | None, expert_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """-> weight_TK: what each expert's output is multiplied with."""
-        return weights.choice_weights(logits_TE, expert_TK, self.score, self.normalized, self.scale, dtype)
+        """-> weight_TK: what each expert's output is multiplied with.
+
+            s = softmax(logits) or sigmoid(logits)        [T, E]
+            w = s[t, expert[t, k]]                        [T, K]
+            w = w / sum_k w        (if normalized)
+            w = w * scale
+
+        In the dtype of the logits; without a router w = 1 / K, in `dtype`.
+        """
+        if logits_TE is None:
+            return torch.full(expert_TK.shape, 1 / expert_TK.shape[1], dtype=dtype, device=expert_TK.device)
+        if self.normalized:
+            return normalized_scores(logits_TE.gather(1, expert_TK), self.score) * self.scale
+        return scores(logits_TE, self.score).gather(1, expert_TK) * self.scale
 
     def weights_backward(self, grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """-> gradient of the logits, [T, E], given the gradient of the weights."""
-        return weights.choice_weights_backward(
-            grad_TK, logits_TE, expert_TK, self.score, self.normalized, self.scale
-        )
+        """-> gradient of the logits, [T, E], given the gradient of the weights. Written out, because the gate
+        is one op to autograd and to the planner."""
+        grad_TK = grad_TK * self.scale
+        grad_TE = logits_TE.new_zeros(logits_TE.shape)
+        if self.normalized:
+            # w = softmax(log s), so d log s = w * (dw - sum_k dw * w); for sigmoid, d log s / d logit = 1 - s
+            chosen_TK = logits_TE.gather(1, expert_TK)
+            weight_TK = normalized_scores(chosen_TK, self.score)
+            grad_TK = weight_TK * (grad_TK - (grad_TK * weight_TK).sum(-1, keepdim=True))
+            if self.score == "sigmoid":
+                grad_TK = grad_TK * sigmoid(-chosen_TK)
+            return grad_TE.scatter_add_(1, expert_TK, grad_TK)
+        score_TE = scores(logits_TE, self.score)
+        grad_TE.scatter_add_(1, expert_TK, grad_TK)
+        if self.score == "softmax":
+            return score_TE * (grad_TE - (grad_TE * score_TE).sum(-1, keepdim=True))
+        return grad_TE * score_TE * (1 - score_TE)
 
     def probabilities(self, logits_TE: Tensor) -> Tensor:
         """-> [T, E], rows sum to 1: what the load-balance loss averages. Differentiable."""
-        return weights.normalized_scores(logits_TE, self.score)
+        return normalized_scores(logits_TE, self.score)

@@ -1,19 +1,27 @@
 """Weights of the choices and their gradient; scores that do not depend on where a token stands."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lancet_kernels.ops.moe.gates.weights import (
-    choice_weights,
-    choice_weights_backward,
-    normalized_scores,
-    scores,
-    sigmoid,
-)
+from lancet_kernels.ops.moe.gates import Gate
+from lancet_kernels.ops.moe.gates.weights import normalized_scores, scores, sigmoid
 from tests.ops.op_cases import QUICK, SEEDS, generator
+
+
+@dataclass(frozen=True)
+class Weighted(Gate):
+    """With every option for weights."""
+
+    name: ClassVar[str] = "weighted"
+    score: str = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,7 +55,7 @@ def test_scores_of_a_part_are_those_of_the_whole(
 def autograd_weights(
     logits_TE: Tensor, expert_TK: Tensor, score: str, normalized: bool, scale: float
 ) -> Tensor:
-    """The formula on top of the file, left to autograd."""
+    """The formula of `Gate.weights`, left to autograd."""
     score_TE = torch.softmax(logits_TE, -1) if score == "softmax" else torch.sigmoid(logits_TE)
     weight_TK = score_TE.gather(1, expert_TK)
     if normalized:
@@ -73,15 +81,16 @@ def test_weights_and_gradient_against_autograd(
     grad_TK = torch.randn(tokens, top_k, dtype=torch.float64, generator=rng)
     expected_TK = autograd_weights(logits_TE, expert_TK, score, normalized, scale)
     (expected_TE,) = torch.autograd.grad(expected_TK, logits_TE, grad_TK)
+    gate = Weighted(score, normalized, scale)
     with torch.no_grad():
-        actual_TK = choice_weights(logits_TE, expert_TK, score, normalized, scale, torch.float64)
-        actual_TE = choice_weights_backward(grad_TK, logits_TE, expert_TK, score, normalized, scale)
+        actual_TK = gate.weights(logits_TE, expert_TK, torch.float64)
+        actual_TE = gate.weights_backward(grad_TK, logits_TE, expert_TK)
     torch.testing.assert_close(actual_TK, expected_TK, rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(actual_TE, expected_TE, rtol=1e-12, atol=1e-14)
 
 
 def test_without_logits_the_choices_share_equally() -> None:
     expert_TK = torch.zeros(3, 4, dtype=torch.int64)
-    weight_TK = choice_weights(None, expert_TK, "softmax", False, 1.0, torch.float64)
+    weight_TK = Weighted().weights(None, expert_TK, torch.float64)
     assert weight_TK.tolist() == [[0.25] * 4] * 3
     assert weight_TK.dtype == torch.float64

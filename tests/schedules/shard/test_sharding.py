@@ -16,6 +16,7 @@ from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, psi_of
 from lancet_kernels.schedules.shard.sharding_search import Search
+from lancet_kernels.schedules.shard.sharding_states import StateSpace
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 from lancet_kernels.schedules.shard.signatures import signatures
 from lancet_kernels.schedules.time.simulate import simulate
@@ -167,7 +168,7 @@ def needed_after(program: Program, done: frozenset[str]) -> set[str]:
 @examples(150)
 @drawn(graphs(most=4, flops=1.0))
 def test_search_equals_brute_force(program):
-    best = Search(program, RANKS, given).run("best")
+    best = Search(StateSpace(program, RANKS, given)).run("best")
     assert best.predicted_ms == pytest.approx(BruteForce(program).smallest(), abs=1e-9)
     assert best.lower_bound_ms == pytest.approx(best.predicted_ms)
     assert best.lower_bound_ms <= best.predicted_ms
@@ -177,7 +178,7 @@ def test_search_equals_brute_force(program):
 @examples(20)
 @drawn(graphs(most=8, least=5, flops=1.0))
 def test_search_equals_brute_force_on_graphs_of_up_to_eight(program):
-    psi = Search(program, RANKS, given).run("best").predicted_ms
+    psi = Search(StateSpace(program, RANKS, given)).run("best").predicted_ms
     assert psi == pytest.approx(BruteForce(program, psi + 1e-6).smallest(), abs=1e-9)
 
 
@@ -200,7 +201,7 @@ class Recording(Search):
 @examples(100)
 @drawn(graphs(most=6, least=2, flops=1.0))
 def test_no_dominated_state_is_kept(program):
-    Recording(program, RANKS, given).run("best")
+    Recording(StateSpace(program, RANKS, given)).run("best")
 
 
 def chain(*lines: tuple[str, float]) -> Program:
@@ -298,8 +299,8 @@ def test_repeated_layers_are_searched_once(times):
     layer = (("mm", 60.0), ("_softmax", 50.0), ("mm", 80.0), ("_log_softmax", 70.0))
     program = chain(*layer * times)
     limits = {"most_labels": 40, "tolerance": 0.01}
-    once = Search(program, RANKS, given, **limits).run("once")
-    each = Recording(program, RANKS, given, **limits).run("each")
+    once = Search(StateSpace(program, RANKS, given), **limits).run("once")
+    each = Recording(StateSpace(program, RANKS, given), **limits).run("each")
     assert once.predicted_ms == pytest.approx(each.predicted_ms, rel=0.01)
     assert once.lower_bound_ms <= min(once.predicted_ms, each.predicted_ms)
     assert [name for stage in once.stages for name in stage.computation] == list(program.index)
