@@ -148,7 +148,15 @@ class Profiler:
         cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
         times = {key: number for key, number in cached.items() if number is not None}
         if len(times) < len(cached):
-            times = self._measure(module, inputs, program, keys, times)
+            measured = measure_nodes(module, inputs, self.groups.world)
+            by_key: dict[str, list[float]] = {}
+            for key, name, quantity in _quantities(program, keys):
+                by_key.setdefault(key, []).append(getattr(measured[name], quantity))
+            medians = {key: statistics.median(numbers) for key, numbers in by_key.items()}
+            # New times as if they had been measured together with the earlier ones.
+            scale = speed_then([(medians[key], times.get(key)) for key in keys.values()])
+            times = {**medians, **{key: medians[key] * scale for key in keys.values()}, **times}
+            self._store(times)
         return self._with_times(program, keys, times, preset, shares)
 
     def _keys(self, program: Program) -> dict[str, str]:
@@ -165,26 +173,6 @@ class Profiler:
         keys = self._keys(program)
         times = [self.times.get(_threads_key(keys[i.name])) for i in _collectives(program)]
         return self._from_first(sum(ms for ms in times if ms is not None))
-
-    def _measure(
-        self,
-        module: fx.GraphModule,
-        inputs: Sequence[object],
-        program: Program,
-        keys: dict[str, str],
-        earlier: dict[str, float],
-    ) -> dict[str, float]:
-        """The earlier times, and new ones for all other keys, as if they had been measured together."""
-        measured = measure_nodes(module, inputs, self.groups.world)
-        by_key: dict[str, list[float]] = {}
-        for key, name, quantity in _quantities(program, keys):
-            by_key.setdefault(key, []).append(getattr(measured[name], quantity))
-        medians = {key: statistics.median(numbers) for key, numbers in by_key.items()}
-        scale = speed_then([(medians[key], earlier.get(key)) for key in keys.values()])
-        new = {key: medians[key] * scale for key in keys.values()}
-        times = {**medians, **new, **earlier}
-        self._store(times)
-        return times
 
     def _with_times(
         self,

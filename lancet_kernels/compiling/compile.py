@@ -42,7 +42,7 @@ class CompiledKernel:
     """The compiled machine code of a specimen.
 
     Attributes:
-        name, config: of the specimen. arch: "sm_90".
+        arch: "sm_90".
         registers: of one thread. threads: of one program.
         spills: bytes of one thread that are spilled to local memory.
         stack: all bytes of local memory of one thread.
@@ -51,8 +51,6 @@ class CompiledKernel:
         seconds: compile time; near zero if the kernel was in Triton's cache.
     """
 
-    name: str
-    config: str
     arch: str
     registers: int
     spills: int
@@ -88,8 +86,6 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
     registers, stack = _resources(compiled)
     instructions = _tool("-sass", compiled.asm["cubin"])
     return CompiledKernel(
-        name=specimen.name,
-        config=specimen.config,
         arch=f"sm_{arch}",
         registers=registers,
         # A kernel that spills has a stack, so only then the assembler runs a second time.

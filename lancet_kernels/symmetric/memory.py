@@ -2,7 +2,7 @@
 
     with create(group, device) as memory:
         rows = memory.allocate("rows", (E, C, D), torch.bfloat16)      # collective, zero-filled
-        arrived = memory.signals("arrived", E)                         # int64 words
+        arrived = memory.allocate("arrived", (E,), torch.int64)        # signal words, only ever growing
         kernel[grid](rows.local, rows.peers, arrived.local, arrived.peers, ...)
         memory.barrier()
 
@@ -109,10 +109,6 @@ class SymmetricMemory(ABC):
         )
         self._regions[name] = region
         return region
-
-    def signals(self, name: str, count: int) -> Region:
-        """A region of `count` signal words: int64, zero, only ever growing."""
-        return self.allocate(name, (count,), torch.int64)
 
     def largest(self, value: int) -> int:
         """The largest of the values that the PEs bring. Collective."""

@@ -67,24 +67,20 @@ class Redistribution:
     def of_numbers(cls, numbers: list[int]) -> Redistribution:
         return _of_numbers(tuple(numbers))
 
-    def unit_sizes(self, tile: tuple[int, ...], rank: int) -> tuple[int, int]:
-        """Rows and features of a unit, from the size of this rank's tile.
+    def result_of(self, x: Tensor, rank: int) -> tuple[Tensor, int, int]:
+        """An empty tile behind it; rows and features of a unit, from the size of this rank's tile x.
 
         Raises: UserError if the tile cannot be cut so.
         """
-        (r0, r1), (c0, c1) = self.held[rank]
-        if tile[0] % (r1 - r0) or tile[1] % (c1 - c0):
+        rows, columns = (end - begin for begin, end in self.held[rank])
+        if x.shape[0] % rows or x.shape[1] % columns:
             raise UserError(
                 "rows and features of an activation",
-                got=f"a tile of {tuple(tile)} on rank {rank}",
-                expected=f"multiples of {r1 - r0} and {c1 - c0}",
+                got=f"a tile of {tuple(x.shape)} on rank {rank}",
+                expected=f"multiples of {rows} and {columns}",
                 do="use a batch and a sequence whose product the ranks can divide",
             )
-        return tile[0] // (r1 - r0), tile[1] // (c1 - c0)
-
-    def result_of(self, x: Tensor, rank: int) -> tuple[Tensor, int, int]:
-        """An empty tile behind it; rows and features of a unit."""
-        height, width = self.unit_sizes(x.shape, rank)
+        height, width = x.shape[0] // rows, x.shape[1] // columns
         (r0, r1), (c0, c1) = self.needed[rank]
         return x.new_empty((r1 - r0) * height, (c1 - c0) * width), height, width
 

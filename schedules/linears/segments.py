@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from itertools import pairwise
 
 import numpy as np
@@ -273,16 +273,15 @@ def _ms(solutions: Sequence[Solution]) -> float:
 def _solve_at(problem: Problem, layers: int, price: float) -> Solution:
     """The least of milliseconds + price * bytes."""
     nodes = [np.array([c.ms + price * c.memory_bytes for c in costs]) for costs in problem.costs]
-    layer = _layer_table(problem, nodes)
-    table, last = None, nodes[-1]
-    doubled = layer
-    while layers:
+    doubled, parts = _layer_table(problem, nodes), []
+    while True:
         if layers & 1:
-            table = doubled if table is None else _merged(table, doubled, last)
+            parts.append(doubled)
         layers >>= 1
-        if layers:
-            doubled = _merged(doubled, doubled, last)
-    assert table is not None
+        if not layers:
+            break
+        doubled = _merged(doubled, doubled, nodes[-1])
+    table = reduce(lambda left, right: _merged(left, right, nodes[-1]), parts)
     first, end = np.unravel_index(np.argmin(table.cost), table.cost.shape)
     return solution_of(problem, table.between(int(first), int(end)))
 
@@ -316,17 +315,12 @@ def borders_of(problem: Problem) -> list[int]:
 
 def _layer_table(problem: Problem, nodes: list[np.ndarray]) -> _Table:
     """Dynamic programming within segments, which are then merged from the left."""
-    borders = borders_of(problem)
-    table: _Table | None = None
-    for a, b in pairwise(borders):
-        segment = _segment_table(problem, nodes, a, b)
-        if table is None:
-            table = segment
-            continue
-        table = _merged(table, segment, nodes[a])
+    first, *others = pairwise(borders_of(problem))
+    table = _segment_table(problem, nodes, *first)
+    for a, b in others:
+        table = _merged(table, _segment_table(problem, nodes, a, b), nodes[a])
         if (0, b) in problem.edge_ms:
             table = replace(table, cost=table.cost + problem.edge_ms[0, b])
-    assert table is not None
     return table
 
 

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert "spills test: spills" in err
 
 
-GOOD = CompiledKernel("k", "c", "sm_90", 128, 0, 0, 1000, 128, True, True, False, 0.0)
+GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, 0.0)
 
 
 @pytest.mark.parametrize(

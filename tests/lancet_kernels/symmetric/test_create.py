@@ -21,7 +21,7 @@ def create_for_groups_on_rank() -> list:
         with create(group, timeout_s=10) as memory:
             assert isinstance(memory, SharedMemory)
             empty = memory.allocate("empty", (3, 0), torch.bfloat16)
-            words = memory.signals("words", 2)
+            words = memory.allocate("words", (2,), torch.int64)
             assert empty.local.shape == (3, 0)
             assert 0 not in empty.peers.tolist()
             said.append((memory.rank, memory.world, memory.reason, len(words.peers), words.local.tolist()))

@@ -232,7 +232,8 @@ def test_one_pe():
         pytest.skip(lacks)
     libraries = (("libnvshmem_device", sys.modules["nvshmem.core"].find_device_bitcode_library()),)
     with NvshmemMemory(timeout_s=30) as memory:
-        rows, signals = memory.allocate("rows", (4, 32), torch.float32), memory.signals("signals", 2)
+        rows = memory.allocate("rows", (4, 32), torch.float32)
+        signals = memory.allocate("signals", (2,), torch.int64)
         stage = memory.allocate("stage", (4, 32), torch.float32)
         assert rows.peers.tolist() == [rows.local.data_ptr()]
         assert not rows.local.any()

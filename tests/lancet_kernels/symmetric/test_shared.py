@@ -55,7 +55,7 @@ def test_puts_are_seen_bitwise(pool, dtype, ranks):
 def put_while_it_runs_on_rank() -> float:
     """Rank 1 looks at its copy until rank 0 has put, without any call in between. -> seconds that it took."""
     with SharedMemory(timeout_s=10) as memory:
-        flag = memory.signals("flag", 1)
+        flag = memory.allocate("flag", (1,), torch.int64)
         begin = time.monotonic()
         if memory.rank == 0:
             time.sleep(0.2)

@@ -61,10 +61,15 @@ def test_mismatch_is_named():
 
 def test_close():
     first, second = virtual_memories(2)
-    mine, other = (memory.signals("x", 4) for memory in (first, second))
+    mine, other = (memory.allocate("x", (4,), torch.int64) for memory in (first, second))
     first.close()
     first.close()
-    for use in (lambda: mine.local, lambda: mine.peers, first.barrier, lambda: first.signals("y", 1)):
+    for use in (
+        lambda: mine.local,
+        lambda: mine.peers,
+        first.barrier,
+        lambda: first.allocate("y", (1,), torch.int64),
+    ):
         with pytest.raises(UserError, match=r"a call after close\(\)"):
             use()
     # The others' copies and the addresses they know live on.
