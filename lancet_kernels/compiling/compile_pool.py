@@ -132,7 +132,7 @@ class _Worker:
             env=environment,
         )
 
-    def _reason_of_death(self, process: subprocess.Popen[str]) -> str:
+    def _reason_of_death(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
         self._process = None
         self._log.seek(0)

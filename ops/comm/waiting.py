@@ -110,10 +110,6 @@ def current_layer() -> str:
     return _layer
 
 
-def _where(op: str, layer: str) -> str:
-    return f"{op} of {layer}" if layer else op
-
-
 class waiting:
     """Context of a collective of `group` (None: of all ranks), or of an exchange with `peers`, places in it.
 
@@ -128,13 +124,13 @@ class waiting:
         layer: str = "",
         peers: Sequence[int] | None = None,
     ) -> None:
-        self.op, self.group, self.layer, self.peers = op, group, layer, peers
+        self.where, self.group, self.peers = f"{op} of {layer}" if layer else op, group, peers
         self.began = 0.0
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
         if _board is not None:
-            _board.enter(_where(self.op, self.layer).encode())
+            _board.enter(self.where.encode())
 
     def __exit__(self, kind, error, trace) -> None:
         if error is not None and blames(error) != "self" and not getattr(error, "described", False):
@@ -146,11 +142,11 @@ class waiting:
         if self.peers is not None:
             ranks = dist.get_process_group_ranks(self.group)
             peers = [ranks[place] for place in self.peers if ranks[place] != rank]
-        where = _where(self.op, self.layer)
         reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
         if blames(error) == "peer":
             return CommunicationError(
-                f"rank {rank} lost its connection to one of rank(s) {_listed(peers)} in {where}: {reason}",
+                f"rank {rank} lost its connection to one of rank(s) {_listed(peers)} "
+                f"in {self.where}: {reason}",
                 described=True,
             )
         all_ranks = sorted([rank, *peers])
@@ -160,7 +156,7 @@ class waiting:
         # What the kernels know, beyond who waited for whom.
         detail = f" [{reason}]" if isinstance(error, CommunicationError) else ""
         return CommunicationError(
-            f"rank {rank} waited {waited:.1f} s in {where} for rank(s) {_listed(missing or peers)}"
+            f"rank {rank} waited {waited:.1f} s in {self.where} for rank(s) {_listed(missing or peers)}"
             + "".join(f"; {signs[peer]}" for peer in missing if peer in signs)
             + detail,
             missing=missing,

@@ -16,14 +16,10 @@ from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
 from lancet_kernels.ops.registration import op
 
 
-def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """For each k: k, the rows [T, D] of all tokens' choice k, and a mask of the dropped ones [T, 1] (None:
-    none)."""
-    dropped_TK = row_TK < 0
-    any_dropped = bool(dropped_TK.any())
-    for k in range(row_TK.shape[1]):
-        row_T = row_TK[:, k].clamp(min=0) if any_dropped else row_TK[:, k]
-        yield k, rows_SD.index_select(0, row_T), dropped_TK[:, k, None] if any_dropped else None
+def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each k: k, the rows [T, D] of all tokens' choice k, and which of them are dropped [T, 1]."""
+    for k, row_T in enumerate(row_TK.unbind(1)):
+        yield k, rows_SD.index_select(0, row_T.clamp(min=0)), (row_T < 0)[:, None]
 
 
 def _weighted_sum(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
@@ -31,28 +27,18 @@ def _weighted_sum(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> 
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
     sum_TD = rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1], dtype=dtype)
     for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
-        rows_TD = rows_TD.to(dtype)
-        if dropped_T1 is not None:
-            rows_TD.masked_fill_(dropped_T1, 0)
-        if weight_TK is None:
-            sum_TD += rows_TD
-        else:
-            sum_TD += rows_TD.mul_(weight_TK[:, k, None].to(dtype))
+        rows_TD = rows_TD.to(dtype).masked_fill_(dropped_T1, 0)
+        sum_TD += rows_TD if weight_TK is None else rows_TD.mul_(weight_TK[:, k, None].to(dtype))
     return sum_TD
 
 
 def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """`_weighted_sum` in one call: torch's embedding bags, one per token. float32 and float64 only."""
-    kept_N = (row_TK >= 0).reshape(-1)
-    row_S, weight_S = row_TK.reshape(-1), None if weight_TK is None else weight_TK.reshape(-1)
-    if bool(kept_N.all()):
-        first_T = torch.arange(0, row_S.numel(), row_TK.shape[1])
-    else:
-        row_S = row_S[kept_N]
-        weight_S = None if weight_S is None else weight_S[kept_N]
-        kept_T = kept_N.view_as(row_TK).sum(1)
-        first_T = kept_T.cumsum(0) - kept_T
-    weight_S = None if weight_S is None else weight_S.to(rows_SD.dtype)
+    kept_TK = row_TK >= 0
+    kept_T = kept_TK.sum(1)
+    first_T = kept_T.cumsum(0) - kept_T
+    row_S = row_TK[kept_TK]
+    weight_S = None if weight_TK is None else weight_TK[kept_TK].to(rows_SD.dtype)
     return torch.nn.functional.embedding_bag(row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S)
 
 
@@ -99,9 +85,7 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
         x_TD1 = x_TD.to(dtype).unsqueeze(2)
         for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
             dot_T1 = torch.bmm(rows_TD.to(dtype).unsqueeze(1), x_TD1).squeeze(2)
-            if dropped_T1 is not None:
-                dot_T1.masked_fill_(dropped_T1, 0)
-            dweight_TK[:, k] = dot_T1.squeeze(1)
+            dweight_TK[:, k] = dot_T1.masked_fill_(dropped_T1, 0).squeeze(1)
     return dweight_TK
 
 

@@ -69,8 +69,7 @@ def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> T
     for weight_AB, x_GA, y_GB in zip(
         weight_LAB, _groups(x_RA, count_WL), _groups(y_RB, count_WL), strict=True
     ):
-        if len(x_GA):
-            torch.mm(x_GA, weight_AB, out=y_GB)
+        torch.mm(x_GA, weight_AB, out=y_GB)
     return y_RB
 
 
@@ -133,10 +132,7 @@ def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
         return dw_LAB
     dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
     for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
-        if len(x_GA):
-            torch.mm(x_GA.T, dy_GB, out=dw_AB)
-        else:
-            dw_AB.zero_()
+        torch.mm(x_GA.T, dy_GB, out=dw_AB)
     return dw_LAB
 
 

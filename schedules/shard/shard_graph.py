@@ -179,12 +179,8 @@ class _Sharder:
 
     def get(self, tensor: str, form: Form) -> fx.Node:
         """The node that has a tensor in a form; what is missing for it is added to the graph."""
-        held = self.held.get(tensor, {})
-        if form in held:
-            return held[form]
-        producer = self.program.producer.get(tensor)
-        if producer is not None:
-            instruction = self.program.instructions[producer]
+        if form not in self.held.get(tensor, {}) and tensor in self.program.producer:
+            instruction = self.program.instructions[self.program.producer[tensor]]
             if self._is_free(instruction):
                 self._make(instruction, tensor, form)
             self._ensure_held(tensor)
