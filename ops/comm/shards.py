@@ -128,33 +128,26 @@ def _joined(shards: Tensor, dim: int) -> Tensor:
     return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-def _resized(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
-    shape = [sizes.get(dim, int(size)) for dim, size in enumerate(tensor.shape)]
-    return tensor.new_empty(shape)
-
-
 @op("lancet::take_shard")
 def take_shard(whole: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice. An op with a group, not a slice with numbers: all ranks run one graph."""
     return shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-@take_shard.register_fake
-def _(whole, dim, group):
-    return _resized(whole, {dim: whole.shape[dim] // group_size(group)})
+take_shard.register_fake(take_shard.function)
 
 
 @op("lancet::place_shard")
 def place_shard(shard: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice in its place, zeros around it."""
-    whole = _resized(shard, {dim: shard.shape[dim] * group_size(group)}).zero_()
+    shape = list(shard.shape)
+    shape[dim] *= group_size(group)
+    whole = shard.new_zeros(shape)
     shard_of(whole, dim, group).copy_(shard)
     return whole
 
 
-@place_shard.register_fake
-def _(shard, dim, group):
-    return _resized(shard, {dim: shard.shape[dim] * group_size(group)})
+place_shard.register_fake(place_shard.function)
 
 
 @op("lancet::share_gradient", like="result")

@@ -23,10 +23,7 @@ class GShard(Gate):
 
     name: ClassVar[str] = "gshard"
     partitionable: ClassVar[bool] = False
-
-    @property
-    def normalized(self) -> bool:
-        return True
+    normalized = True
 
     def check(self, num_experts: int, top_k: int) -> None:
         super().check(num_experts, top_k)
