@@ -23,7 +23,7 @@ def splitmix64(x: Tensor) -> Tensor:
     """The number of each counter, int64 [...] -> int64 [...]."""
     z = x + signed(GOLDEN)
     mix_high_bits_(z, torch.empty_like(z))
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+    return z ^ ((z >> 31) & ((1 << 33) - 1))  # a logical shift, as below
 
 
 def mix_high_bits_(z: Tensor, scratch: Tensor) -> None:
