@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import BENCH, TORCHRUN, printed
+from tests.processes import BENCH, printed
 
 
 def test_every_script_is_started_by_a_test() -> None:
@@ -27,18 +27,6 @@ def test_autotune_lists_what_it_would_time() -> None:
     said = printed(BENCH / "autotune.py", "--dry-run", "--workload", "64,32,32,4,2")
     assert "overlap" in said
     assert "candidates" in said
-
-
-@pytest.mark.long
-def test_cost_of_cutting() -> None:
-    """Whether anything is cut is up to the times of the machine; ops are cut where ranges are."""
-    script = BENCH / "cpu" / "cost_of_cutting.py"
-    figures = json.loads(printed(*TORCHRUN, 2, script, "--model", "gpt2-tiny-moe", "--json"))
-    assert figures["link_gbps"] > 0
-    assert figures["compute_ms"] > 0
-    cut = [op for op in figures["ops"].values() if op["cut"]]
-    assert bool(cut) == bool(figures["ranges"])
-    assert all(op["whole_ms"] >= 0 and op["parts_ms"] >= 0 for op in cut)
 
 
 @pytest.mark.long
