@@ -6,7 +6,7 @@ import argparse
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class HfFlags:
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
             self.recompute, self.dispatch,
         )  # fmt: skip
-        return question.but(expert_ranks=self.experts_over or question.most_expert_ranks)
+        return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 
     def unused(self) -> list[str]:
         """Options that were given without --hf."""

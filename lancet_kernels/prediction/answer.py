@@ -94,11 +94,6 @@ class Simulated:
         """One event per instruction of the longest chain that was simulated."""
         return Timeline(self.step.program, self.times).events
 
-    @cached_property
-    def weight_gradients(self) -> list[int]:
-        """Positions of the weight gradients in the step's Program."""
-        return orders.weight_gradients(self.step)
-
 
 @dataclass(frozen=True)
 class Answer:

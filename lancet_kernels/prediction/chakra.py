@@ -49,23 +49,14 @@ def chakra(simulated: Simulated) -> Iterator[bytes]:
 
 def _attributes(instruction: Instruction) -> list[bytes]:
     """The attributes that ASTRA-sim reads: of computation FLOPs and bytes, of messages kind, bytes, group."""
-    size = int(instruction.bytes)
+    size, values = int(instruction.bytes), {"is_cpu_op": _number(27, 0)}
     if instruction.kind is Kind.COMPUTE:
-        return [
-            _attribute("is_cpu_op", _number(27, 0)),
-            _attribute("num_ops", _number(9, int(instruction.flops))),
-            _attribute("tensor_size", _number(13, size)),
-        ]
-    return [
-        _attribute("is_cpu_op", _number(27, 0)),
-        _attribute("comm_type", _number(9, COLLECTIVES[collective_of(instruction)])),
-        _attribute("comm_size", _number(9, size)),
-        _attribute("pg_name", _text(29, instruction.attributes.get("group", "expert"))),
-    ]
-
-
-def _attribute(name: str, value: bytes) -> bytes:
-    return _bytes(10, _text(1, name) + value)
+        values |= {"num_ops": _number(9, int(instruction.flops)), "tensor_size": _number(13, size)}
+    else:
+        values["comm_type"] = _number(9, COLLECTIVES[collective_of(instruction)])
+        values["comm_size"] = _number(9, size)
+        values["pg_name"] = _text(29, instruction.attributes.get("group", "expert"))
+    return [_bytes(10, _text(1, name) + value) for name, value in values.items()]
 
 
 def _varint(value: int) -> bytes:

@@ -78,22 +78,18 @@ def _groups(program: Program) -> tuple[list[int], networkx.DiGraph]:
     graph.add_nodes_from(group)
     for i, before in enumerate(program.dependencies):
         graph.add_edges_from((j, i) for j in before)
-    instructions = program.instructions
-    of = {i: i for i in group}
-    for i, instruction in enumerate(instructions):
+    for i, instruction in enumerate(program.instructions):
         if not is_elementwise(instruction):
             continue
         producers = [program.producer[t] for t in instruction.inputs if t in program.producer]
         for j in sorted(set(producers), reverse=True):
-            alike = instructions[j].phase is instruction.phase
-            a, b = of[j], of[i]
-            if a == b or not alike or not is_elementwise(instructions[j]) or _path_around(graph, a, b):
+            other, a, b = program.instructions[j], group[j], group[i]
+            alike = other.phase is instruction.phase and is_elementwise(other)
+            if a == b or not alike or _path_around(graph, a, b):
                 continue
-            for k, g in of.items():
-                if g == b:
-                    of[k] = a
+            group = [a if g == b else g for g in group]
             networkx.contracted_nodes(graph, a, b, self_loops=False, copy=False)
-    return [of[i] for i in range(len(program))], graph
+    return group, graph
 
 
 def _path_around(graph: networkx.DiGraph, a: int, b: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.prediction.step import ModelStep
+from lancet_kernels.prediction.step import Block, ModelStep
 from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
 
 HELD_BACK = 24
@@ -36,15 +36,30 @@ def in_turn(step: ModelStep) -> Order:
 
 
 def megatron(step: ModelStep) -> Order:
-    """Forward of one microbatch beside the backward of the one before."""
-    return Order(tuple(_merged(step, [list(_pieces(step, n)) for n in range(len(step.blocks))])))
+    """Forward of one microbatch beside the backward of the one before; the blocks of the first forward and of
+    the last backward alone."""
+    by: dict[tuple[int, Phase], list[Block]] = {}
+    for block in step.blocks:
+        by.setdefault((block.microbatch, block.phase), []).append(block)
+    last = max(m for m, _ in by)
+    positions = _alone(by[0, Phase.FORWARD])
+    for m in range(last):
+        for back, forth in zip(by[m, Phase.BACKWARD], by[m + 1, Phase.FORWARD], strict=True):
+            positions += (*back.ahead, *forth.ahead)
+            positions += _pair(list(_pieces(step, back)), list(_pieces(step, forth)))
+            positions += back.behind
+    return Order((*positions, *_alone(by[last, Phase.BACKWARD]), *step.ends))
 
 
-def _pieces(step: ModelStep, n: int) -> Iterator[list[int]]:
+def _alone(blocks: Sequence[Block]) -> list[int]:
+    return [i for block in blocks for i in (*block.ahead, *block.positions, *block.behind)]
+
+
+def _pieces(step: ModelStep, block: Block) -> Iterator[list[int]]:
     """A block cut at its all-to-alls: computation, message, computation, message, computation. A block
     without messages is one piece."""
     piece: list[int] = []
-    for i in step.blocks[n].positions:
+    for i in block.positions:
         if step.program.instructions[i].kind is Kind.ALL_TO_ALL:
             yield piece
             yield [i]
@@ -52,32 +67,6 @@ def _pieces(step: ModelStep, n: int) -> Iterator[list[int]]:
         else:
             piece.append(i)
     yield piece
-
-
-def _merged(step: ModelStep, pieces: Sequence[list[list[int]]]) -> Iterator[int]:
-    """Blocks of the first forward and of the last backward alone, all others in pairs."""
-    by: dict[tuple[int, Phase], list[int]] = {}
-    for n, block in enumerate(step.blocks):
-        by.setdefault((block.microbatch, block.phase), []).append(n)
-    last = max(m for m, _ in by)
-    for n in by[0, Phase.FORWARD]:
-        yield from _alone(step, n, pieces[n])
-    for m in range(last):
-        backwards, forwards = by[m, Phase.BACKWARD], by[m + 1, Phase.FORWARD]
-        for back, forth in zip(backwards, forwards, strict=True):
-            yield from (*step.ahead[back], *step.ahead[forth])
-            yield from _pair(pieces[back], pieces[forth])
-            yield from step.behind[back]
-    for n in by[last, Phase.BACKWARD]:
-        yield from _alone(step, n, pieces[n])
-    yield from step.ends
-
-
-def _alone(step: ModelStep, n: int, pieces: list[list[int]]) -> Iterator[int]:
-    yield from step.ahead[n]
-    for piece in pieces:
-        yield from piece
-    yield from step.behind[n]
 
 
 def _pair(back: list[list[int]], forth: list[list[int]]) -> Iterator[int]:

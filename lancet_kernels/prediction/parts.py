@@ -6,13 +6,13 @@ tensors at full size. `step` repeats them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,8 @@ def model_parts(config: Any, expert_ranks: int, batch: int, sequence: int) -> Mo
     experts = number_of_experts(config)
     check_experts(experts, expert_ranks)
     attention.register()
-    with fake_ranks(expert_ranks), _offline():
+    # transformers asks no server, whatever the environment says.
+    with fake_ranks(expert_ranks), mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
         model = _meta_model(config)
         kinds, layers = _kinds_of(model)
         base = model.get_decoder()
@@ -190,20 +191,6 @@ def check_experts(experts: int, ranks: int) -> None:
             "--experts-over", got=f"{ranks} ranks for {experts or 'no'} experts",
             expected="a divisor of the number of experts", do="choose another number of ranks",
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """transformers asks no server, whatever the environment says."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
 
 
 def _meta_model(config: Any) -> Any:

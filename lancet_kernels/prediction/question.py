@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,6 @@ class Question:
     sharding: "none" replicates parameters that all ranks have, "optimizer" shards the optimizer's states over
     the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
-    layers: of the model; None: the config's own number.
     """
 
     hf: str
@@ -37,7 +36,6 @@ class Question:
     accumulate: int = 1
     recompute: str = "none"
     dispatch: str = "all-to-all"
-    layers: int | None = None
 
     def __post_init__(self) -> None:
         check_name("--recompute", self.recompute, RECOMPUTE)
@@ -98,23 +96,14 @@ class Question:
 
     @property
     def possible_expert_ranks(self) -> list[int]:
-        """How many ranks can share the experts: divisors of both numbers that fill nodes."""
+        """Numbers of ranks that can share the experts, ascending: divisors of both that fill nodes."""
         node = self.hardware.gpus_per_node
         divisors = [w for w in range(1, self.gpus + 1) if not self.gpus % w and not (self.experts or 1) % w]
         return [w for w in divisors if w <= node or w % node == 0]
 
-    @property
-    def most_expert_ranks(self) -> int:
-        """The most ranks that can share the experts."""
-        return self.possible_expert_ranks[-1]
-
     def replicas(self, is_expert: bool) -> int:
         """How many ranks hold the same parameters."""
         return self.gpus // self.expert_ranks if is_expert else self.gpus
-
-    def but(self, **changes: Any) -> Question:
-        """The same question with other values."""
-        return replace(self, **changes)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.prediction.answer import Answer, Simulated
+from lancet_kernels.prediction.orders import weight_gradients
 from lancet_kernels.prediction.search import Found
 from lancet_kernels.schedules.time.clock import COMPUTE
 from lancet_kernels.schedules.time.timeline import label
@@ -43,10 +44,11 @@ def report(answer: Answer, found: Found | None = None) -> str:
 def _timeline(simulated: Simulated) -> dict[str, Any]:
     """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`."""
     kinds: dict[str, int] = {}
-    held = {simulated.step.program.instructions[i].name for i in simulated.weight_gradients}
+    program = simulated.step.program
+    held = frozenset(program.instructions[i].name for i in weight_gradients(simulated.step))
     rows = []
     for event in sorted(simulated.events, key=lambda event: event.start_ms)[:MOST_EVENTS]:
-        kind = label(event, frozenset(held))
+        kind = label(event, held)
         if event.kind is Kind.OTHER_COMMUNICATION:
             kind = "all-gather" if "all_gather" in event.name else "reduce-scatter"
         number = kinds.setdefault(kind, len(kinds))

@@ -132,15 +132,15 @@ def layouts(question: Question) -> Iterator[Question]:
                 if sequences % microbatch:
                     continue
                 for recompute in POLICIES if question.experts else ("none", "attention", "full"):
-                    yield question.but(
-                        expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
+                    yield replace(
+                        question, expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
                         accumulate=sequences // microbatch, recompute=recompute,
                     )  # fmt: skip
 
 
 def states_gib(question: Question) -> float:
     """Parameters, gradients and optimizer states of a rank."""
-    parts = parts_of(question.but(microbatch=1, recompute="none"))
+    parts = parts_of(replace(question, microbatch=1, recompute="none"))
     owned = [share for part in parts.chain for share in shares(part, question)]
     return gib(sum(size for share in owned for size in share.resident_bytes.values()))
 

@@ -35,26 +35,23 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
 @dataclass(frozen=True)
 class Block:
-    """Positions of a part's instructions in one microbatch and phase."""
+    """Positions of a part's instructions in one microbatch and phase; ahead: of the gathers that are sent
+    before them, behind: of the sums of gradients that are sent after them."""
 
     microbatch: int
-    part: int
     phase: Phase
-    positions: tuple[int, ...]
+    positions: list[int]
+    ahead: list[int]
+    behind: list[int]
 
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A chain of microbatches. messages: positions of the gathers and sums of a block, by its place in
-    `blocks`; ends: positions behind all blocks."""
+    """A chain of microbatches. ends: positions behind all blocks."""
 
     program: Program
-    blocks: tuple[Block, ...]
-    ahead: tuple[tuple[int, ...], ...]
-    """By block: gathers that are sent before it."""
-    behind: tuple[tuple[int, ...], ...]
-    """By block: sums of gradients that are sent after it."""
-    ends: tuple[int, ...]
+    blocks: list[Block]
+    ends: list[int]
 
 
 def prepared(parts: ModelParts, policy: str) -> ModelParts:
@@ -160,8 +157,6 @@ class _Builder:
     instructions: list[Instruction] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    ahead: list[tuple[int, ...]] = field(default_factory=list)
-    behind: list[tuple[int, ...]] = field(default_factory=list)
     gathered: dict[tuple[int, bool, str], str] = field(default_factory=dict)
 
     def message(
@@ -189,8 +184,6 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelSt
     carrier, top_k = question.cost.carrier, question.cost.top_k
     buffered = replace(parts, kinds=tuple(with_buffers(kind, carrier, top_k) for kind in parts.kinds))
     chain = buffered.chain
-    if question.layers is not None:
-        chain = [chain[0], *chain[1:-1][: question.layers], chain[-1]]
     b = _Builder(question, chain, microbatches)
     for p, part in enumerate(chain):
         for share in shares(part, question):
@@ -207,7 +200,7 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelSt
     program = Program(
         f"{parts.name}, {microbatches} microbatches", tuple(b.instructions), b.tensors, tuple(b.inputs)
     )
-    return ModelStep(program, tuple(b.blocks), tuple(b.ahead), tuple(b.behind), tuple(ends))
+    return ModelStep(program, b.blocks, ends)
 
 
 @dataclass(frozen=True)
@@ -271,20 +264,14 @@ def _block(b: _Builder, m: int, p: int, phase: Phase) -> None:
     for i in part.program.instructions:
         if i.phase is not phase:
             continue
-        for t in i.outputs:
-            own = f"{prefix}{t}"
-            spec = part.program.tensors[t]
-            b.tensors[own] = replace(spec, name=own, alias_of=None)
-        inputs = tuple(dict.fromkeys(names.get(t, f"{prefix}{t}") for t in i.inputs))
-        inputs = tuple(t for t in inputs if t)
+        inputs = dict.fromkeys(filter(None, (names.get(t, f"{prefix}{t}") for t in i.inputs)))
         outputs = tuple(f"{prefix}{t}" for t in i.outputs)
-        positions.append(
-            b.add(replace(i, name=f"{prefix}{i.name}", inputs=inputs, outputs=outputs, after=""))
-        )
+        for t, own in zip(i.outputs, outputs, strict=True):
+            b.tensors[own] = replace(part.program.tensors[t], name=own, alias_of=None)
+        own_name = f"{prefix}{i.name}"
+        positions.append(b.add(replace(i, name=own_name, inputs=tuple(inputs), outputs=outputs, after="")))
     behind = _sums(b, m, p) if phase is Phase.BACKWARD else []
-    b.blocks.append(Block(m, p, phase, tuple(positions)))
-    b.ahead.append(tuple(ahead))
-    b.behind.append(tuple(behind))
+    b.blocks.append(Block(m, phase, positions, ahead, behind))
 
 
 def _names(b: _Builder, m: int, p: int, phase: Phase) -> dict[str, str]:
@@ -368,13 +355,8 @@ def _optimizer(b: _Builder) -> list[int]:
             sums = [f"{last}{collective}_{share.kind}" for collective in ("all_reduce", "reduce_scatter")]
             read += [f"{OPTIMIZER} p{p} {share.kind}", *(t for t in sums if t in b.tensors)]
         if moved:
-            adam = Instruction(
-                f"optimizer.p{p}",
-                "lancet_prediction.adam",
-                tuple(read),
-                (),
-                phase=Phase.OPTIMIZER,
-                bytes=moved,
+            name, op = f"optimizer.p{p}", "lancet_prediction.adam"
+            positions.append(
+                b.add(Instruction(name, op, tuple(read), (), phase=Phase.OPTIMIZER, bytes=moved))
             )
-            positions.append(b.add(adam))
     return positions

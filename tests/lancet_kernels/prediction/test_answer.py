@@ -37,7 +37,7 @@ def step_of(question, microbatches):
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
 def test_further_microbatches_take_as_long_as_the_third(question, sharding):
     """Three microbatches extended to six, against all six simulated."""
-    asked = question.but(sharding=sharding, dispatch="hybridep")
+    asked = replace(question, sharding=sharding, dispatch="hybridep")
     predicted = answer(asked, ["none"]).strategies["none"]
     step, ms = step_of(asked, 6)
     order = orders.in_turn(step)
@@ -85,14 +85,14 @@ def test_memory_by_hand(question):
     assert memory["parameters"] == pytest.approx(gib(2 * (numbers_dense + numbers_experts)), rel=1e-3)
     assert memory["gradients"] == pytest.approx(gib(4 * (numbers_dense + numbers_experts)), rel=1e-3)
     assert memory["optimizer"] == pytest.approx(gib(12 * (numbers_dense / 16 + numbers_experts)), rel=1e-3)
-    full = answer(question.but(sharding="full"), ["none"]).strategies["none"].memory
+    full = answer(replace(question, sharding="full"), ["none"]).strategies["none"].memory
     assert full["parameters"] == pytest.approx(gib(2 * (numbers_dense / 16 + numbers_experts)), rel=1e-3)
 
 
 def test_what_sharding_sends(question):
     counts = {}
     for sharding in ("none", "optimizer", "full"):
-        step, _ = step_of(question.but(sharding=sharding), 2)
+        step, _ = step_of(replace(question, sharding=sharding), 2)
         kinds = [
             i.attributes["collective"] for i in step.program.instructions if "collective" in i.attributes
         ]
@@ -104,14 +104,16 @@ def test_what_sharding_sends(question):
 
 
 def test_recomputation_trades_time_for_memory(question):
-    none, full = (answer(question.but(recompute=r), ["none"]).strategies["none"] for r in ("none", "full"))
+    none, full = (
+        answer(replace(question, recompute=r), ["none"]).strategies["none"] for r in ("none", "full")
+    )
     assert full.step_ms > none.step_ms
     assert full.memory["activations"] < none.memory["activations"]
-    assert answer(question.but(recompute="full")).flops == pytest.approx(answer(question).flops)
+    assert answer(replace(question, recompute="full")).flops == pytest.approx(answer(question).flops)
 
 
 def test_one_microbatch_has_nothing_beside_it(question):
-    result = answer(question.but(accumulate=1))
+    result = answer(replace(question, accumulate=1))
     assert set(result.impossible) == {"megatron"}
     assert set(result.strategies) == {"none", "lancet"}
 
@@ -127,7 +129,7 @@ def test_a_dense_model_and_one_with_dense_layers(tmp_path):
 
 
 def test_microbatches_that_differ_only_in_number_scale_tokens(question):
-    one, two = (answer(question.but(accumulate=n), ["none"]) for n in (6, 12))
+    one, two = (answer(replace(question, accumulate=n), ["none"]) for n in (6, 12))
     assert two.flops == pytest.approx(2 * one.flops)
     assert replace(question, accumulate=12).tokens == 2 * question.tokens
 
@@ -173,7 +175,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
         written(tmp_path, QWEN3, num_hidden_layers=2, vocab_size=20_000_000), "dgx-v100", 8, 8, "none"
     )
     with pytest.raises(UserError, match="GiB per GPU"):
-        check_fits(answer(asked.but(sequence=64), ["none"]))
+        check_fits(answer(replace(asked, sequence=64), ["none"]))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -29,7 +30,7 @@ def question(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(question) -> Found:
     """The best layouts of two GPUs."""
-    return search(question.but(gpus=2, expert_ranks=1, accumulate=1))
+    return search(replace(question, gpus=2, expert_ranks=1, accumulate=1))
 
 
 class Page(HTMLParser):
@@ -149,7 +150,7 @@ def read_chakra(data: bytes) -> list:
 
 def test_the_search_finds_what_all_layouts_give(question, found):
     """Against every layout simulated."""
-    asked = question.but(gpus=2, expert_ranks=1, accumulate=1)
+    asked = replace(question, gpus=2, expert_ranks=1, accumulate=1)
     every = {layout: answer(layout) for layout in layouts(asked)}
     times = sorted(one.strategies[one.best].step_ms for one in every.values())
     assert [one.step_ms for one in found.best] == pytest.approx(times[: len(found.best)])
@@ -162,12 +163,12 @@ def test_the_search_finds_what_all_layouts_give(question, found):
 def test_nothing_fits(tmp_path):
     asked = Question(written(tmp_path, QWEN3, vocab_size=40_000_000, num_hidden_layers=1), "dgx-v100", 1, 1)
     with pytest.raises(UserError, match=r"layouts: got more than \d+ GiB per GPU"):
-        search(asked.but(sequence=64))
+        search(replace(asked, sequence=64))
 
 
 def test_a_search_without_time_says_so(question):
     """In no time, nothing is simulated."""
-    asked = question.but(gpus=2, expert_ranks=1, accumulate=1)
+    asked = replace(question, gpus=2, expert_ranks=1, accumulate=1)
     with pytest.raises(UserError, match="--search-seconds"):
         search(asked, 0.0)
 
