@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from lancet_kernels import symmetric
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
+from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.moe.gate import gate
 from lancet_kernels.ops.moe.send_rows import kept_counts, send_rows
@@ -68,10 +67,10 @@ class FusedPasses:
                 "chunk_rows": rows,
                 "timeout_s": TIMEOUT_S,
             }
-            self._exchanges[rows] = (
-                Exchange(self.memory, f"forward{rows}", **sizes),
-                Exchange(self.memory, f"backward{rows}", **sizes),
+            forward, backward = (
+                Exchange(self.memory, f"{name}{rows}", **sizes) for name in ("forward", "backward")
             )
+            self._exchanges[rows] = forward, backward
         return self._exchanges[rows]
 
     def forward(self, config: OverlapConfig) -> torch.Tensor:
@@ -92,14 +91,10 @@ class FusedPasses:
         _, saved = self.begin(config)
         return self.backward(config, saved)
 
-    def backward(
-        self, config: OverlapConfig, saved: SavedPass, dense: Sequence[DenseGemm] = ()
-    ) -> ExpertGradients:
-        """The backward of a pass of `begin`. Args: dense: GEMMs to compute as fillers."""
+    def backward(self, config: OverlapConfig, saved: SavedPass) -> ExpertGradients:
+        """The backward of a pass of `begin`."""
         forward, backward = self.exchanges(config)
-        gradients = moe_backward(
-            forward, saved, backward, self.dy, self.routing, self.experts, config, dense=dense
-        )
+        gradients = moe_backward(forward, saved, backward, self.dy, self.routing, self.experts, config)
         forward.release(saved.use)
         for exchange in (forward, backward):
             exchange.watch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,12 +31,12 @@ def peak_memory_gb(module: nn.Module, inputs: object, run: Callable[[], object])
         run()
         allocated = torch.cuda.max_memory_allocated(device) - before
     else:
-        allocated = _allocated_on_cpu(run)
+        allocated = allocated_on_cpu(run)
     return (sum(given.values()) + allocated) / 1e9
 
 
-def _allocated_on_cpu(run: Callable[[], object]) -> int:
-    """The largest sum, at any time of the call, of what was allocated less what was freed."""
+def allocated_on_cpu(run: Callable[[], object]) -> int:
+    """The largest sum, at any time of the call, of bytes that were allocated less those freed."""
     # Above all levels of the profiler's log, which writes lines of its own to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -45,8 +46,4 @@ def _allocated_on_cpu(run: Callable[[], object]) -> int:
         for event in recorded.profiler.kineto_results.events()
         if event.name() == "[memory]"
     )
-    held = most = 0
-    for _, size in events:
-        held += size
-        most = max(most, held)
-    return most
+    return max(accumulate((size for _, size in events), initial=0))

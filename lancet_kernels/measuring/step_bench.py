@@ -29,6 +29,7 @@ from lancet_kernels.data_parallel.gradients import groups_of
 from lancet_kernels.data_parallel.summed_gradients import SummedModule
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
+from lancet_kernels.measuring.timing import in_turn
 from lancet_kernels.ops.comm.groups import group_name, group_size
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
@@ -50,6 +51,8 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
+TIMES = ("iteration_ms", "exposed_ms", "all_to_all_ms", "cpu_ms", "late_ms", "no_core_ms")
+"""The fields of `Iteration` of which `Measured` has the means."""
 THEN_STEP = " then step"
 """Ends the name of a plan behind which the optimizer steps."""
 
@@ -130,13 +133,7 @@ def planned(
     def plan(name: str, stepped: bool) -> OptimizedModule:
         own = OPTIMIZERS[optimizer](step.parameters(), lr=0.0) if stepped else None
         return optimize(
-            step,
-            inputs,
-            strategy=name,
-            times=times,
-            options=options,
-            accumulate=accumulate,
-            optimizer=own,
+            step, inputs, strategy=name, times=times, options=options, accumulate=accumulate, optimizer=own
         )
 
     names = list(strategies)
@@ -173,12 +170,11 @@ def measure(
 
     Args: accumulate: microbatches of an iteration. steppers: by contender, what steps behind its backward.
     """
-    iterations: dict[str, list[Iteration]] = {name: [] for name in contenders}
-    for round_number in range(warmup + rounds):
-        for name, module in contenders.items():
-            one = iteration(module, inputs, accumulate, steppers.get(name))
-            if round_number >= warmup:
-                iterations[name].append(one)
+
+    def one(name: str) -> Iteration:
+        return iteration(contenders[name], inputs, accumulate, steppers.get(name))
+
+    iterations = in_turn(contenders, one, rounds, warmup)
     return {
         name: _measured(module, inputs, iterations[name], accumulate, name in steppers)
         for name, module in contenders.items()
@@ -192,31 +188,23 @@ def _measured(
     of_ranks = _of_all_ranks([*iterations[-1].waited_ms])
     waits = sorted({what for of_rank in of_ranks for what in of_rank})
     times = [
-        (
-            *(i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, i.late_ms, i.no_core_ms),
-            *(i.waited_ms.get(w, 0.0) for w in waits),
-        )
-        for i in iterations
+        (*(getattr(one, name) for name in TIMES), *(one.waited_ms.get(what, 0.0) for what in waits))
+        for one in iterations
     ]
     # Of medians, the parts would not add up to the whole. The first column is the time of the iteration.
     middle = sorted(times)[len(times) // 4 : len(times) - len(times) // 4]
     means = [statistics.fmean(column) for column in zip(*middle, strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*means, held])
-    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms, late_ms, no_core_ms = means[:6]
+    predicted = None
+    # No plan says how long the step behind it takes.
+    if isinstance(module, OptimizedModule) and not stepped_behind:
+        predicted = _predicted(module, accumulate)
     return Measured(
-        iteration_ms,
-        exposed_ms,
-        all_to_all_ms,
-        cpu_ms,
-        waited_ms=dict(zip(waits, means[6:], strict=True)),
+        **dict(zip(TIMES, means, strict=False)),
+        waited_ms=dict(zip(waits, means[len(TIMES) :], strict=True)),
         peak_memory_gb=memory,
-        # No plan says how long the step behind it takes.
-        predicted=_predicted(module, accumulate)
-        if isinstance(module, OptimizedModule) and not stepped_behind
-        else None,
-        late_ms=late_ms,
-        no_core_ms=no_core_ms,
+        predicted=predicted,
     )
 
 
@@ -289,14 +277,14 @@ def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
             loss_of(result, "the step").backward()
 
 
-def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4, rounds: int = 5) -> float:
+def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4) -> float:
     """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
 
     The blocking iteration is the plain step, whose all-to-alls block.
     Raises: UserError for a step in which nothing travels.
     """
     emulate_link(None)
-    iterations = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
+    iterations = [iteration(step, inputs) for _ in range(6)][1:]
     # CPU time, because other load of the machine does not belong to the iteration.
     compute_ms, size = _mean_over_ranks(
         [statistics.median(t.cpu_ms for t in iterations), iterations[-1].bytes_on_wire]
@@ -318,10 +306,9 @@ def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[
     """The figures of all contenders, and of strategy `best` compared with the measured baselines."""
     own = measured[best]
     blocking = {name: measured[name] for name in BASELINES if name in measured}
-    plans = {name: m for name, m in measured.items() if m.predicted is not None}
-    predicted = {name: m.predicted for name, m in plans.items() if m.predicted is not None}
+    predicted = {name: m.predicted for name, m in measured.items() if m.predicted is not None}
     uncut_ms = measured["none" if "none" in measured else best].cpu_ms
-    errors = {name: abs(p.iteration_ms / plans[name].iteration_ms - 1) for name, p in predicted.items()}
+    errors = {name: abs(p.iteration_ms / measured[name].iteration_ms - 1) for name, p in predicted.items()}
     figures: dict[str, object] = {
         "link": link_name,
         "best": best,

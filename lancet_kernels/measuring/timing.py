@@ -8,14 +8,38 @@ turn, so that clock rates and heat affect all of them equally, and they can be c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
+Value = TypeVar("Value")
 # Cycles per ms: at least the clock of any GPU, so the device sleeps at least as long as requested.
 CYCLES_PER_MS = 2_000_000
+
+
+def in_turn(
+    names: Iterable[Name],
+    measure: Callable[[Name], Value],
+    rounds: int,
+    warmup: int,
+    first_changes: bool = False,
+) -> dict[Name, list[Value]]:
+    """What `measure` gives for all names in turn, `rounds` times after `warmup` rounds, which do not count.
+
+    Args: first_changes: from round to round, for whoever comes first finds the caches as the last one left
+    them.
+    """
+    order = list(names)
+    values: dict[Name, list[Value]] = {name: [] for name in order}
+    for number in range(warmup + rounds):
+        turn = number % len(order) if first_changes else 0
+        for name in (*order[turn:], *order[:turn]):
+            value = measure(name)
+            if number >= warmup:
+                values[name].append(value)
+    return values
 
 
 class Clock:
@@ -67,10 +91,4 @@ class Clock:
         self, contenders: Mapping[Name, Callable[[], object]], rounds: int, warmup: int
     ) -> dict[Name, list[float]]:
         """Time all contenders in turn, `rounds` times after `warmup` rounds. -> milliseconds by name."""
-        times: dict[Name, list[float]] = {name: [] for name in contenders}
-        for number in range(warmup + rounds):
-            for name, work in contenders.items():
-                elapsed_ms = self.once(work)
-                if number >= warmup:
-                    times[name].append(elapsed_ms)
-        return times
+        return in_turn(contenders, lambda name: self.once(contenders[name]), rounds, warmup)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lancet_kernels.measuring.timing import in_turn
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
@@ -42,19 +43,11 @@ def milliseconds_of(
 
     Args: runs: run one step, or several microbatches of it, forward and backward.
     """
-    own: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     with _without_trace(step):
-        for number in range(WARMUP + rounds):
-            # Who comes first changes: it finds the caches as the last one left them.
-            turn = number % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                elapsed_ms = _timed(step, runs[name])
-                if number >= WARMUP:
-                    own[name].append(elapsed_ms)
+        own = in_turn(runs, lambda name: _timed(step, runs[name]), rounds, WARMUP, first_changes=True)
     of_ranks = values_of_ranks(step.groups.world, own)
     return typical(
-        {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in names}
+        {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
     )
 
 
