@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.cpu.fsdp_step import SHAPES, captured
-from bench.cpu.memory_limit import SlowLink
+from bench.cpu.memory_limit import slow_link
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
@@ -36,7 +36,7 @@ def bench_order(benchmark, measure, more_memory) -> None:
     shape = replace(SHAPES["qwen3-like"], layers=47 if benchmark.enabled else 2)
     with captured(shape) as step:
         program = step.program
-    cost = SlowLink.of(shape, 5.0)
+    cost = slow_link(shape, 5.0)
     limit = None if more_memory is None else more_memory * peak_memory(program)
     measure(
         lambda: best_order(program, cost, memory_limit_bytes=limit),

@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,9 @@ from torch import nn
 
 from lancet_kernels import CausalLMStep, convert, ddp, optimize
 from lancet_kernels.atomic import write_json_atomically
+from lancet_kernels.commands.options import names_among
 from lancet_kernels.measuring.step_bench import iteration
+from lancet_kernels.measuring.timing import in_turn
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.training.launch import launch
@@ -64,16 +66,12 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 """Models by name, from their width, which is the hidden width of an expert, too."""
 
 
-def contenders_of(name: str, width: int, which: list[str]) -> tuple[dict[str, nn.Module], dict]:
+def contenders_of(name: str, width: int, which: Sequence[str]) -> tuple[dict[str, nn.Module], dict]:
     """The steps to measure on this rank, and their batch. Collective."""
     torch.manual_seed(0)
     original = MODELS[name](width)
-    ids = torch.randint(
-        1,
-        VOCABULARY,
-        (SEQUENCES, TOKENS),
-        generator=torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0),
-    )
+    own = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    ids = torch.randint(1, VOCABULARY, (SEQUENCES, TOKENS), generator=own)
     batch = {"input_ids": ids, "labels": ids}
     converted = copy.deepcopy(original)
     convert(converted)
@@ -89,19 +87,18 @@ def contenders_of(name: str, width: int, which: list[str]) -> tuple[dict[str, nn
     return {kind: contender(kind) for kind in which}, batch
 
 
-def measured(name: str, width: int, which: list[str], rounds: int) -> dict[str, object]:
+def measured(name: str, width: int, which: Sequence[str], rounds: int) -> dict[str, object]:
     """Medians in ms, and of the ratios to the first contender in each round; a rank's time is that of the
     slowest. Collective."""
     steps, batch = contenders_of(name, width, which)
-    times: dict[str, list[float]] = {kind: [] for kind in which}
-    for number in range(WARMUP + rounds):
-        turn = number % len(which)
-        for kind in (*which[turn:], *which[:turn]):
-            elapsed_ms = torch.tensor(iteration(steps[kind], batch).iteration_ms)
-            if dist.is_initialized():
-                dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
-            if number >= WARMUP:
-                times[kind].append(float(elapsed_ms))
+
+    def one(kind: str) -> float:
+        elapsed_ms = torch.tensor(iteration(steps[kind], batch).iteration_ms)
+        if dist.is_initialized():
+            dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
+        return float(elapsed_ms)
+
+    times = in_turn(which, one, rounds, WARMUP, first_changes=True)
     first = times[which[0]]
     return {
         "model": name,
@@ -130,16 +127,6 @@ def _row(case: dict) -> str:
     return f"{case['model']:<10}{case['width']:>6}{case['ranks']:>6}" + "".join(cells) + chosen
 
 
-def _names(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := sorted(set(names) - set(choices)):
-            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected some of {', '.join(choices)}")
-        return names
-
-    return parse
-
-
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -147,10 +134,10 @@ def _numbers(text: str) -> list[int]:
 def main(argv: list[str] | None = None) -> int:
     """Print a table. -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", type=_names(tuple(MODELS)), default=[*MODELS])
+    parser.add_argument("--models", type=names_among(MODELS), default=[*MODELS])
     parser.add_argument("--widths", type=_numbers, default=[32, 64, 256])
     parser.add_argument("--ranks", type=_numbers, default=[1, 2])
-    parser.add_argument("--contenders", type=_names(CONTENDERS), default=[*CONTENDERS])
+    parser.add_argument("--contenders", type=names_among(CONTENDERS), default=[*CONTENDERS])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)

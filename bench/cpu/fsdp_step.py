@@ -56,6 +56,12 @@ class Shape:
     expert_ranks: int = 8
     cluster: str = "dgx-h100"
 
+    @property
+    def cost(self) -> CostModel:
+        """Times on the cluster."""
+        cluster = load_cluster(self.cluster)
+        return CostModel.for_cluster(cluster, self.ranks, expert_ranks=self.expert_ranks)
+
 
 SHAPES = {
     shape.name: shape
@@ -223,7 +229,7 @@ class _Step(nn.Module):
         self.head = _Linear(shape.width, shape.vocabulary, ranks)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = _Embedding.apply(tokens, self.embedding, self.ranks.ranks, self.ranks.data)
+        x = F.embedding(tokens, _Gathered.apply(self.embedding, self.ranks.ranks, self.ranks.data))
         for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
             x = x + attention(F.rms_norm(x, (self.width,)))
             x = x + feed_forward(F.rms_norm(x, (self.width,)))
@@ -231,20 +237,17 @@ class _Step(nn.Module):
         return -logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).mean()
 
 
-class _Embedding(torch.autograd.Function):
-    """Rows of a table that is gathered, and whose gradient is scattered."""
+class _Gathered(torch.autograd.Function):
+    """A parameter from its shards; its gradient is scattered."""
 
     @staticmethod
-    def forward(ctx, tokens, shard, ranks, group):
-        ctx.save_for_backward(tokens)
-        ctx.rows, ctx.ranks, ctx.group = shard.shape[0] * ranks, ranks, group
-        return F.embedding(tokens, _gather(shard, ranks, group))
+    def forward(ctx, shard, ranks, group):
+        ctx.ranks, ctx.group = ranks, group
+        return _gather(shard, ranks, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        (tokens,) = ctx.saved_tensors
-        whole = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.rows, -1, False)
-        return None, _scatter(whole, ctx.ranks, ctx.group), None, None
+        return _scatter(gradient, ctx.ranks, ctx.group), None, None
 
 
 def _divided(size: int, ranks: int) -> int:
@@ -299,14 +302,14 @@ def captured(shape: Shape) -> Iterator[CapturedStep]:
             if ranks.replica in node.args:
                 node.meta["group"] = "replica"
         program = program_from_fx(joint, name=shape.name)
-        cost = CostModel.for_cluster(
-            load_cluster(shape.cluster), shape.ranks, expert_ranks=shape.expert_ranks
-        )
-        yield CapturedStep(joint, program, cost)
+        yield CapturedStep(joint, program, shape.cost)
 
 
 def order_of_pass(step: CapturedStep, memory_limit: float | None) -> list[int]:
-    """The order (positions) that `overlap_pass` gives a copy of the graph, for the costs of the step."""
+    """The order (positions) that `overlap_pass` gives a copy of the graph, for the costs of the step.
+
+    Args: memory_limit: as of `overlap_pass`, in peaks of the original order.
+    """
     index, tensors = step.program.index, step.program.tensors
     module = copy_of(step.joint)
     overlap_pass(
@@ -317,11 +320,8 @@ def order_of_pass(step: CapturedStep, memory_limit: float | None) -> list[int]:
     return [index[name] for name in instruction_order(module.graph)]
 
 
-def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
-    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step.
-
-    Args: more_memory: what it may need beyond the original peak, as a share of that.
-    """
+def order_of_torch(step: CapturedStep, memory_limit: float | None) -> list[int]:
+    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step."""
     module = copy_of(step.joint)
     index, tensors = step.program.index, step.program.tensors
 
@@ -339,7 +339,7 @@ def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
             custom_runtime_estimation=milliseconds,
             compute_estimator="analytical",
             max_memory_increase_gb=None,
-            max_memory_increase_ratio=more_memory,
+            max_memory_increase_ratio=1e3 if memory_limit is None else memory_limit - 1,
             pre_bucketing_fsdp_collectives=False,
         )
     place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}

@@ -23,45 +23,31 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.cpu.fsdp_step import SHAPES, CapturedStep, Shape, captured, order_of_pass, order_of_torch
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.costs import Cost, CostModel, Tensors, collective_of, durations
+from lancet_kernels.graph.costs.costs import Cost, Tensors, collective_of, durations
 from lancet_kernels.graph.program.program import Instruction
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import lower_bound_ms, run
 
 LIMITS = (1.0, 1.03, 1.1, 1.25, None)
 """Times the original peak; None: no limit."""
-
-
 SLOW_CLUSTER, SLOW_LATENCY_MS = "p3dn", 0.02
 
 
-@dataclass(frozen=True)
-class SlowLink:
-    """Costs of a shape with one link of `gb_per_s` per rank; computation as in `computation`."""
+def slow_link(shape: Shape, gb_per_s: float) -> Cost:
+    """Costs of a shape with one link of `gb_per_s` per rank; computation as on `SLOW_CLUSTER`."""
+    computation = replace(shape, cluster=SLOW_CLUSTER).cost
 
-    shape: Shape
-    gb_per_s: float
-    computation: Cost
-
-    @classmethod
-    def of(cls, shape: Shape, gb_per_s: float) -> SlowLink:
-        cluster = load_cluster(SLOW_CLUSTER)
-        return cls(
-            shape,
-            gb_per_s,
-            CostModel.for_cluster(cluster, shape.ranks, expert_ranks=shape.expert_ranks),
-        )
-
-    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+    def cost(instruction: Instruction, tensors: Tensors) -> float:
         if not instruction.kind.is_communication:
-            return self.computation(instruction, tensors)
-        ranks = self.shape.ranks
+            return computation(instruction, tensors)
+        ranks = shape.ranks
         if collective_of(instruction) == "all_to_all":
-            ranks = self.shape.expert_ranks
+            ranks = shape.expert_ranks
         elif instruction.attributes.get("group") == "replica":
-            ranks //= self.shape.expert_ranks
-        return SLOW_LATENCY_MS + instruction.bytes * (ranks - 1) / ranks / self.gb_per_s * 1e-6
+            ranks //= shape.expert_ranks
+        return SLOW_LATENCY_MS + instruction.bytes * (ranks - 1) / ranks / gb_per_s * 1e-6
+
+    return cost
 
 
 @dataclass(frozen=True)
@@ -104,19 +90,17 @@ def rows(
 
     yield row(None, "original", original, 0.0)
     for limit in limits:
-        begin = time.process_time()
-        order = order_of_torch(step, 1e3 if limit is None else limit - 1)
-        yield row(limit, "torch", order, time.process_time() - begin)
-        begin = time.process_time()
-        order = order_of_pass(step, limit)
-        yield row(limit, "ours", order, time.process_time() - begin)
+        for method, find in (("torch", order_of_torch), ("ours", order_of_pass)):
+            begin = time.process_time()
+            order = find(step, limit)
+            yield row(limit, method, order, time.process_time() - begin)
 
 
 def measured(shape: Shape, gbps: Sequence[float | None] = (None,)) -> Iterator[tuple[str, list[Row]]]:
     """A line about the step and its rows, for each rate of the links (None: those of its cluster)."""
     with captured(shape) as own:
         for rate in gbps:
-            step = own if rate is None else replace(own, cost=SlowLink.of(shape, rate))
+            step = own if rate is None else replace(own, cost=slow_link(shape, rate))
             program, ms = step.program, durations(step.program, step.cost)
             bound = lower_bound_ms(program, ms)
             peak = peak_memory(program) / 1e9

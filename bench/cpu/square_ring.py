@@ -28,7 +28,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
-from itertools import accumulate, chain, product
+from itertools import chain, product
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import SquareLinear
 from lancet_kernels.errors import UserError
+from lancet_kernels.measuring.peak_memory import allocated_on_cpu
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.shift import start_shift
@@ -157,13 +158,8 @@ def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:
     """The most that a rank has allocated during a forward and backward with Adam's moments there."""
     block.zero_grad()
     x.grad = None
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        block(x).backward(dy)
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     before = x.nbytes + dy.nbytes + 3 * sum(p.nbytes for p in block.parameters())
-    return before + max(accumulate(size for _, size in changes))
+    return before + allocated_on_cpu(partial(_forward_backward, block, x, dy))
 
 
 def mlps(

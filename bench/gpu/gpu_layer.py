@@ -15,7 +15,7 @@ from torch import nn
 
 from bench.gpu.gpu_report import letters, ratio, spread
 from bench.peers import OURS, PEERS, Absent, make_layer
-from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.measuring.timing import Clock, in_turn
 from lancet_kernels.tuning.workloads import Workload
 
 US = "ours, fused"
@@ -53,15 +53,14 @@ class Layers:
 
     def rounds(self, clock: Clock, passes: str, rounds: int, warmup: int) -> dict[str, list[float]]:
         """All contenders in turn, without gradients of earlier calls. -> ms of each."""
-        taken: dict[str, list[float]] = {name: [] for name in self.layers}
         run = self._forward if passes == "forward" else self._both
-        for number in range(warmup + rounds):
-            for name, layer in self.layers.items():
-                elapsed_ms = clock.once(partial(run, layer))
-                self._clear()
-                if number >= warmup:
-                    taken[name].append(elapsed_ms)
-        return taken
+
+        def once(name: str) -> float:
+            elapsed_ms = clock.once(partial(run, self.layers[name]))
+            self._clear()
+            return elapsed_ms
+
+        return in_turn(self.layers, once, rounds, warmup)
 
     def rehearse(self) -> None:
         """Each once: what fails here takes no part. Backward in this thread, where compiling is shared."""

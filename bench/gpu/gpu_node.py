@@ -221,6 +221,7 @@ def measure(node: Node, steps: int, device: torch.device, label: str) -> dict:
 def times(node: Node, layers: dict, clock, like: Tensor) -> tuple[dict, dict[str, str]]:
     """ms of a step by layer, of all ranks the slowest of each round; exposed ms; and what cannot be had."""
     from bench.gpu.gpu_report import spread
+    from lancet_kernels.measuring.timing import in_turn
 
     absent = {}
     if dist.get_backend() == "nccl":
@@ -236,17 +237,16 @@ def times(node: Node, layers: dict, clock, like: Tensor) -> tuple[dict, dict[str
     else:
         absent["torch"] = "ranks that do not have a GPU each: no NCCL"
     x, dy = (torch.randn(node.tokens, node.width).to(like) for _ in range(2))
-    taken: dict[str, list[float]] = {name: [] for name in layers}
-    warmup = 0 if like.device.type == "cpu" else 3
-    for number in range(warmup + node.rounds):
-        for name, layer in layers.items():
-            layer.zero_grad(set_to_none=True)
-            dist.barrier()
-            elapsed = torch.tensor([clock.once(lambda layer=layer: one_pass(layer, x, dy))])
-            slowest = elapsed.to(like.device if dist.get_backend() == "nccl" else "cpu")
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if number >= warmup:
-                taken[name].append(float(slowest))
+
+    def slowest_ms(name: str) -> float:
+        layers[name].zero_grad(set_to_none=True)
+        dist.barrier()
+        elapsed = torch.tensor([clock.once(lambda: one_pass(layers[name], x, dy))])
+        slowest = elapsed.to(like.device if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+    taken = in_turn(layers, slowest_ms, node.rounds, warmup=0 if like.device.type == "cpu" else 3)
     rest = taken["nothing sent"]
     exposed = {
         name: spread([a - b for a, b in zip(values, rest, strict=True)])

@@ -5,7 +5,7 @@ A figure needs the results of some settings; its data are ratios and means of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -67,9 +67,8 @@ def _setting(cluster: str, model: str, gpus: int, gate: str = "switch") -> Setti
     return Setting(model, cluster, gpus, gate, padded=True)
 
 
-def _grid(gpus: Iterable[int], gate: str = "switch") -> list[Setting]:
-    sizes = tuple(gpus)
-    return [_setting(c, m, g, gate) for c in DEVICE for m in MODELS for g in sizes]
+def _grid(gpus: Sequence[int], gate: str = "switch") -> list[Setting]:
+    return [_setting(c, m, g, gate) for c in DEVICE for m in MODELS for g in gpus]
 
 
 def _ablated() -> list[Setting]:

@@ -69,7 +69,7 @@ def simulate(
         if m.name in ("OPT 6.7B", "OPT 175B")
         for what, setting in sensitivities(m, min(16, max(gpus))).items()
     ]
-    large = [m for m in models if m.is_large]
+    large = [m for m in models if m.name in PAPER_3D]
     results = iter(
         run(
             [

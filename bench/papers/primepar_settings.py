@@ -28,16 +28,15 @@ class Model:
     name: str
     sizes: BlockSizes
     layers: int
-    is_large: bool
 
 
 MODELS = (
-    Model("OPT 6.7B", BlockSizes(4096, 32, 16384), 32, False),
-    Model("OPT 175B", BlockSizes(12288, 96, 49152), 96, True),
-    Model("Llama2 7B", BlockSizes(4096, 32, 11008, gated=True), 32, False),
-    Model("Llama2 70B", BlockSizes(8192, 64, 28672, gated=True, key_value_width=1024), 80, True),
-    Model("Bloom 7B1", BlockSizes(4096, 32, 16384), 30, False),
-    Model("Bloom 176B", BlockSizes(14336, 112, 57344), 70, True),
+    Model("OPT 6.7B", BlockSizes(4096, 16384), 32),
+    Model("OPT 175B", BlockSizes(12288, 49152), 96),
+    Model("Llama2 7B", BlockSizes(4096, 11008, gated=True), 32),
+    Model("Llama2 70B", BlockSizes(8192, 28672, gated=True, key_value_width=1024), 80),
+    Model("Bloom 7B1", BlockSizes(4096, 16384), 30),
+    Model("Bloom 176B", BlockSizes(14336, 57344), 70),
 )
 
 

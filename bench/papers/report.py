@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.drawing import Chart, Row, draw, flat
+from lancet_kernels.commands import aligned
 from lancet_kernels.commands.environment import cpu_cores
 
 Call = tuple[Callable[..., Any], tuple]
@@ -49,21 +50,10 @@ class Exhibit:
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines of a table, indented; names to the left, numbers to the right. Floats have four digits."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [
-        [key.replace("_", " ") for key in keys],
-        *([_cell(row.get(key)) for key in keys] for row in rows),
-    ]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    names = [all(not cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if is_name else cell.rjust(width)
-            for cell, width, is_name in zip(row, widths, names, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    numbers = [n for n in range(len(keys)) if any(row[n][:1].isdigit() for row in cells)]
+    head = [key.replace("_", " ") for key in keys]
+    return [f"  {line}" for line in aligned([head, *cells], right=numbers).split("\n")]
 
 
 def _cell(value: object) -> str:

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.rules.slices import Partition
 from lancet_kernels.schedules.linears.partition_costs import Operator, linear, pointwise
-from lancet_kernels.schedules.linears.segments import (
-    Problem,
-    Solution,
-    megatron,
-    solution_of,
-)
+from lancet_kernels.schedules.linears.segments import Problem, Solution, megatron, solution_of
 
 EDGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (5, 10))
 MLP = ("fc1", "activation", "fc2")
@@ -30,19 +25,9 @@ class BlockSizes:
     the keys, and of the values, if it differs from `width` (grouped-query attention)."""
 
     width: int
-    heads: int
     hidden: int
     gated: bool = False
     key_value_width: int = 0
-
-    @property
-    def parameters(self) -> int:
-        """The number of weights in the four linear layers."""
-        return (
-            self.width * (self.width + 2 * (self.key_value_width or self.width))
-            + self.width**2
-            + self.width * self.hidden * (3 if self.gated else 2)
-        )
 
 
 def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:

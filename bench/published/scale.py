@@ -1,15 +1,12 @@
-"""Two models over 8 to 4,096 GPUs: `python -m bench.published.scale` writes docs/reference/scale.md and its
-picture.
-
-Every step has 4,096 sequences of 4,096 tokens, on DGX H100 with HybridEP. For each number of GPUs the fastest
-layout that fits is taken, among experts over 8, 16 and 64 ranks, sharded optimizer or FSDP, no or full
-recomputation, one sequence per GPU and microbatch.
+"""Two models over 8 to 4,096 GPUs: `python -m bench.published.scale` writes docs/reference/scale.md, which
+says what is compared, and its picture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench.published.rows import CONFIGS
@@ -77,14 +74,13 @@ def _ms(result: Answer) -> float:
 
 
 def _layouts(hf: str, gpus: int) -> Iterator[Question]:
-    for expert_ranks in (8, 16, 64):
+    """One sequence per GPU and microbatch."""
+    for expert_ranks, sharding, recompute in product((8, 16, 64), ("optimizer", "full"), ("none", "full")):
         if expert_ranks <= gpus:
-            for sharding in ("optimizer", "full"):
-                for recompute in ("none", "full"):
-                    yield Question(
-                        hf, "dgx-h100", gpus, expert_ranks, sharding, accumulate=max(1, SEQUENCES // gpus),
-                        recompute=recompute, dispatch="hybridep",
-                    )  # fmt: skip
+            yield Question(
+                hf, "dgx-h100", gpus, expert_ranks, sharding, accumulate=max(1, SEQUENCES // gpus),
+                recompute=recompute, dispatch="hybridep",
+            )  # fmt: skip
 
 
 def picture(points: Sequence[Point], path: Path) -> None:

@@ -18,10 +18,9 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,8 +91,8 @@ def read_trace(path: str | Path) -> Trace:
     busy: dict[int, list[tuple[float, float]]] = defaultdict(list)
     carrying: dict[int, float] = defaultdict(float)
     for kernel in kernels:
-        at = launched.get(kernel["args"].get("correlation"))
-        stage = None if at is None else _stage_at(named, at)
+        at = launched.get(kernel["args"].get("correlation"), float("inf"))
+        stage = next((n for n, e in enumerate(named) if e["ts"] <= at <= e["ts"] + e["dur"]), None)
         if stage is not None:
             busy[stage].append((kernel["ts"], kernel["ts"] + kernel["dur"]))
             if _CARRIES.search(kernel["name"]):
@@ -108,11 +107,6 @@ def read_trace(path: str | Path) -> Trace:
     first = min(e["ts"] for e in kernels)
     last = max(e["ts"] + e["dur"] for e in kernels)
     return Trace(tuple(stages), (last - first) * 1e-3)
-
-
-def _stage_at(named: Sequence[Mapping[str, Any]], moment: float) -> int | None:
-    inside = (n for n, e in enumerate(named) if e["ts"] <= moment <= e["ts"] + e["dur"])
-    return next(inside, None)
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from lancet_kernels.atomic import file_errors, json_text, write_json_atomically
 from lancet_kernels.commands.options import (
     add_options,
+    names_among,
     non_negative_int,
     option,
     positive_float,
@@ -50,22 +51,15 @@ _SHARE = 0.4
 _OF_MODELS = ("model", "gate", "batch", "sequence")
 
 
-def _strategies(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in (*STRATEGY_NAMES, MICROBATCHES):
-            every = ", ".join((*STRATEGY_NAMES, MICROBATCHES))
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {every}")
-    return names
-
-
 @dataclass(frozen=True)
 class BenchOptions(PlanningFlags):
     """What to measure. The fields are the options of `lancet bench`."""
 
     ranks: int = option(2, "processes on this machine; under torchrun those it started", parse=positive_int)
     strategies: tuple[str, ...] = option(
-        STRATEGY_NAMES, "names with commas in between (default: all)", parse=_strategies
+        STRATEGY_NAMES,
+        "names with commas in between (default: all)",
+        parse=names_among((*STRATEGY_NAMES, MICROBATCHES)),
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -86,6 +86,19 @@ positive_float = _number(float, "a number above 0", lambda value: 0 < value < ma
 non_negative_float = _number(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
 probability = _number(float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
 _positive_float = _number(float, "a number above 0, or none", lambda value: 0 < value < math.inf)
+
+
+def names_among(choices: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of some of the names, with commas in between."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(choices)}")
+        return names
+
+    return parse
 
 
 def positive_float_or_none(text: str) -> float | None:

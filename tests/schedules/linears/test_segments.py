@@ -48,7 +48,7 @@ from tests.grids import few_of
 
 P3DN = load_cluster("p3dn")
 FOUR_A_NODE = replace(P3DN, gpus_per_node=4)
-SIZES = BlockSizes(width=1024, heads=16, hidden=4096)
+SIZES = BlockSizes(width=1024, hidden=4096)
 
 
 def made_up(edges: tuple[tuple[int, int], ...], choices: int, seed: int) -> Problem:
