@@ -29,12 +29,6 @@ class Chart:
     series: tuple[str, ...]
     panels: tuple[str, ...] = ()
 
-    def draw(self, axes: Sequence[Any], rows: Sequence[Row]) -> None:
-        """Into as many of matplotlib's axes as `split` has groups."""
-        for (title, of), panel in zip(self.split(rows).items(), axes, strict=True):
-            panel.set_title(title, fontsize=10)
-            self._draw(panel, [flat(row) for row in of])
-
     def split(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
         """Title of a panel -> its rows."""
         groups: dict[str, list[Row]] = {}
@@ -42,7 +36,8 @@ class Chart:
             groups.setdefault(", ".join(str(row[key]) for key in self.panels), []).append(row)
         return groups
 
-    def _draw(self, panel: Any, rows: Sequence[Row]) -> None:
+    def draw(self, panel: Any, rows: Sequence[Row]) -> None:
+        """Into axes of matplotlib. Args: rows: one group of `split`, flat."""
         columns = dict.fromkeys(c for row in rows for c in row if c.startswith(self.series))
         series = {c.replace("_", " "): [row.get(c, math.nan) for row in rows] for c in columns}
         if self.kind == "lines":
@@ -74,17 +69,18 @@ def flat(row: Row) -> dict[str, Any]:
 
 def draw(charts: Sequence[tuple[Chart, Sequence[Row]]], title: str, path: str | Path) -> None:
     """All panels of some charts in one picture, at most three beside each other, below them one legend."""
-    counts = [len(chart.split(rows)) for chart, rows in charts]
-    across = min(sum(counts), 2 if sum(counts) == 4 else 3)
-    down = -(-sum(counts) // across)
+    panels = [(chart, name, of) for chart, rows in charts for name, of in chart.split(rows).items()]
+    across = min(len(panels), 2 if len(panels) == 4 else 3)
+    down = -(-len(panels) // across)
     # Not pyplot: it looks for a display.
     figure = Figure(figsize=(max(8, 5.5 * across), 4 * down), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
-    grid = iter(figure.subplots(down, across, squeeze=False).flat)
-    for (chart, rows), count in zip(charts, counts, strict=True):
-        chart.draw([next(grid) for _ in range(count)], rows)
-    for empty in grid:
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (chart, name, of) in zip(grid, panels, strict=False):
+        axes.set_title(name, fontsize=10)
+        chart.draw(axes, [flat(row) for row in of])
+    for empty in grid[len(panels) :]:
         empty.axis("off")
     legends = [axes.get_legend_handles_labels() for axes in figure.axes]
     once = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}

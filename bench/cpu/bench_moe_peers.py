@@ -10,11 +10,11 @@ keep, of rows, S (2 D + H + F) numbers: rows of x and of the experts' results, a
 activation and comes out; S = T K, H = 2 F for SwiGLU.
 """
 
-import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def kept_bytes(w: Workload, dtype: torch.dtype) -> int:
     return w.tokens * w.choices * (2 * w.width + w.wide + w.hidden) * dtype.itemsize
 
 
-def _peak_in_process(name: str, w: Workload, threads: int, answer) -> None:
+def _peak_in_process(name: str, w: Workload, threads: int) -> int:
     torch.set_num_threads(threads)
     layer = same_weights(w, torch.float32, torch.device("cpu"), [name])[name]
     x = torch.randn(w.tokens, w.width, requires_grad=True)
@@ -55,30 +55,23 @@ def _peak_in_process(name: str, w: Workload, threads: int, answer) -> None:
     small = torch.randn(8, w.width, requires_grad=True)
     one_pass(layer, small, torch.randn_like(small))()  # libraries load
     layer.zero_grad(set_to_none=True)
-    before = _resident_kib()
+    before = _status_kib("VmRSS")
     # Linux resets the high-water mark of a process on request.
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     one_pass(layer, x, dy)()
+    return (_status_kib("VmHWM") - before) * 1024
+
+
+def _status_kib(field: str) -> int:
     with open("/proc/self/status") as file:
-        peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    answer.put((peak - before) * 1024)
-
-
-def _resident_kib() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
+        return next(int(line.split()[1]) for line in file if line.startswith(field))
 
 
 def peak_bytes(name: str, w: Workload) -> int:
     """Resident bytes that one pass takes at its worst moment, in a process of its own, gradients included."""
-    context = multiprocessing.get_context("spawn")
-    answer = context.Queue()
-    process = context.Process(target=_peak_in_process, args=(name, w, torch.get_num_threads(), answer))
-    process.start()
-    peak = answer.get(timeout=600)
-    process.join()
-    return peak
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_peak_in_process, name, w, torch.get_num_threads()).result(timeout=600)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

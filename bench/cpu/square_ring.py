@@ -44,7 +44,11 @@ from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.training.ranks import report_errors, start_ranks
 
-RINGS = ("alternating", "straight")
+RINGS: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
+    "alternating": ({"takes": "skewed"}, {"gives": "skewed"}),
+    "straight": ({}, {}),
+}
+"""More arguments of both linear layers of a block."""
 FIGURES = ("exposed_ms", "late_ranks_ms", "waited_for_ms")
 RANKS = 4
 
@@ -70,7 +74,7 @@ def main() -> int:
         )
     torch.set_num_threads(1)
     sizes = arguments.layers, arguments.width, arguments.hidden
-    blocks = {name: ring(name, *sizes) for name in RINGS}
+    blocks = {name: mlps(SquareLinear, *sizes, *more) for name, more in RINGS.items()}
     x = torch.randn(arguments.rows // 2, arguments.width // 2, requires_grad=True)
     dy = torch.randn(arguments.rows // 2, arguments.width // 2)
     for block in blocks.values():
@@ -91,13 +95,6 @@ def main() -> int:
         print(json.dumps(report, indent=1) if arguments.json else _text(report))
     dist.destroy_process_group()
     return 0
-
-
-def ring(name: str, layers: int, width: int, hidden: int) -> nn.Sequential:
-    """The blocks under one of `RINGS`."""
-    if name == "alternating":
-        return mlps(SquareLinear, layers, width, hidden, {"takes": "skewed"}, {"gives": "skewed"})
-    return mlps(SquareLinear, layers, width, hidden)
 
 
 def measured(blocks: Mapping[str, nn.Sequential], x: Tensor, dy: Tensor, rounds: int, gbps: float) -> Tensor:

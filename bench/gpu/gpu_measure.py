@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 SMOKE_LABEL = "smoke: interpreter, no figures"
 
 
@@ -46,8 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.smoke:
         # Before anything imports Triton.
         os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
     if not options.smoke and not torch.cuda.is_available():
         print(f"gpu_measure: no CUDA device that torch {torch.__version__} can use", file=sys.stderr)
         return 2
@@ -102,8 +102,6 @@ def measure_all(wanted: list[Part], report, begin: float, budget_s: float) -> No
 
 def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     """What there is to measure, in the order of importance: when time runs out, the last are left out."""
-    import torch
-
     from bench.gpu import gpu_fused, gpu_layer
     from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
@@ -126,8 +124,6 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
 
 def compile_all(wanted: list[Part], report) -> None:
     """Compile the kernels of all parts side by side, before anything is measured."""
-    import torch
-
     from lancet_kernels.kernels.rehearsal import rehearsal
     from lancet_kernels.kernels.runtime import INTERPRETED
 
@@ -148,8 +144,6 @@ def compile_all(wanted: list[Part], report) -> None:
 
 def give_back() -> None:
     """The memory of one part, which the allocator keeps by stream, and its exchanges, for the next one."""
-    import torch
-
     from lancet_kernels import reset_exchanges
 
     reset_exchanges()

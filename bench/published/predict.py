@@ -15,12 +15,19 @@ from lancet_kernels.prediction.question import Question
 
 @dataclass(frozen=True)
 class Checked:
-    """A row with its prediction. error: (predicted - measured) / measured, as a fraction; for the gain of an
-    overlap, which is a fraction itself, the difference. None: not simulated."""
+    """A row with its prediction. None: not simulated."""
 
     row: Row
     predicted: float | None
-    error: float | None
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured, as a fraction; for the gain of an overlap, which is a fraction
+        itself, the difference."""
+        if self.predicted is None:
+            return None
+        difference = self.predicted - self.row.measured
+        return difference if self.row.quantity == "gain" else difference / self.row.measured
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values, with `predicted` and `error`."""
@@ -31,15 +38,8 @@ class Checked:
 
 def check(rows: Sequence[Row] | None = None) -> list[Checked]:
     """All rows, or these, with their predictions."""
-    result = []
-    for row in load_rows() if rows is None else rows:
-        predicted = None if row.not_simulated else predict(row)
-        error = None
-        if predicted is not None:
-            difference = predicted - row.measured
-            error = difference if row.quantity == "gain" else difference / row.measured
-        result.append(Checked(row, predicted, error))
-    return result
+    rows = load_rows() if rows is None else rows
+    return [Checked(row, None if row.not_simulated else predict(row)) for row in rows]
 
 
 def predict(row: Row) -> float:

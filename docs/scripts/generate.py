@@ -16,7 +16,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,16 +32,21 @@ def command_line() -> str:
     (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     sections: list[str] = []
     for name, parser in commands.choices.items():
-        rows = [row for action in parser._actions if (row := _option(action))]
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        rows = [_option(action) for action in shown if not isinstance(action, argparse._HelpAction)]
         sections += [f"## `lancet {name}`", "", _escaped(parser.description or ""), ""]
-        sections += ["| option | meaning |", "|---|---|", *rows, ""]
+        sections += [*_table(("option", "meaning"), rows), ""]
     return "\n".join(sections)
 
 
-def _option(action: argparse.Action) -> str:
-    """A row of the table; empty for what is not shown."""
-    if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
-        return ""
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def _option(action: argparse.Action) -> tuple[str, str]:
+    """Names and meaning."""
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
     if action.nargs != 0 and action.option_strings:
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
@@ -50,7 +55,7 @@ def _option(action: argparse.Action) -> str:
     text = action.help or ""
     if "%(default)s" in text:
         text %= {"default": action.default}
-    return f"| {names} | {_escaped(text)} |"
+    return names, _escaped(text)
 
 
 def _escaped(text: str) -> str:
@@ -65,19 +70,19 @@ def support() -> str:
     from tests.lancet_kernels.optimization import test_setups
     from tests.transformers_models import EXPERT_PARALLEL, PLANNED
 
-    rows = [
-        *_rows(test_setups.WORKS, "works"),
-        *_rows(test_setups.FALLS_BACK, "falls back"),
-        *_rows(test_setups.REFUSED, "refused"),
+    outcomes = {
+        "works": test_setups.WORKS,
+        "falls back": test_setups.FALLS_BACK,
+        "refused": test_setups.REFUSED,
+    }
+    setups = [
+        (_escaped(test.__doc__.splitlines()[0].removesuffix(".")), outcome, f"`{test.__name__}`")
+        for outcome, tests in outcomes.items()
+        for test in tests
     ]
-    families = [
-        f"| {family.name} | {', '.join(f'`{block}`' for block in family.blocks)} | works |"
-        for family in FAMILIES
-    ]
+    families = [(f.name, ", ".join(f"`{block}`" for block in f.blocks), "works") for f in FAMILIES]
     planned = {family for family, *_ in PLANNED}
-    sharded = [
-        f"| {family} | works | {'works' if family in planned else 'untested'} |" for family in EXPERT_PARALLEL
-    ]
+    sharded = [(family, "works", "works" if family in planned else "untested") for family in EXPERT_PARALLEL]
     return "\n".join(
         [
             "## A model around `optimize`",
@@ -87,35 +92,21 @@ def support() -> str:
             "line says what to change, before a rank communicates. Each row is a function in "
             f"`{SETUPS}`, run on 1 and 2 ranks.",
             "",
-            "| set-up | outcome | test |",
-            "|---|---|---|",
-            *rows,
+            *_table(("set-up", "outcome", "test"), setups),
             "",
             "## Models of transformers",
             "",
             "`convert`: loss and all gradients are compared with the original's on 1 and 2 ranks, and the "
             "exported weights bit by bit, in `tests/lancet_kernels/conversion/`.",
             "",
-            "| family | block | outcome |",
-            "|---|---|---|",
-            *families,
+            *_table(("family", "block", "outcome"), families),
             "",
             '`ep_implementation="lancet"`: loss and all gradients are compared with those of `"all_to_all"` '
             "on 2 and 4 ranks, with FSDP, in `tests/lancet_kernels/integrations/`.",
             "",
-            "| family | without a plan | under `optimize`, also in microbatches |",
-            "|---|---|---|",
-            *sharded,
+            *_table(("family", "without a plan", "under `optimize`, also in microbatches"), sharded),
         ]
     )
-
-
-def _rows(functions: Sequence[Callable], outcome: str) -> list[str]:
-    rows = []
-    for function in functions:
-        what = _escaped((function.__doc__ or "").splitlines()[0].removesuffix("."))
-        rows.append(f"| {what} | {outcome} | `{function.__name__}` |")
-    return rows
 
 
 def example() -> str:
@@ -128,9 +119,7 @@ def versions() -> str:
     """What `constraints.txt` pins, that users of the library need."""
     wanted = ("torch", "triton", "numpy", "ortools", "matplotlib", "tqdm", "transformers")
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    return "\n".join(
-        ["| package | version |", "|---|---|", *(f"| {name} | {pinned[name]} |" for name in wanted)]
-    )
+    return "\n".join(_table(("package", "version"), [(name, pinned[name]) for name in wanted]))
 
 
 def overlap(run: str = "emulated") -> str:
@@ -143,14 +132,10 @@ def overlap(run: str = "emulated") -> str:
     if not parts:
         rows["exposed all-to-all"] = figures["exposed_ms"]
     rows |= {part.replace("_", "-"): {n: accounts[n].get(part, 0.0) for n in accounts} for part in parts}
-    lines = [
-        "| ms | " + " | ".join(f"`{name}`" for name in times) + " |",
-        "|---" * (len(times) + 1) + "|",
-        *(
-            f"| {what} | " + " | ".join(f"{of[n]:.0f}" if n in of else "" for n in times) + " |"
-            for what, of in rows.items()
-        ),
-    ]
+    lines = _table(
+        ["ms", *(f"`{name}`" for name in times)],
+        [[what, *(f"{of[n]:.0f}" if n in of else "" for n in times)] for what, of in rows.items()],
+    )
     rival = min(times[name] for name in ("none", "tutel"))
     own = [n for n in times if n in figures["predicted_ms"] and n not in ("none", "tutel")]
     fastest = min(own, key=times.__getitem__)

@@ -22,16 +22,14 @@ COLOURS = ("#4c78a8", "#f2b25c", "#54a24b", "#e45756")
 
 def timeline(path: Path) -> None:
     """Blocking training and the plan that `auto` chooses: two rows of what `lancet plan --timeline` draws."""
-    from lancet_kernels.schedules.order.weight_gradients import weight_gradients
     from lancet_kernels.schedules.time.timeline import save_picture
     from lancet_kernels.simulation.simulate import Setting, simulate_setting
 
     found = simulate_setting(Setting(model="gpt2-s-moe", cluster="p4de", gpus=16))
-    program = found.program
     save_picture(
         {name: found.timelines[name].events for name in ("none", "auto")},
         path,
-        weight_gradients=[program.instructions[i].name for i in weight_gradients(program)],
+        weight_gradients=found.weight_gradients,
         title=f"Simulated: {found.setting.describe()}",
     )
 
@@ -115,7 +113,7 @@ def fused(path: Path) -> None:
 
 def square(path: Path) -> None:
     """The MLP block of OPT 6.7B under Megatron's partition and PrimePar's, simulated."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(FOLDER.parents[1]))
     from bench.papers.primepar import timelines
 
     timelines(path)

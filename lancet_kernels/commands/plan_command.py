@@ -225,7 +225,7 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
                 simulated.timelines[strategy].events,
                 arguments.trace,
                 ranks=simulated.setting.gpus,
-                weight_gradients=_weight_gradients(simulated),
+                weight_gradients=simulated.weight_gradients,
             )
         written["trace"] = arguments.trace
     if arguments.timeline:
@@ -237,14 +237,8 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
             save_picture(
                 rows,
                 arguments.timeline,
-                weight_gradients=_weight_gradients(simulated),
+                weight_gradients=simulated.weight_gradients,
                 title=f"Simulated: {simulated.setting.describe()}",
             )
         written["timeline"] = arguments.timeline
     return written
-
-
-def _weight_gradients(simulated: Simulated) -> list[str]:
-    from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-
-    return [simulated.program.instructions[i].name for i in weight_gradients(simulated.program)]

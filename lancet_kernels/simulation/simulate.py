@@ -24,6 +24,7 @@ from lancet_kernels.graph.program.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
+from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
@@ -223,6 +224,11 @@ class Simulated:
     cpu_seconds: Mapping[str, float]
     impossible: Mapping[str, UserError]
     """Strategies that are impossible for the step, and why."""
+
+    @property
+    def weight_gradients(self) -> list[str]:
+        """Names of the instructions that are weight gradients."""
+        return [self.program.instructions[i].name for i in weight_gradients(self.program)]
 
 
 def simulate_setting(
