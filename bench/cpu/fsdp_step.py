@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -71,7 +71,6 @@ SHAPES = {
         Shape("mixtral-like", 16, 4096, 32, 8, 2, 14336, 0, 0, 2048, 1),
     )
 }
-SMALL = replace(SHAPES["deepseek-like"], name="small", layers=3)
 
 
 def _gather(shard: Tensor, ranks: int, group: str) -> Tensor:

@@ -40,6 +40,7 @@ ASSUMPTIONS = (
 BANDWIDTHS = (10, 30, 100)
 """Gbit/s between two machines."""
 NOISY_RUNS = 10
+PARTS = ("wall_ms", "computation_ms", "communication_ms", "overlapped")
 _TABLE_4 = (
     ("one machine", "hidup", 297.2, 294.8, 29.7, 0.9192),
     ("one machine", "expert parallel", 398.8, 353.1, 28.2, 0.0),
@@ -49,10 +50,7 @@ _TABLE_4 = (
     ("30 Gbit/s", "expert parallel", 825.1, 346.9, 458.5, 0.0),
 )
 PAPER_TABLE_4 = {
-    (setting, system): dict(
-        zip(("wall_ms", "computation_ms", "communication_ms", "overlapped"), numbers, strict=True)
-    )
-    for setting, system, *numbers in _TABLE_4
+    (setting, system): dict(zip(PARTS, numbers, strict=True)) for setting, system, *numbers in _TABLE_4
 }
 """Expert parallel is DeepSpeed there."""
 PAPER_TABLE_5 = {
@@ -144,16 +142,8 @@ def table4(layers: int | None) -> list[Row]:
             ("as published", setting.published.predicted_ms, setting.published, setting.published.overlapped),
             ("expert parallel", others.wall_ms, others, 0.0),
         ):
-            rows.append(
-                {
-                    "setting": name,
-                    "system": system,
-                    "wall_ms": wall,
-                    "computation_ms": of.computation_ms,
-                    "communication_ms": of.communication_ms,
-                    "overlapped": overlapped,
-                }
-            )
+            numbers = wall, of.computation_ms, of.communication_ms, overlapped
+            rows.append({"setting": name, "system": system} | dict(zip(PARTS, numbers, strict=True)))
     return rows
 
 

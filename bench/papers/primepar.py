@@ -70,15 +70,8 @@ def simulate(
         for what, setting in sensitivities(m, min(16, max(gpus))).items()
     ]
     large = [m for m in models if m.name in PAPER_3D]
-    results = iter(
-        run(
-            [
-                *((row, (setting,)) for setting in every),
-                *((row, (setting,)) for _, setting in changed),
-                *((pipelines, (model, max(gpus))) for model in large),
-            ]
-        )
-    )
+    rows = [(row, (setting,)) for setting in (*every, *(setting for _, setting in changed))]
+    results = iter(run([*rows, *((pipelines, (model, max(gpus))) for model in large)]))
     return {
         "rows": [next(results) for _ in every],
         "sensitivity": [{"change": what, **next(results)} for what, _ in changed],

@@ -53,7 +53,7 @@ def study() -> Iterator[Point]:
 
 def fastest(hf: str, gpus: int) -> Answer | None:
     """The answer of the fastest layout that fits."""
-    found: Answer | None = None
+    answers: list[Answer] = []
     fitting: set[tuple[int, str]] = set()
     for question in _layouts(hf, gpus):
         limit = gib(question.hardware.memory_gb * 1e9)
@@ -64,13 +64,8 @@ def fastest(hf: str, gpus: int) -> Answer | None:
         result = answer(question)
         if result.fits(result.best):
             fitting.add(layout)
-            if found is None or _ms(result) < _ms(found):
-                found = result
-    return found
-
-
-def _ms(result: Answer) -> float:
-    return result.strategies[result.best].step_ms
+            answers.append(result)
+    return min(answers, key=lambda one: one.strategies[one.best].step_ms, default=None)
 
 
 def _layouts(hf: str, gpus: int) -> Iterator[Question]:

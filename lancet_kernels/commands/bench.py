@@ -148,10 +148,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Start the ranks, or be one. -> exit code."""
-    options: BenchOptions = to_options(BenchOptions, arguments)
-    if arguments.step == OVERLAP and options.share is None and options.link_gbps is None:
+    if arguments.step == OVERLAP and arguments.share is None and arguments.link_gbps is None:
         arguments.share = _SHARE
-        options = to_options(BenchOptions, arguments)
+    options: BenchOptions = to_options(BenchOptions, arguments)
     _check(options, arguments.step)
     if under_launcher() or options.ranks == 1:
         return _measure_here(options, arguments)

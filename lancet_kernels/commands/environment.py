@@ -109,9 +109,9 @@ def _torch_on_gpus() -> Availability:
 def _fused_interpreted() -> Availability:
     if lack := _no_triton():
         return Availability(False, lack)
-    how = "with TRITON_INTERPRET=1 set before Python starts"
-    if _interpreted():
-        how = "TRITON_INTERPRET=1 is set"
+    how = (
+        "TRITON_INTERPRET=1 is set" if _interpreted() else "with TRITON_INTERPRET=1 set before Python starts"
+    )
     return Availability(True, f"{how}; for proof, not for speed")
 
 

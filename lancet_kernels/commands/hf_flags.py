@@ -119,26 +119,24 @@ def _write_files(
 ) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
     chosen = result.strategies.get(strategy, result.strategies[result.best])
-    written: dict[str, str] = {}
     if arguments.trace:
         from lancet_kernels.schedules.time.timeline import save_trace
 
         with file_errors(arguments.trace):
             save_trace(chosen.events, arguments.trace)
-        written["trace"] = arguments.trace
     if arguments.report:
         from lancet_kernels.prediction.report import report
 
         with file_errors(arguments.report):
             Path(arguments.report).write_text(report(result, found), encoding="utf-8")
-        written["report"] = arguments.report
     if arguments.chakra:
         from lancet_kernels.prediction.chakra import save_chakra
 
         with file_errors(arguments.chakra):
             save_chakra(chosen, arguments.chakra)
-        written["chakra trace"] = f"{arguments.chakra}.0.et"
-    return written
+    chakra = arguments.chakra and f"{arguments.chakra}.0.et"
+    files = {"trace": arguments.trace, "report": arguments.report, "chakra trace": chakra}
+    return {kind: path for kind, path in files.items() if path}
 
 
 def _text_of_search(found: Found) -> str:

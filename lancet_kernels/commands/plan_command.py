@@ -89,15 +89,11 @@ class PlanOptions(HfFlags, PlanningFlags):
         others = [*given[1:], *(conflicting if given else ()), *([] if self.hf else self.unused())]
         if others:
             names = [f"--{name.replace('_', '-')}" for name in (*given[:1], others[0])]
-            own = given[:1] == ["module"]
-            raise UserError(
-                "options",
-                got=" and ".join(names),
-                expected="only one of them, because your function defines its model"
-                if own
-                else "only options that belong together",
-                do="set it in your function" if own else "see lancet plan --help",
-            )
+            expected, do = "only options that belong together", "see lancet plan --help"
+            if given[:1] == ["module"]:
+                expected = "only one of them, because your function defines its model"
+                do = "set it in your function"
+            raise UserError("options", got=" and ".join(names), expected=expected, do=do)
 
     def setting(self) -> Setting | OwnStep:
         """The setting to simulate. Raises: UserError for options that do not apply to a user's own step."""
@@ -106,7 +102,6 @@ class PlanOptions(HfFlags, PlanningFlags):
 
         if self.module is not None:
             return OwnStep(self.module, self.cluster, self.gpus)
-
         return Setting(
             model=self.model,
             cluster=self.cluster,
@@ -213,10 +208,8 @@ def _text(simulated: Simulated, strategy: str, limit: float, written: dict[str, 
 
 def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
-    written: dict[str, str] = {}
     if arguments.save:
         simulated.plans[strategy].save(arguments.save)
-        written["plan"] = arguments.save
     if arguments.trace:
         from lancet_kernels.schedules.time.timeline import save_trace
 
@@ -227,7 +220,6 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
                 ranks=simulated.setting.gpus,
                 weight_gradients=simulated.weight_gradients,
             )
-        written["trace"] = arguments.trace
     if arguments.timeline:
         from lancet_kernels.schedules.time.timeline import save_picture
 
@@ -240,5 +232,5 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
                 weight_gradients=simulated.weight_gradients,
                 title=f"Simulated: {simulated.setting.describe()}",
             )
-        written["timeline"] = arguments.timeline
-    return written
+    files = {"plan": arguments.save, "trace": arguments.trace, "timeline": arguments.timeline}
+    return {kind: path for kind, path in files.items() if path}

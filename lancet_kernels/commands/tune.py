@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.commands.kernels import ARCHITECTURES
-from lancet_kernels.commands.options import positive_float, positive_int
+from lancet_kernels.commands.options import add_options, option, positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
@@ -30,6 +30,28 @@ STATUSES = {
 }
 
 
+@dataclass(frozen=True)
+class TuneOptions:
+    """How to tune. The fields are options of `lancet tune`."""
+
+    dtype: str = option("bfloat16", "dtype of the operands", choices=DTYPES)
+    arch: str = option(
+        "sm_90", "architecture whose candidates --dry-run lists without a GPU", choices=ARCHITECTURES
+    )
+    minutes: float | None = option(
+        None, "stop after this many minutes (default: when everything is tuned)", parse=positive_float
+    )
+    candidates: int | None = option(
+        None, "time only the first so many candidates of each layer (default: all)", parse=positive_int
+    )
+    rounds: int = option(15, "timings per candidate", parse=positive_int)
+    cache: str | None = option(
+        None, "file to store the results in (default: in the user's cache folder)", parse=str, metavar="FILE"
+    )
+    force: bool = option(False, "tune again what is in the file already")
+    dry_run: bool = option(False, "only list what would be timed")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
@@ -46,31 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be repeated (default: all of these)",
     )
-    command.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the operands (default: bfloat16)"
-    )
-    command.add_argument(
-        "--arch", choices=ARCHITECTURES, default="sm_90",
-        help="architecture whose candidates --dry-run lists without a GPU (default: sm_90)",
-    )  # fmt: skip
-    command.add_argument(
-        "--minutes",
-        type=positive_float,
-        help="stop after this many minutes (default: when everything is tuned)",
-    )
-    command.add_argument(
-        "--candidates",
-        type=positive_int,
-        help="time only the first so many candidates of each layer (default: all)",
-    )
-    command.add_argument(
-        "--rounds", type=positive_int, default=15, help="timings per candidate (default: 15)"
-    )
-    command.add_argument(
-        "--cache", metavar="FILE", help="file to store the results in (default: in the user's cache folder)"
-    )
-    command.add_argument("--force", action="store_true", help="tune again what is in the file already")
-    command.add_argument("--dry-run", action="store_true", help="only list what would be timed")
+    add_options(command, TuneOptions)
     command.add_argument("--json", action="store_true", help="print the outcome as JSON")
     command.set_defaults(run=run)
 
@@ -179,6 +177,6 @@ def _configuration_text(outcome: Outcome) -> list[str]:
 
 
 def _short(config: Any) -> str:
-    fields = dataclasses.asdict(config)
+    fields = asdict(config)
     del fields["gemm"]
     return f"{config.gemm} " + " ".join(f"{name}={value}" for name, value in fields.items())

@@ -147,7 +147,10 @@ def model_parts(config: Any, expert_ranks: int, batch: int, sequence: int) -> Mo
         ]
         head = captured_part("head", _Head(base.norm, model.lm_head), (hidden, ids))
         if getattr(config, "tie_word_embeddings", False):
-            head = _without_numbers_of(head, model.lm_head.weight.numel())
+            # The weight that it shares, which is as large as the embedding, counts there.
+            shared = model.lm_head.weight.numel()
+            own = {t: replace(p, numbers=0) if p.numbers == shared else p for t, p in head.parameters.items()}
+            head = replace(head, parameters=own)
     return ModelParts(
         getattr(config, "model_type", "model"), embedding, tuple(parts), tuple(layers), head, experts
     )
@@ -314,14 +317,6 @@ def captured_part(name: str, module: nn.Module, inputs: Sequence[Tensor]) -> Par
             takes = node.name
     gives = tensor_names(values[0])[0]
     return Part(name, with_attention_flops(program), takes, gives, gets, returns, parameters)
-
-
-def _without_numbers_of(head: Part, embedding: int) -> Part:
-    """The head without the parameter that it shares with the embedding, as large as that."""
-    parameters = {
-        t: replace(p, numbers=0 if p.numbers == embedding else p.numbers) for t, p in head.parameters.items()
-    }
-    return replace(head, parameters=parameters)
 
 
 def _expert_parameters(module: nn.Module) -> set[str]:

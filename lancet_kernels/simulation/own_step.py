@@ -86,17 +86,12 @@ def call_make_step(
     except UserError:
         raise
     except Exception as error:
-        reads = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        raise UserError(
-            spec,
-            got=_reason(error, Path(spec.rpartition(":")[0])),
-            expected="a step that does not read values of tensors, which have none while planning"
-            if reads
-            else _RETURNS,
-            do="remove the code that reads values; only shapes matter here"
-            if reads
-            else f"correct it; {make_step.__name__}() runs on a rank of an initialized job",
-        ) from error
+        expected, do = _RETURNS, f"correct it; {make_step.__name__}() runs on a rank of an initialized job"
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            expected = "a step that does not read values of tensors, which have none while planning"
+            do = "remove the code that reads values; only shapes matter here"
+        got = _reason(error, Path(spec.rpartition(":")[0]))
+        raise UserError(spec, got=got, expected=expected, do=do) from error
     if not (isinstance(step, (tuple, list)) and len(step) == 2 and isinstance(step[0], nn.Module)):
         raise UserError(spec, got=_kinds(step), expected=_RETURNS, do="return what optimize() would get")
     model, inputs = step
