@@ -23,6 +23,7 @@ from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 ON_GPU = torch.cuda.is_available()
 INTERPRETER = "interpreter: proof, not speed"
 SMALL = "CPU, small: says nothing about a GPU"
+DEVICE_NAME = torch.cuda.get_device_name() if ON_GPU else f"CPU {platform.machine()}"
 ROUNDS, WARMUP = (20, 3) if ON_GPU else (1, 0)
 CLOCK = Clock(torch.device("cuda" if ON_GPU else "cpu"))
 
@@ -74,7 +75,7 @@ def measure(benchmark, dtype: torch.dtype) -> Callable[..., None]:
     ) -> None:
         benchmark.group = group if workload is None else f"{group} {workload.name}"
         benchmark.pedantic(run, setup=CLOCK.prepare, rounds=rounds, warmup_rounds=warmup, iterations=1)
-        info = {"kernel": group, "contender": name, "ours": ours, "device": device_name()}
+        info = {"kernel": group, "contender": name, "ours": ours, "device": DEVICE_NAME}
         if workload is not None:
             info |= {"workload": str(workload), "dtype": str(dtype).removeprefix("torch.")}
             if not ON_GPU:
@@ -82,7 +83,3 @@ def measure(benchmark, dtype: torch.dtype) -> Callable[..., None]:
         benchmark.extra_info.update(info)
 
     return time_it
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if ON_GPU else f"CPU {platform.machine()}"

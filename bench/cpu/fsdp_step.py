@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor.fx_passes import overlap_scheduling
+from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
@@ -256,19 +257,13 @@ def _divided(size: int, ranks: int) -> int:
 
 
 def _groups(shape: Shape) -> _Ranks:
-    """The groups of this rank; every rank makes all of them."""
+    """The groups of this rank: consecutive ranks share the experts."""
     world = dist.group.WORLD
     assert world is not None
-    apart = shape.expert_ranks
-    expert, replica = (
-        next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
-        for made in (
-            [dist.new_group(range(i, i + apart)) for i in range(0, shape.ranks, apart)],
-            [dist.new_group(range(i, shape.ranks, apart)) for i in range(apart)],
-        )
-    )
-    replicas = _divided(shape.ranks, apart)
-    return _Ranks(world.group_name, shape.ranks, expert.group_name, apart, replica.group_name, replicas)
+    replicas, apart = _divided(shape.ranks, shape.expert_ranks), shape.expert_ranks
+    mesh = init_device_mesh("cpu", (replicas, apart), mesh_dim_names=("replica", "expert"))
+    expert, replica = (mesh.get_group(name).group_name for name in ("expert", "replica"))
+    return _Ranks(world.group_name, shape.ranks, expert, apart, replica, replicas)
 
 
 def real_step(shape: Shape) -> nn.Module:

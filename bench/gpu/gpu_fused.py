@@ -17,12 +17,14 @@ from bench.gpu.gpu_report import letters, ratio, spread
 from bench.peers import Absent, quack_gemm
 from lancet_kernels import ops
 from lancet_kernels.kernels.overlap import default_overlap_config
+from lancet_kernels.kernels.overlap_data import SavedPass
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.ops.moe.expert_activation import activate
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 FUSED, TORCH, QUACK = "lancet_kernels, fused", "torch grouped_mm", "quack"
+DIRECTIONS = ("forward", "backward")
 # Relative to the largest value, in bf16.
 DIFFERENCE_ALLOWED = 2e-2
 SIZES = (
@@ -93,7 +95,7 @@ class FusedLayer:
 
     def try_peers(self) -> None:
         """Each once: what fails here takes no part."""
-        for direction in ("forward", "backward"):
+        for direction in DIRECTIONS:
             if self._quack is not None:
                 try:
                     self.products(direction)[QUACK]()
@@ -112,36 +114,28 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
     right = layer.right()
     difference = float((passes.forward(config).float() - right).abs().max() / right.abs().max())
     layer.try_peers()
-    times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
-    begun: list = []
-    for number in range(warmup + rounds):
-        begun.clear()
-        ms = {("forward", FUSED): clock.once(lambda: begun.append(passes.begin(config)))}
-        (saved,) = (saved for _, saved in begun)
-        ms["backward", FUSED] = clock.once(partial(passes.backward, config, saved))
-        for direction in times:
-            for who, run in layer.products(direction).items():
-                ms[direction, who] = clock.once(run)
-        if number >= warmup:
-            for (direction, who), value in ms.items():
-                times[direction].setdefault(who, []).append(value)
+    saved: list[SavedPass] = []
+    runs: dict[tuple[str, str], Callable[[], object]] = {
+        ("forward", FUSED): lambda: saved.append(passes.begin(config)[1]),
+        ("backward", FUSED): lambda: passes.backward(config, saved.pop()),
+    }
+    for direction in DIRECTIONS:
+        runs |= {(direction, who): run for who, run in layer.products(direction).items()}
+    times = clock.rounds(runs, rounds, warmup)
     for exchange in passes.exchanges(config):
         exchange.check()
     flops = 2.0 * len(layer.token) * sizes.width * (sizes.wide + sizes.hidden)
-    for direction, of_direction in times.items():
+    for direction in DIRECTIONS:
+        ms = {who: values for (of, who), values in times.items() if of == direction}
         work = flops * (1 if direction == "forward" else 2)
         yield {
             "figure": f"fused launch, {direction}",
             "sizes": letters(sizes),
             "name": sizes.name,
-            "ms": {who: spread(values) for who, values in of_direction.items()},
-            "tflops": {who: work / spread(values)["median"] * 1e-9 for who, values in of_direction.items()},
+            "ms": {who: spread(values) for who, values in ms.items()},
+            "tflops": {who: work / spread(values)["median"] * 1e-9 for who, values in ms.items()},
             "largest_difference": difference,
             "difference_allowed": DIFFERENCE_ALLOWED,
             "absent": layer.absent,
-            "ratios": [
-                ratio(f"rate over {who}", of_direction[FUSED], of_direction[who])
-                for who in of_direction
-                if who != FUSED
-            ],
+            "ratios": [ratio(f"rate over {who}", ms[FUSED], ms[who]) for who in ms if who != FUSED],
         }
