@@ -37,8 +37,7 @@ def layer_part(width: int, hidden: int, experts: int, top_k: int, gate: str, tok
                 width, hidden, experts, top_k=top_k, gate=gate, capacity_factor=None, activation="gelu"
             ).to(torch.bfloat16)
             x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        part = prepared_part(captured_part("layer", layer, (x,)), "none")
-    return part
+        return prepared_part(captured_part("layer", layer, (x,)), "none")
 
 
 def _with_unfused_activation(program: Program) -> Program:

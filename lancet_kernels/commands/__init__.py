@@ -1,4 +1,4 @@
-"""The subcommands of `lancet`, one file each: `add_parser` says what it takes, `run` does it."""
+"""The subcommands of `lancet`, one file each: `add_parser` adds its parser to `lancet`'s, `run` does it."""
 
 from collections.abc import Collection, Sequence
 

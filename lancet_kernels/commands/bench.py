@@ -119,7 +119,6 @@ class BenchOptions(PlanningFlags):
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "bench",
         help="measure your training step: plain, in DDP, and with every plan",

@@ -47,7 +47,6 @@ class Availability(NamedTuple):
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "env",
         help="show versions, GPUs, backends and caches, for a bug report",

@@ -14,7 +14,6 @@ _SETTINGS = ("strategy", "chosen", "method", "costs", "memory_limit_gb")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "explain",
         help="say what a saved plan does, or how two plans differ",

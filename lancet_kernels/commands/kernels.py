@@ -24,7 +24,6 @@ COLUMNS = ("registers", "spills", "stack", "shared_bytes", "wgmma", "tma", "tcge
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "kernels",
         help="compile every kernel for a GPU architecture, without having one",

@@ -26,37 +26,28 @@ def option(
     alias: str | None = None,
     advanced: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line option.
+    """A dataclass field that is also a command-line option; a boolean is a flag.
 
     parse: turns the argument into the value (default: the type of the default); it may raise ValueError.
     alias: another flag for the same, `--ranks` say. advanced: listed apart, after all others.
     """
-    parse = parse or type(default)
-    metadata = {"help": help, "parse": parse, "choices": choices, "metavar": metavar, "advanced": advanced}
-    return dataclasses.field(default=default, metadata=metadata | {"alias": [alias] if alias else []})
+    arguments: dict[str, Any] = {"action": "store_true"}
+    if not isinstance(default, bool):
+        arguments = {"type": parse or type(default), "choices": choices, "metavar": metavar}
+        if default is not None and "default" not in help:
+            help += " (default: %(default)s)"
+    metadata = {"aliases": [alias] if alias else [], "advanced": advanced}
+    return dataclasses.field(default=default, metadata=metadata | {"arguments": arguments | {"help": help}})
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add every `option` field of a dataclass to the parser. Booleans become flags."""
+    """Add every `option` field of a dataclass to the parser."""
     fields = dataclasses.fields(options)
     rarely = parser.add_argument_group("advanced") if any(f.metadata["advanced"] for f in fields) else parser
     for field in fields:
-        metadata = field.metadata
-        group = rarely if metadata["advanced"] else parser
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
-            group.add_argument(flag, action="store_true", default=field.default, help=metadata["help"])
-            continue
-        shown = "" if field.default is None or "default" in metadata["help"] else " (default: %(default)s)"
-        group.add_argument(
-            flag,
-            *metadata["alias"],
-            type=metadata["parse"],
-            default=field.default,
-            choices=metadata["choices"],
-            metavar=metadata["metavar"],
-            help=metadata["help"] + shown,
-        )
+        group = rarely if field.metadata["advanced"] else parser
+        flags = "--" + field.name.replace("_", "-"), *field.metadata["aliases"]
+        group.add_argument(*flags, default=field.default, **field.metadata["arguments"])
 
 
 def to_options(options: type, arguments: argparse.Namespace) -> Any:

@@ -123,7 +123,6 @@ class PlanOptions(HfFlags, PlanningFlags):
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "plan",
         help="plan a training step for a cluster, without having one",

@@ -16,7 +16,6 @@ COLUMNS = ("run", "state", "model", "ranks", "strategy", "steps", "loss", "token
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "runs",
         help="list the training runs in a folder",

@@ -41,7 +41,6 @@ TIMEOUT_S = 45.0
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "selftest",
         help="check that layers, kernels, plans and communication give right results here",

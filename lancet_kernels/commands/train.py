@@ -15,7 +15,6 @@ from lancet_kernels.training.train_options import TrainOptions, check_options
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "train",
         help="train a Mixture-of-Experts model on text",

@@ -53,7 +53,6 @@ class TuneOptions:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "tune",
         help="find the best configuration of fused launches",
