@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
@@ -74,7 +73,6 @@ def draw(charts: Sequence[tuple[Chart, Sequence[Row]]], title: str, path: str | 
     down = -(-len(panels) // across)
     # Not pyplot: it looks for a display.
     figure = Figure(figsize=(max(8, 5.5 * across), 4 * down), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (chart, name, of) in zip(grid, panels, strict=False):

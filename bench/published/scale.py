@@ -80,11 +80,9 @@ def _layouts(hf: str, gpus: int) -> Iterator[Question]:
 
 def picture(points: Sequence[Point], path: Path) -> None:
     """Tokens per second and GPU, and the share of the step in which an all-to-all is exposed, over GPUs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     speed, share = figure.subplots(1, 2)
     for model, colour in zip(MODELS, ("#4c78a8", "#e45756"), strict=True):
         own = [(p.gpus, p.best) for p in points if p.model == model and p.best is not None]

@@ -9,12 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 COLOURS = ("#4c78a8", "#f2b25c", "#54a24b", "#e45756")
@@ -37,7 +34,8 @@ def timeline(path: Path) -> None:
 def rows(path: Path) -> None:
     """Where rows lie before and after the dispatch: 2 ranks, 4 experts, top-1, 6 tokens each."""
     chosen = {0: [2, 0, 0, 3, 1, 2], 1: [1, 3, 0, 1, 1, 2]}
-    figure, axes = plt.subplots(3, 2, figsize=(9, 4.6))
+    figure = Figure(figsize=(9, 4.6))
+    axes = figure.subplots(3, 2)
     for rank in range(2):
         tokens = [(rank, token, expert) for token, expert in enumerate(chosen[rank])]
         _cells(axes[0, rank], tokens, f"rank {rank}: tokens in their order")
@@ -52,13 +50,12 @@ def rows(path: Path) -> None:
         _cells(axes[2, rank], received, title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _cells(axes: Axes, cells: list[tuple[int, int, int]], title: str) -> None:
     """(source rank, token, expert) of each row, in the colour of its expert."""
     for place, (source, token, expert) in enumerate(cells):
-        axes.add_patch(plt.Rectangle((place, 0), 1, 1, facecolor=COLOURS[expert], edgecolor="white"))
+        axes.add_patch(Rectangle((place, 0), 1, 1, facecolor=COLOURS[expert], edgecolor="white"))
         axes.text(
             place + 0.5, 0.62, f"r{source} t{token}", ha="center", va="center", color="white", fontsize=8
         )
@@ -71,7 +68,8 @@ def _cells(axes: Axes, cells: list[tuple[int, int, int]], title: str) -> None:
 
 def fused(path: Path) -> None:
     """Who waits for whom in one fused forward launch on two ranks."""
-    figure, axes = plt.subplots(figsize=(9, 4.4))
+    figure = Figure(figsize=(9, 4.4))
+    axes = figure.subplots()
     columns = (
         "put rows to\nthe expert's rank",
         "first GEMM tiles\nand activation",
@@ -108,7 +106,6 @@ def fused(path: Path) -> None:
     )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def square(path: Path) -> None:
