@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from itertools import chain, product
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -160,12 +159,7 @@ def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def mlps(
-    linear: type[nn.Module],
-    layers: int,
-    width: int,
-    hidden: int,
-    first: Mapping[str, str] = MappingProxyType({}),
-    second: Mapping[str, str] = MappingProxyType({}),
+    linear: type[nn.Module], layers: int, width: int, hidden: int, first: dict, second: dict
 ) -> nn.Sequential:
     """So many MLP blocks, one behind the other. Args: first, second: more arguments of both linear layers."""
     blocks = (
@@ -176,7 +170,7 @@ def mlps(
 
 def megatron_peak_bytes(rows: int, layers: int, width: int, hidden: int) -> int:
     """The same of Megatron's split: its all-reduces need no memory, so one rank can do without them."""
-    part = mlps(nn.Linear, layers, width, hidden // 4)
+    part = mlps(nn.Linear, layers, width, hidden // 4, {}, {})
     return peak_bytes(part, torch.zeros(rows, width, requires_grad=True), torch.zeros(rows, width))
 
 

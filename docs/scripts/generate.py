@@ -127,10 +127,8 @@ def overlap(run: str = "emulated") -> str:
     figures = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))
     times: Mapping[str, float] = figures["iteration_ms"]
     rows = {"iteration": times, "predicted": figures["predicted_ms"]}
-    accounts: Mapping[str, Mapping[str, float]] = figures.get("account_ms", {})
+    accounts: Mapping[str, Mapping[str, float]] = figures["account_ms"]
     parts = dict.fromkeys(part for account in accounts.values() for part in account)
-    if not parts:
-        rows["exposed all-to-all"] = figures["exposed_ms"]
     rows |= {part.replace("_", "-"): {n: accounts[n].get(part, 0.0) for n in accounts} for part in parts}
     lines = _table(
         ["ms", *(f"`{name}`" for name in times)],
@@ -141,16 +139,15 @@ def overlap(run: str = "emulated") -> str:
     fastest = min(own, key=times.__getitem__)
     named = [name for name in dict.fromkeys(("auto", fastest)) if name in times]
     gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
-    exposed = {n: accounts[n]["exposed all_to_all"] for n in accounts} if parts else figures["exposed_ms"]
-    text = f"Speedup over the faster of `none` and `tutel`: {gains}. `{named[0]}` exposes "
-    text += f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted "
-    text += f"iteration times are off by {figures['prediction_error']:.1%} on average."
-    if parts:
-        text += (
-            " Computation: the CPU time of `none`; cutting: what a column needs beyond it (negative: less). "
-            "Late rank: waiting for a rank that reached the collective later, and for counts; no core: ready "
-            "to compute, but no CPU core was free; other: the rest, not measured."
-        )
+    exposed = {n: accounts[n]["exposed all_to_all"] for n in accounts}
+    text = (
+        f"Speedup over the faster of `none` and `tutel`: {gains}. `{named[0]}` exposes "
+        f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted iteration "
+        f"times are off by {figures['prediction_error']:.1%} on average. Computation: the CPU time of "
+        "`none`; cutting: what a column needs beyond it (negative: less). Late rank: waiting for a rank that "
+        "reached the collective later, and for counts; no core: ready to compute, but no CPU core was free; "
+        "other: the rest, not measured."
+    )
     return "\n".join([*lines, "", text.replace("%", " %")])
 
 
