@@ -14,16 +14,7 @@ import networkx
 from lancet_kernels.graph.program.program import Instruction, Kind, Program
 
 FUSED = "lancet_prediction.fused"
-_NOT_FUSED = (
-    "embedding",
-    "embedding_dense_backward",
-    "sort",
-    "topk",
-    "index",
-    "index_put",
-    "gather",
-    "scatter",
-)
+_NOT_FUSED = "embedding embedding_dense_backward sort topk index index_put gather scatter".split()
 
 
 def is_elementwise(instruction: Instruction) -> bool:
