@@ -224,24 +224,18 @@ def slides_timelines() -> dict[str, Timeline]:
     }
 
 
-def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[str, float]:
-    """Milliseconds of one microbatch on one stage of so many GPUs, by whose partition it runs under."""
-    setting = Scenario(replace(model, layers=model.layers // stages), gpus, microbatches=microbatches)
-    p, layers = _problem(setting), setting.model.layers
-    # If none fits into nothing, the one that needs least.
-    megatron = best_megatron(p, gpus, layers, memory_limit=0.0)
-    return {
-        "megatron": megatron.ms,
-        "primepar": solve(p, layers, megatron.memory_bytes).ms,
-        "computation": megatron.intra.compute_ms,
-    }
-
-
 def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
-    """Milliseconds of an iteration, by stages of the pipeline: (microbatches + stages - 1) stage times;
-    "computation" is what Megatron's would take if communication took no time."""
-    iteration: dict[str, dict[int, float]] = {}
+    """Milliseconds of an iteration, by whose partition it runs under and by stages of the pipeline:
+    (microbatches + stages - 1) stage times; "computation" is what Megatron's would take if communication took
+    no time."""
+    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}, "computation": {}}
     for stages in (1, 2, 4, 8):
-        for name, ms in _stage_ms(model, gpus // stages, stages, microbatches).items():
-            iteration.setdefault(name, {})[stages] = (microbatches + stages - 1) * ms
+        layers, gpus_each = model.layers // stages, gpus // stages
+        p = _problem(Scenario(model, gpus_each, microbatches=microbatches))
+        # If none fits into nothing, the one that needs least.
+        megatron = best_megatron(p, gpus_each, layers, memory_limit=0.0)
+        primepar = solve(p, layers, megatron.memory_bytes)
+        stage_ms = megatron.ms, primepar.ms, megatron.intra.compute_ms
+        for of, ms in zip(iteration.values(), stage_ms, strict=True):
+            of[stages] = (microbatches + stages - 1) * ms
     return iteration

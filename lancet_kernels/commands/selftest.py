@@ -65,7 +65,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Start the ranks on each device, or be one. -> 1 if a check failed, else 0."""
     if arguments.results:
-        return _be_a_rank(arguments)
+        out = sys.stderr if arguments.json else sys.stdout
+        rank = start_ranks(arguments.device, TIMEOUT_S)
+        run_checks(rank, Path(arguments.results), lambda line: print(line, file=out, flush=True))
+        return 0
     if under_launcher():
         raise UserError(
             "selftest",
@@ -113,13 +116,6 @@ def _on_ranks(ranks: int, device: str, quiet: bool) -> list[Result]:
         if not quiet:
             print(results[-1].line(), flush=True)
     return results
-
-
-def _be_a_rank(arguments: argparse.Namespace) -> int:
-    rank = start_ranks(arguments.device, TIMEOUT_S)
-    out = sys.stderr if arguments.json else sys.stdout
-    run_checks(rank, Path(arguments.results), lambda line: print(line, file=out, flush=True))
-    return 0
 
 
 @dataclass
