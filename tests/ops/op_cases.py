@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from lancet_kernels import ops
 from tests.examples import examples
 
 QUICK = examples(200)
-LONG = settings(deadline=None, max_examples=1000)
-
 SEEDS = st.integers(0, 2**32 - 1)
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 

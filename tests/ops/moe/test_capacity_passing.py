@@ -15,7 +15,8 @@ from torch import Tensor
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK
 from lancet_kernels.ops.moe.losses import RoutingSums
-from tests.ops.op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
+from tests.examples import examples
+from tests.ops.op_cases import SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 
 KINDS = ["normal", "ties", "skewed", "one"]
 
@@ -89,7 +90,9 @@ class Case:
 cases = st.composite(Case)()
 
 
-def check_parts_route_as_the_whole(case: Case) -> None:
+@examples(1000)
+@given(case=cases)
+def test_parts_route_as_the_whole(case: Case) -> None:
     before_E = case.used_E.clone()
     whole = case.route(0, case.tokens, case.used_E)
     assert torch.equal(case.used_E, before_E), "the gate wrote into its input"
@@ -113,19 +116,6 @@ def check_parts_route_as_the_whole(case: Case) -> None:
     torch.testing.assert_close(sums.square_logsumexp, expected.square_logsumexp, rtol=rtol, atol=0)
     kept_TK = whole.slot_TK < case.capacity
     assert int(sums.kept_E.sum()) == int(kept_TK.sum())
-
-
-@QUICK
-@given(case=cases)
-def test_parts_route_as_the_whole(case: Case) -> None:
-    check_parts_route_as_the_whole(case)
-
-
-@pytest.mark.long
-@LONG
-@given(case=cases)
-def test_parts_route_as_the_whole_long(case: Case) -> None:
-    check_parts_route_as_the_whole(case)
 
 
 # Logits [T, 2], capacity 1, cut after the first token: the later token takes the slot in one call.

@@ -7,7 +7,7 @@ import torch
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.moe.gates import BatchPrioritized, ExpertChoice, Gate, GShard, Sigmoid, Switch, TopK
+from lancet_kernels.ops.moe.gates import BatchPrioritized, Gate, GShard, Sigmoid, Switch, TopK
 from tests.ops.op_cases import no_use
 
 
@@ -54,9 +54,3 @@ def test_weights_of_very_negative_logits_are_finite(dtype: torch.dtype) -> None:
 def test_what_cannot_be(gate: Gate, experts: int, top_k: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         gate.check(experts, top_k)
-
-
-def test_expert_choice_needs_a_capacity() -> None:
-    ExpertChoice().check_capacity_factor(1.0)
-    with pytest.raises(UserError, match="capacity_factor of gate expert-choice: got None"):
-        ExpertChoice().check_capacity_factor(None)

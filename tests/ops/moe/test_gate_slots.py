@@ -1,50 +1,14 @@
-"""Slots by priority, and the order of equal scores."""
+"""Slots of long batches, and the order of equal scores; slots by priority: test_gate_reference."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lancet_kernels.ops.moe.gates.slots import (
-    slots_in_choice_order,
     slots_in_order,
-    slots_in_token_order,
     top_k_stable,
 )
-from tests.ops.op_cases import QUICK, SEEDS, generator, used_before
-
-
-def loop_slots(experts: list[int], used: list[int]) -> tuple[list[int], list[int]]:
-    used, slots = list(used), []
-    for e in experts:
-        slots.append(used[e])
-        used[e] += 1
-    return slots, used
-
-
-def random_choices(tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
-    """[T, K], different experts per token."""
-    return torch.rand(tokens, experts, generator=generator(seed)).argsort(-1)[:, :top_k].contiguous()
-
-
-@QUICK
-@given(tokens=st.integers(0, 20), experts=st.integers(1, 8), data=st.data(), seed=SEEDS)
-def test_priorities_against_a_loop(tokens: int, experts: int, data: st.DataObject, seed: int) -> None:
-    top_k = data.draw(st.integers(1, experts))
-    expert_TK, used_E = random_choices(tokens, experts, top_k, seed), used_before(experts, seed)
-    order_T = torch.randperm(tokens, generator=generator(seed))
-    orders = {
-        slots_in_token_order: [(t, k) for t in range(tokens) for k in range(top_k)],
-        slots_in_choice_order: [(t, k) for k in range(top_k) for t in range(tokens)],
-        lambda e, u: slots_in_choice_order(e, u, order_T): [
-            (t, k) for k in range(top_k) for t in order_T.tolist()
-        ],
-    }
-    for function, order in orders.items():
-        slot_TK, after_E = function(expert_TK, used_E)
-        slots, after = loop_slots([int(expert_TK[t, k]) for t, k in order], used_E.tolist())
-        assert [int(slot_TK[t, k]) for t, k in order] == slots
-        assert after_E.tolist() == after
+from tests.ops.op_cases import QUICK, SEEDS, generator
 
 
 @QUICK

@@ -1,4 +1,4 @@
-"""Sums over parts, and the loss formulas applied to them once."""
+"""Losses of parts that are added up, and of nothing; their formulas: lancet_kernels/layer/test_layer.py."""
 
 from itertools import pairwise
 
@@ -8,34 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.gates import Hash, Sigmoid, Switch, TopK
+from lancet_kernels.ops.moe.gates import Hash, Switch, TopK
 from lancet_kernels.ops.moe.losses import moe_losses, routing_sums
-from tests.ops.op_cases import QUICK, SEEDS, generator, no_use, skewed_logits
-
-
-@QUICK
-@given(
-    tokens=st.integers(1, 30),
-    experts=st.integers(1, 8),
-    gate=st.sampled_from([Switch(), TopK(), Sigmoid()]),
-    capacity=st.integers(1, 10),
-    seed=SEEDS,
-)
-def test_losses_against_their_definitions(
-    tokens: int, experts: int, gate: Switch, capacity: int, seed: int
-) -> None:
-    """balance = E * sum_e f_e P_e and z = mean logsumexp^2, from routing and logits directly."""
-    logits_TE = skewed_logits("skewed", tokens, experts, torch.float64, seed)
-    top_k = 1 if gate == Switch() else min(2, experts)
-    used_E = no_use(experts)
-    expert_TK, slot_TK, _, after_E = ops.gate(logits_TE, used_E, None, None, str(gate), top_k, capacity)
-    losses = moe_losses([routing_sums(gate, logits_TE, used_E, after_E, capacity, tokens)], "")
-    score_TE = torch.sigmoid(logits_TE) if gate == Sigmoid() else torch.softmax(logits_TE, -1)
-    mean_E = (score_TE / score_TE.sum(-1, keepdim=True)).mean(0)
-    share_E = torch.stack([(expert_TK == e).double().mean() for e in range(experts)])
-    torch.testing.assert_close(losses.balance[0], experts * (share_E * mean_E).sum())
-    torch.testing.assert_close(losses.z[0], torch.logsumexp(logits_TE, -1).square().mean())
-    assert losses.dropped.item() == pytest.approx((slot_TK >= capacity).double().mean().item(), abs=1e-6)
+from tests.ops.op_cases import QUICK, SEEDS, generator, no_use
 
 
 @QUICK
