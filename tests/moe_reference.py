@@ -85,17 +85,18 @@ def make_tokens(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
     return x.to(dtype), torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype), ids
 
 
-def _splitmix(value: int) -> int:
+def splitmix(value: int) -> int:
+    """The published generator (public domain, S. Vigna), in Python's integers."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
 
 
-def _drawn(key: int, experts: int, top_k: int) -> list[int]:
+def drawn(key: int, experts: int, top_k: int) -> list[int]:
     """The experts of a key: those with the largest signed 64-bit numbers."""
-    token = _splitmix(key & MASK)
-    numbers = [_splitmix((token + e) & MASK) for e in range(experts)]
+    token = splitmix(key & MASK)
+    numbers = [splitmix((token + e) & MASK) for e in range(experts)]
     signed = [n - 2**64 if n >= 2**63 else n for n in numbers]
     return sorted(range(experts), key=lambda e: (-signed[e], e))[:top_k]
 
@@ -115,7 +116,7 @@ def choose(case: Case, logits: Tensor | None, keys: list[int]) -> list[tuple[int
     """(token, expert) of every assignment of one rank, by falling priority."""
     tokens, K = range(case.tokens), case.top_k
     if logits is None:
-        return [(t, e) for t in tokens for e in _drawn(keys[t], case.experts, K)]
+        return [(t, e) for t in tokens for e in drawn(keys[t], case.experts, K)]
     rows = logits.tolist()
     if case.gate == "sigmoid":
         groups = case.options.get("groups", 1), case.options.get("top_groups", 1)

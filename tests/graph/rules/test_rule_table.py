@@ -62,20 +62,6 @@ def test_forward_ops_without_a_rule_are_known(name):
     }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("gate", ["batch-prioritized", "gshard", "expert-choice"])
-def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
-    program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
-    position = next(i for i, x in enumerate(program.instructions) if x.op == "lancet.gate")
-    instruction = program.instructions[position]
-    assert instruction.attributes["partitionable"] is False
-    assert rule_for(instruction).assignments(instruction, program.tensors, only_experts=False) == []
-    send = next(i for i in program.positions(Kind.ALL_TO_ALL) if i > position)
-    inference = AxisInference(program)
-    assert inference.forms(position, send) is None
-    assert inference.forms(position + 1, send)
-
-
 # A wrong rule must not pass the proof of tests/graph/rules/test_rules_torch.py.
 
 MUTATIONS: dict[str, tuple[str, Rule]] = {

@@ -1,7 +1,7 @@
 """Every rule of the table is proven in torch: cut, run part by part, put together, compare in fp64."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.program.from_fx import is_instruction, op_name
@@ -38,22 +38,10 @@ def test_every_rule_has_a_proof():
 
 
 @pytest.mark.parametrize("op", SAMPLES)
-@settings(examples(30), derandomize=True, database=None)
+@examples(100)
 @given(data=st.data())
 def test_a_rule_on_drawn_shapes(op, data):
-    prove(op, data)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("op", SAMPLES)
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_a_rule_on_many_drawn_shapes(op, data):
-    prove(op, data)
-
-
-def prove(op, data, rule=None):
     target, args, kwargs = SAMPLES[op](Draw(data.draw))
     node, values = one_op(target, args, kwargs)
     assert op_name(node) == op
-    return check_node(node, values, PARTS, rule)
+    check_node(node, values, PARTS)

@@ -11,16 +11,7 @@ import lancet_kernels.training.data as data
 from lancet_kernels.errors import UserError
 from lancet_kernels.training.data import batch_of_rank, load_corpus
 from tests.examples import examples
-
-WORD = 2**64 - 1
-
-
-def splitmix64(state: int) -> int:
-    """The published generator (public domain, S. Vigna), in Python's integers."""
-    z = (state + 0x9E3779B97F4A7C15) & WORD
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & WORD
-    return z ^ (z >> 31)
+from tests.moe_reference import MASK, splitmix
 
 
 def text_of(tokens):
@@ -153,7 +144,7 @@ def test_bad_inputs_are_one_line(tmp_path):
 def test_rows_start_where_the_hash_says():
     tokens = np.arange(1000, dtype=np.uint16)
     inputs, targets = batch_of_rank(tokens, seed=-1, step=7, batch=3, sequence=4, rank=1)
-    starts = [splitmix64(splitmix64(splitmix64(WORD) ^ 7) ^ row) % 996 for row in (3, 4, 5)]
+    starts = [splitmix(splitmix(splitmix(MASK) ^ 7) ^ row) % 996 for row in (3, 4, 5)]
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.tolist() == [[start + place for place in range(4)] for start in starts]
     assert torch.equal(targets, inputs + 1)

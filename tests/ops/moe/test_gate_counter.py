@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import Hash, Random
-from lancet_kernels.ops.random.splitmix import GOLDEN, signed, splitmix64, splitmix64_of
+from lancet_kernels.ops.random.splitmix import GOLDEN, splitmix64
 from tests.grids import few_of
+from tests.moe_reference import drawn
 from tests.ops.op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 
 KEYS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5)
@@ -23,9 +24,7 @@ def naive_counter(
     experts: list[list[int]] = []
     slots: list[list[int]] = []
     for key in key_T.tolist():
-        token = splitmix64_of(key + seed * GOLDEN)
-        number_E = [signed(splitmix64_of(token + e)) for e in range(len(used))]
-        experts.append(sorted(range(len(used)), key=lambda e: (-number_E[e], e))[:top_k])
+        experts.append(drawn(key + seed * GOLDEN, len(used), top_k))
         slots.append([])
         for e in experts[-1]:
             slots[-1].append(used[e])
