@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,26 +30,22 @@ class Step:
     forward_outputs: int
 
 
-@contextmanager
-def captured_step(name: str, size: Size | None = None) -> Iterator[Step]:
-    """Inside the block the graph may be changed and run."""
+@lru_cache(maxsize=32)
+def read_only_step(name: str, size: Size | None = None) -> Step:
+    """A captured step, made once: not to be changed."""
     model, inputs = make_model(name, size)
     captured = capture(model, inputs)
     reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
     captured.joint.recompile()
     program = program_from_fx(captured.joint)
     joint, outputs = captured.joint, captured.forward_outputs
-    yield Step(model, inputs, joint, program, tuple(_values(joint, model, inputs)), outputs)
+    return Step(model, inputs, joint, program, tuple(placeholder_values(joint, model, inputs)), outputs)
 
 
-@lru_cache(maxsize=32)
-def read_only_step(name: str, size: Size | None = None) -> Step:
-    """The same, made once: not to be changed."""
-    with captured_step(name, size) as step:
-        return step
-
-
-def _values(joint: fx.GraphModule, model: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def placeholder_values(
+    joint: fx.GraphModule, model: nn.Module, inputs: tuple[Tensor, ...]
+) -> Iterator[Tensor]:
+    """What a captured graph is called with; gradients of results are one."""
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     for node in joint.graph.nodes:
         if node.op != "placeholder":

@@ -26,7 +26,7 @@ from tests.capturing import Step, read_only_step
 from tests.examples import examples
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size
-from tests.planned_steps import SmallStep, StepCase, dear_communication
+from tests.planned_steps import dear_communication
 from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, program, random_programs
 from tests.schedules.rewrite.test_cut_torch import assert_same, outcome
@@ -210,27 +210,6 @@ def test_auto_keeps_to_the_memory_limit():
         fastest = min(p.predicted.iteration_ms for p in fitting)
         assert bound[AUTO].predicted.peak_memory_gb <= limit
         assert bound[AUTO].predicted.iteration_ms == fastest
-
-
-def on_ranks(case: StepCase) -> tuple[dict[str, float], str]:
-    """How far a step of each duplex plan comes from the module itself, and what auto chooses."""
-    step = SmallStep(case)
-    plain = step.plain()
-    planner = step.planner(2)
-    distances = {name: step.planned(planner.plan(name)).distance(plain) for name in (*DUPLEX, AUTO)}
-    return distances, planner.plan(AUTO).chosen
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("batch", [4, 7])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_train_as_with_the_module(pool, ranks, gate, batch):
-    top_k = 1 if gate == "switch" else 2
-    case = StepCase(gate, top_k, capacity_factor=0.75, layers=2, batch=batch)
-    for distances, chosen in pool.run(on_ranks, case, ranks=ranks, timeout_s=600):
-        assert max(distances.values()) < 1e-10, distances
-        assert chosen
 
 
 class WithPositions(nn.Module):

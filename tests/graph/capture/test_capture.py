@@ -7,7 +7,6 @@ from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError, capture, split_joint
-from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Phase
 from tests.grids import few_of
@@ -103,21 +102,6 @@ def test_a_second_shape_is_captured_as_plainly_as_the_first():
             value = node.meta.get("val")
             assert not isinstance(value, torch.Tensor) or all(type(n) is int for n in value.shape)
             assert not op_name(node).startswith("aten.sym_")
-
-
-@pytest.mark.long
-def test_what_placeholders_stand_for():
-    model, inputs = make_model("llama")
-    captured = capture(model, inputs)
-    nodes = [n for n in captured.joint.graph.nodes if n.op == "placeholder"]
-    positions = {input_position(n) for n in nodes} - {None}
-    names = {state_name(n) for n in nodes} - {None}
-    tangents = [n for n in nodes if is_tangent(n)]
-    state = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert names <= state
-    assert positions == {0, 1}
-    assert len(nodes) == len(names) + len(positions) + len(tangents)
-    assert len(tangents) == 1
 
 
 @pytest.mark.parametrize("name", few_of(MODELS))

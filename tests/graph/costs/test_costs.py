@@ -165,6 +165,8 @@ def test_which_cuts_line_up():
     assert can_be_cut(specs, {"x": cut_along(0), "y": cut_along(0)}, 3)
     assert not can_be_cut(specs, {"x": cut_along(0), "y": cut_along(0)}, 4)
     assert can_be_cut(specs, {"c": cut_along(1)}, 4)
+    specs["z"] = TensorSpec("z", (9,))
+    assert not can_be_cut(specs, {"x": cut_along(0), "z": cut_along(0)}, 2)
     assert not can_be_cut(specs, {"c": cut_along(1)}, 8)
 
 

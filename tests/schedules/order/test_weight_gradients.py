@@ -96,7 +96,7 @@ def test_greedy_shortens_a_backward():
 
 @examples(150)
 @hypothesis_given(random_programs())
-def test_every_schedule_is_valid_and_no_gradient_leaves_its_last_all_to_all_behind(p):
+def test_every_schedule_is_valid_and_gradients_stand_behind_their_all_to_all(p):
     scheduled = schedule_weight_gradients(p, given)
     assert sorted(i.name for i in scheduled.instructions) == sorted(i.name for i in p.instructions)
     place = scheduled.index
@@ -105,6 +105,4 @@ def test_every_schedule_is_valid_and_no_gradient_leaves_its_last_all_to_all_behi
         for gradient in moved:
             assert p.reachability.independent(a) >> p.index[gradient] & 1
             assert p.instructions[a].kind is Kind.ALL_TO_ALL
-            between = scheduled.instructions[place[all_to_all] + 1 : place[gradient]]
-            # Whatever else stands in between was there before, or had to come first.
-            assert not any(place[all_to_all] < place[i.name] > place[gradient] for i in between)
+            assert place[all_to_all] < place[gradient]

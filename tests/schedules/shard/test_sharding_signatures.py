@@ -9,13 +9,14 @@ import torch
 
 from bench.papers.hidup_models import HiDupModel, hidup_config
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.capture.captured_graph import input_position, output_node, state_name
+from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.capture.forward_program import forward_of
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.signatures import signatures
 from lancet_kernels.schedules.time.simulate import simulate
+from tests.capturing import placeholder_values
 from tests.graph.cut_and_reassemble import Recorder, UnequalUnits, check_way
 from tests.grids import few_of
 from tests.schedules.sharding_examples import duplexed
@@ -49,18 +50,8 @@ def test_every_signature_of_a_model(name):
     captured = capture(model, batch)
     program = forward_of(captured, name)
     nodes = {node.name: node for node in captured.joint.graph.nodes}
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    arguments = [
-        state[state_name(node)].detach()
-        if state_name(node)
-        else batch[input_position(node)]
-        if input_position(node) is not None
-        else torch.ones((), dtype=torch.float64)
-        for node in nodes.values()
-        if node.op == "placeholder"
-    ]
     recorder = Recorder(captured.joint)
-    recorder.run(*arguments)
+    recorder.run(*placeholder_values(captured.joint, model, batch))
     loss = recorder.values[output_node(captured.joint).args[0][0]]
     assert loss.item() == pytest.approx(model(*batch).item())
     proofs = sums = 0
