@@ -45,9 +45,9 @@ def run(*command: object, timeout_s: float = 300, **variables: str) -> subproces
     )
 
 
-def printed(*arguments: object, timeout_s: float = 300) -> str:
+def printed(*arguments: object, timeout_s: float = 300, **variables: str) -> str:
     """What Python prints for these arguments, with which it must succeed."""
-    done = run(sys.executable, *arguments, timeout_s=timeout_s)
+    done = run(sys.executable, *arguments, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

@@ -1,10 +1,8 @@
 """A machine with torch, Triton and numpy alone plans and trains, as long as nothing is cut."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.processes import printed
 
 BARE = """
 import sys
@@ -24,10 +22,4 @@ print(planned.plan.strategy)
 
 @pytest.mark.long
 def test_without_the_solver_and_the_pictures() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", BARE],
-        cwd=root, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["lancet-dw"]
+    assert printed("-c", BARE).split() == ["lancet-dw"]

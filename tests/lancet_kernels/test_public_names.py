@@ -2,15 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
 import lancet_kernels
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, printed
 
 
 def imports(nodes: Iterable[ast.stmt]) -> dict[str, str]:
@@ -44,5 +41,4 @@ def test_importing_it_is_cheap() -> None:
     """Neither the solver nor torch's tracer, nor what only launchers and kernels need."""
     heavy = ("ortools", "torch._dynamo", "torch._inductor", "triton", "matplotlib", "transformers")
     code = f"import sys, lancet_kernels; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[]\n", done.stderr
+    assert printed("-c", code) == "[]\n"

@@ -1,8 +1,6 @@
 """Rows of published measurements: complete, and the fitted ones within the test's own noise."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from bench.published.fit import START, errors, with_constants
 from bench.published.predict import check, summary
 from bench.published.rows import CONFIGS, load_rows
 from lancet_kernels.graph.costs.clusters import load_cluster
+from tests.processes import printed
 
 ROWS = load_rows()
 
@@ -61,10 +60,7 @@ def test_rows_that_cannot_be_simulated_say_why():
 @pytest.mark.long
 def test_command_prints_rows():
     pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.published", "--json"], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(printed("-m", "bench.published", "--json"))
     assert {"name", "measured", "predicted", "error", "fitted"} <= set(found["rows"][0])
     assert len(found["rows"]) == len(ROWS)
 

@@ -4,19 +4,13 @@ The newest Triton is the installed one. The oldest that is supported lies in a f
 `make test` brings; a child process that finds it first imports it instead.
 """
 
-import importlib
 import json
 import os
-import pkgutil
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from lancet_kernels import kernels
 from lancet_kernels.cli import main
 from lancet_kernels.compiling import specimens
 from lancet_kernels.compiling.compile import FEW_SPILLED_BYTES, CompiledKernel, compile_specimen, problems
@@ -26,8 +20,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode
 from tests.lancet_kernels.compiling import bad_kernels
 from tests.lancet_kernels.kernels.protocol import ping
+from tests.processes import ROOT, printed
 
-ROOT = Path(__file__).parents[3]
 OLDEST = ROOT / ".triton-oldest"
 
 need_oldest = pytest.mark.skipif(
@@ -40,20 +34,16 @@ need_bitcode = pytest.mark.skipif(
 TRITONS = ["newest", pytest.param("oldest", marks=need_oldest)]
 
 
-def environment(triton="newest"):
-    """For a child process with this Triton, which does not interpret."""
-    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def printed_with(triton, *arguments):
+    """What Python prints with this Triton, which does not interpret."""
+    variables = {"TRITON_INTERPRET": "0"}
     if triton == "oldest":
-        found["PYTHONPATH"] = os.pathsep.join([str(OLDEST), *filter(None, [found.get("PYTHONPATH")])])
-    return found
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST), os.environ.get("PYTHONPATH")]))
+    return printed(*arguments, timeout_s=3600, **variables)
 
 
-def lancet_kernels_command(triton, *arguments):
-    """`lancet kernels ... --json` in a child process -> what it printed."""
-    command = [sys.executable, "-m", "lancet_kernels.cli", "kernels", "--json", *arguments]
-    child = subprocess.run(command, env=environment(triton), cwd=ROOT, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+def kernels_command(triton, *arguments):
+    return json.loads(printed_with(triton, "-m", "lancet_kernels.cli", "kernels", "--json", *arguments))
 
 
 def check_rows(found, triton, arch):
@@ -74,34 +64,9 @@ def check_rows(found, triton, arch):
 
 
 @pytest.mark.long
-def test_one_kernel_of_every_module():
-    """The first specimen of every module that has kernels, and of the shim, with the installed Triton.
-
-    Those in Gluon are in test_gluon_compile.py.
-    """
-    every = [*all_specimens(90), *ping.specimens(90)]
-    first = {s.kernel.fn.__module__: s for s in reversed(every) if s.name != "gluon_overlap"}
-    assert set(first) == {*modules_of_kernels(), ping.__name__}
-    for row in compile_all([*first.values()], 90):
-        assert row.problems == [], row.error
-        assert row.compiled.wgmma >= row.specimen.wgmma
-        assert row.compiled.tma >= row.specimen.tma
-
-
-def modules_of_kernels():
-    """The names of the modules below `kernels` that define a function `..._kernel`, but for Gluon's."""
-    for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + "."):
-        values = vars(importlib.import_module(module.name)).values()
-        functions = [value.fn for value in values if hasattr(value, "fn")]
-        names = {function.__name__ for function in functions if function.__module__ == module.name}
-        if any(name.endswith("_kernel") for name in names - {"gluon_overlap_kernel"}):
-            yield module.name
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_one_configuration_of_every_kernel(triton):
-    found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
+    found = kernels_command(triton, "--arch", "sm_90", "--quick")
     names = check_rows(found, triton, "sm_90")
     assert {name for name, _ in names} == {s.name for s in all_specimens(90)}
     if nvshmem_bitcode.find_bitcode(90) is not None:
@@ -116,7 +81,7 @@ GRID += [pytest.param("oldest", arch, marks=need_oldest) for arch in ("sm_80", "
 @need_bitcode
 @pytest.mark.parametrize(("triton", "arch"), GRID)
 def test_every_configuration_of_every_kernel(triton, arch):
-    names = check_rows(lancet_kernels_command(triton, "--arch", arch), triton, arch)
+    names = check_rows(kernels_command(triton, "--arch", arch), triton, arch)
     assert names == [(s.name, s.config) for s in all_specimens(int(arch.removeprefix("sm_")))]
 
 
@@ -240,18 +205,10 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
 PRINT_PTX = """
 from lancet_kernels.compiling import compile
 from tests.lancet_kernels.kernels.protocol import ping
+from tests.processes import ROOT, printed
 (specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]
 print(compile._compile(specimen, {arch})[0].asm["ptx"])
 """
-
-
-def ping_ptx(triton, arch, transport):
-    code = PRINT_PTX.format(arch=arch, transport=transport)
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment(triton), cwd=ROOT, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout
 
 
 @pytest.mark.long
@@ -260,7 +217,7 @@ def ping_ptx(triton, arch, transport):
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_over_nvshmem_are_linked(triton, arch):
     """The bodies are there, not only the calls; what stays open is what the CUDA driver itself offers."""
-    ptx = ping_ptx(triton, arch, "nvshmem")
+    ptx = printed_with(triton, "-c", PRINT_PTX.format(arch=arch, transport="nvshmem"))
     declared = re.findall(r"\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
     assert set(declared) <= {"vprintf", "__assertfail"}
     assert not re.search(r"\.extern .*nvshmem", ptx)
@@ -276,6 +233,6 @@ def test_puts_over_nvshmem_are_linked(triton, arch):
 @pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_through_pointers_need_no_nvshmem(triton):
-    ptx = ping_ptx(triton, 90, "pointers")
+    ptx = printed_with(triton, "-c", PRINT_PTX.format(arch=90, transport="pointers"))
     assert "nvshmem" not in ptx
     assert re.search(r"atom\.global\.sys\.release\.exch", ptx)

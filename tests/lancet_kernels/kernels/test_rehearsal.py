@@ -1,9 +1,6 @@
 """What a rehearsal does on a machine without a GPU: it compiles and loads, and runs nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ from lancet_kernels.kernels import rehearsal, runtime
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import check_same, make_layer
-
-ROOT = Path(__file__).parents[3]
+from tests.processes import printed
 
 
 @pytest.mark.long
@@ -23,12 +19,9 @@ ROOT = Path(__file__).parents[3]
 )
 def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> None:
     # An empty cache, so that everything is compiled anew.
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.lancet_kernels.kernels.rehearse_without_gpu"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    program = "tests.lancet_kernels.kernels.rehearse_without_gpu"
+    said = printed("-m", program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    found = json.loads(said.splitlines()[-1])
     # Seven of a pass, forward, backward and release, of two PEs, twice: all PEs share the kernels.
     counting = ["exchange_counts_kernel", "release_kernel", "schedule_kernel"]
     assert found["kernels"] == sorted(["combine_results_kernel", "overlap_kernel"] * 2 + counting)

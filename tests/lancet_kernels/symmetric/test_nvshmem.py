@@ -5,10 +5,7 @@ called when, not that NVSHMEM works. That is for the tests marked gpu.
 """
 
 import ctypes
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,8 +16,9 @@ from lancet_kernels import UserError
 from lancet_kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
 from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 from tests.lancet_kernels.symmetric import nvshmem_one_pe
+from tests.processes import printed
+from tests.refusals import refusal
 
-ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 
@@ -73,18 +71,13 @@ def test_nothing_is_missing(gpu, monkeypatch):
     assert nvshmem.missing(CUDA) == ""
 
 
-def create_on_rank() -> tuple[str, str]:
-    try:
-        create(device="cuda", timeout_s=10)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
+def create_on_rank() -> str:
+    return refusal(lambda: create(device="cuda", timeout_s=10))
 
 
 @NO_GPU
 def test_create_says_what_works_instead(pool):
-    for kind, message in pool.run(create_on_rank):
-        assert kind == "UserError"
+    for message in pool.run(create_on_rank):
         assert f"got no CUDA device that torch {torch.__version__} can use (rank 0, 1)" in message
         for alternative in ("NCCL's collectives", "virtual_memories", "CPU ranks over shared memory"):
             assert alternative in message
@@ -256,8 +249,5 @@ def test_one_pe_with_nothing_but_the_wheel():
     if nvshmem_one_pe.host_library() is None:
         pytest.skip("no libnvshmem_host.so.3 (package nvidia-nvshmem-cu13)")
     alone = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
-    environment = os.environ | alone | {"NVSHMEM_SYMMETRIC_SIZE": "64M"}
-    command = [sys.executable, "-m", nvshmem_one_pe.__name__]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "rows and signal arrived" in done.stdout
+    said = printed("-m", nvshmem_one_pe.__name__, timeout_s=90, **alone, NVSHMEM_SYMMETRIC_SIZE="64M")
+    assert "rows and signal arrived" in said
