@@ -5,10 +5,10 @@ from collections.abc import Callable
 from lancet_kernels.errors import UserError
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """The message of the UserError that the call raises, or "nothing refused"."""
+def refusal(call: Callable[[], object], kind: type[Exception] = UserError) -> str:
+    """The message of the error of this kind that the call raises, or "nothing refused"."""
     try:
         call()
-    except UserError as error:
+    except kind as error:
         return str(error)
     return "nothing refused"

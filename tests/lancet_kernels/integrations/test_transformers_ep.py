@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import CausalLMStep
-from lancet_kernels.errors import UserError
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.ranks import RankPool
+from tests.refusals import refusal
 from tests.transformers_models import EXPERT_PARALLEL, PLANNED, tiny_batch, tiny_model
 
 pytest.importorskip("transformers.distributed.expert_parallel")
@@ -153,9 +153,7 @@ def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strat
 
 
 def refusal_of_a_plan(folder: str) -> str:
-    with pytest.raises(UserError) as refused:
-        planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none", swiglu_limit=6.0)
-    return str(refused.value)
+    return refusal(lambda: planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none", swiglu_limit=6.0))
 
 
 @pytest.mark.long
@@ -273,9 +271,7 @@ def other_layers(names: list[str]) -> str:
 
     layer = LancetEP(OwnExperts(), init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
     layer.name = names[dist.get_rank()]
-    with pytest.raises(UserError) as refused:
-        layer(torch.ones(3, 4), torch.tensor([[0], [1], [2]]), torch.ones(3, 1))
-    return str(refused.value)
+    return refusal(lambda: layer(torch.ones(3, 4), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
 
 
 def test_ranks_in_other_layers_are_named(pool):

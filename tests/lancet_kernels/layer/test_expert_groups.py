@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import Groups, MoELayer, UserError, moe_losses, set_gradient_group, set_routing_step
+from lancet_kernels import Groups, MoELayer, moe_losses, set_gradient_group, set_routing_step
 from lancet_kernels.cli import main
 from lancet_kernels.data_parallel.gradients import clip_gradients, gradient_groups, groups_of
 from lancet_kernels.data_parallel.summed_gradients import SummedModule
@@ -23,6 +23,7 @@ from lancet_kernels.training.train_loop import train
 from lancet_kernels.training.train_options import TrainOptions
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients
+from tests.refusals import refusal
 
 RANKS = 4
 VOCABULARY = 13
@@ -170,18 +171,14 @@ def make_groups() -> list[object]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "expert"))
     tensor = Groups.from_mesh(mesh, expert="expert")
     model = nn.ModuleList([MoELayer(4, 4, 4, groups=group_of(pairs.expert)), MoELayer(4, 4, 4)])
-    refusals = []
-    for refused in (
+    calls = (
         lambda: groups_of(model),
         lambda: groups_of(model[1], pairs),
         lambda: Groups.from_mesh(mesh, expert="experts"),
         lambda: clip_gradients(model[0], None, tensor),
         lambda: Groups.around(dist.new_group([0, 1, 2]) if dist.get_rank() < 3 else _new_group_and_world()),
-    ):
-        try:
-            refused()
-        except UserError as error:
-            refusals.append(str(error))
+    )
+    refusals = [refusal(call) for call in calls]
     assert gradient_groups(model[1], everybody)[model[1].w1] == ""
     # However they are given to a layer, they are the same.
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))

@@ -8,6 +8,7 @@ from torch import nn
 
 from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+from tests.refusals import refusal
 
 
 class Step(nn.Module):
@@ -30,9 +31,7 @@ def planned(file: str, step: nn.Module, width: int = 8, tokens: int = 4, save: b
     if save:
         optimize(step, inputs, strategy="none", cluster="local", cache=file)
         return ""
-    with pytest.raises(UserError) as refused:
-        optimize(step, inputs, strategy="none", cluster="local", plan=file)
-    return str(refused.value)
+    return refusal(lambda: optimize(step, inputs, strategy="none", cluster="local", plan=file))
 
 
 HASHES = r"plan again \(program [0-9a-f]{12}, here [0-9a-f]{12}\)"

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels import UserError
 from lancet_kernels.symmetric import TorchMemory, create, torch_memory
 from lancet_kernels.symmetric.torch_memory import unreachable
+from tests.refusals import refusal
 
 CPU = torch.device("cpu")
 BEGIN = 64
@@ -123,9 +123,7 @@ def test_every_rank_says_alike_why_it_is_unreachable(pool):
 
 
 def both_missing_on_rank() -> str:
-    with pytest.raises(UserError) as error:
-        create(device="cuda", timeout_s=20)
-    return str(error.value)
+    return refusal(lambda: create(device="cuda", timeout_s=20))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
