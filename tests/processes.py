@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +52,17 @@ def printed(*arguments: object, timeout_s: float = 300, **variables: str) -> str
     done = run(sys.executable, *arguments, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
+
+
+@contextmanager
+def started(*command: object, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in the folder of the sources; killed on the way out if it still runs."""
+    defaults = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*map(str, command)], **defaults | options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def running(pid: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, printed, run, wait_for
+from tests.processes import printed, run, started, wait_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
@@ -34,14 +34,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     """Even where it is ignored, as in a background process of a shell; a second one changes nothing."""
     out = tmp_path / "smoke.json"
     shell = 'trap "" INT; exec "$0" -m bench.gpu.gpu_measure --smoke --rounds 999 --out "$1"'
-    process = subprocess.Popen(
-        ["bash", "-c", shell, sys.executable, out],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with started("bash", "-c", shell, sys.executable, out, stderr=subprocess.PIPE) as process:
         wait_for(lambda: out.exists() or process.poll() is not None, 120)
         begun = json.loads(out.read_text())
         assert not begun["complete"]
@@ -49,9 +42,6 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         for _ in range(2):
             process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 1, stderr
     found = json.loads(out.read_text())
     assert not found["complete"]

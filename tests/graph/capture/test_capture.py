@@ -47,17 +47,17 @@ FLAG = Flag()
 
 
 class WritesAFlag(nn.Module):
-    """Sets it, and sets it back if `restores`."""
+    """Sets it and an attribute of its own, and sets both back if `restores`."""
 
     def __init__(self, restores: bool) -> None:
         super().__init__()
-        self.restores = restores
+        self.busy, self.restores = False, restores
 
     def forward(self, x):
-        FLAG.value = True
+        FLAG.value = self.busy = True
         y = x * 2 if FLAG.value else x
         if self.restores:
-            FLAG.value = False
+            FLAG.value = self.busy = False
         return y
 
 

@@ -1,21 +1,18 @@
 """Passes with NVSHMEM, over an emulated network that is late: no bit changes."""
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lancet_kernels.kernels.overlap_data import ExpertGradients
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import (
     GuardedMemory,
-    Layer,
     check_results,
     check_rows,
+    check_same,
     make_layer,
-    same_bits,
 )
 from tests.lancet_kernels.kernels.protocol.emulated_network import FarMemory, network
 from tests.poisoned_buffers import poisoned_buffers
@@ -28,27 +25,21 @@ def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
     with GuardedMemory(timeout_s=30) as memory, FarMemory(timeout_s=30) as far_memory:
         with poisoned_buffers():
             near = make_layer(memory, "near", case, **options)
-            expected = pass_of(near)
+            expected = near.run()
+        near.check()
         with poisoned_buffers(), network(far_memory) as wires:
             far = make_layer(far_memory, "far", case, **options)
             for way in (far.forward, far.backward):
                 for stage in way.buffers.stage:
                     stage.local.fill_(float("nan"))
-            found = pass_of(far)
+            found = far.run()
+            far.check()
         check_rows(far)
         check_results(far, near)
-        for name, value in expected.items():
-            assert same_bits(found[name], value), f"{case}: {name} differs over the network"
+        check_same(found, expected, f"{case}, over the network")
         far_memory.check_guards()
         memory.barrier()
         return wires.counts
-
-
-def pass_of(layer: Layer) -> dict[str, torch.Tensor | None]:
-    out, saved = layer.run_forward()
-    gradients = layer.run_backward(saved)
-    layer.check()
-    return {"out": out} | {each.name: getattr(gradients, each.name) for each in fields(ExpertGradients)}
 
 
 @pytest.mark.parametrize(

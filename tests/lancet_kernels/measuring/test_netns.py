@@ -13,6 +13,7 @@ import pytest
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.measuring import netns
 from tests.grids import few_of
+from tests.processes import started
 
 LACKING = netns.missing()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=f"this machine lacks {LACKING}")
@@ -105,40 +106,24 @@ def test_wire_that_cannot_be_had_is_one_line_and_leaves_nothing() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", few_of([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
 def test_maker_that_is_stopped_leaves_nothing(number: signal.Signals) -> None:
-    maker = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
+    with started(sys.executable, "-c", HOLD, stderr=subprocess.DEVNULL) as maker:
         names = maker.stdout.readline().split()
         assert sorted(names_of(maker.pid)) == sorted(names)
         maker.send_signal(number)
         maker.wait(10)
         wait_until_gone(maker.pid)
-    finally:
-        maker.kill()
-        maker.wait()
-        maker.stdout.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_bench_that_is_stopped_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "lancet_kernels.cli", "bench", "overlap", "--link", "netns"]
-    bench = subprocess.Popen(
-        [*command, "--link-gbps", "0.1", "--sequence", "32", "--batch", "2"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
-    try:
+    command += ["--link-gbps", "0.1", "--sequence", "32", "--batch", "2"]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with started(*command, **streams, env=os.environ | {"TMPDIR": str(tmp_path)}) as bench:
         assert "planning" in bench.stderr.readline(), "a rank says this when all have met"
         assert len(names_of(bench.pid)) == 2
         bench.send_signal(number)
         bench.wait(15)
         assert bench.returncode == (130 if number == signal.SIGINT else -number)
         wait_until_gone(bench.pid)
-    finally:
-        bench.kill()
-        bench.wait()
-        bench.stderr.close()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from lancet_kernels import optimize
 from lancet_kernels.cli import main
@@ -162,25 +161,3 @@ def test_what_is_wrong_is_one_line(capsys, monkeypatch, folder, case):
 )
 def test_options_that_do_not_go_with_a_module(capsys, arguments, message):
     assert message in refusal(capsys, "--module", README_STEP, *arguments)
-
-
-class Remembers(nn.Module):
-    """Its forward writes an attribute, and writes back what was there."""
-
-    def __init__(self, restores: bool) -> None:
-        super().__init__()
-        self.inner, self.busy, self.restores = nn.Linear(2, 2), False, restores
-
-    def forward(self, x):
-        self.busy = True
-        y = self.inner(x).sum()
-        if self.restores:
-            self.busy = False
-        return y
-
-
-def test_a_forward_that_writes_back_what_was_there_is_no_side_effect():
-    step = optimize(Remembers(True), (torch.ones(1, 2),), strategy="none", cluster="p4de")
-    step(torch.ones(1, 2)).backward()
-    with pytest.raises(ValueError, match="a forward that writes busy"):
-        optimize(Remembers(False), (torch.ones(1, 2),), strategy="none", cluster="p4de")

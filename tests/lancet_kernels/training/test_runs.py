@@ -18,6 +18,7 @@ from lancet_kernels.training.runs import (
     truncate_metrics,
     writing,
 )
+from tests.processes import started
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
@@ -135,20 +136,12 @@ with writing(Path(sys.argv[1])):
 @pytest.mark.long
 def test_a_run_has_one_writer_and_is_free_when_it_is_killed(tmp_path):
     run = new_run(tmp_path, "run")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with started(sys.executable, "-c", HOLDER, run, stdin=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == "held\n"
         assert is_in_use(run)
         with pytest.raises(UserError, match="in use by another process") as caught, writing(run, wait_s=0):
             pass
         assert "\n" not in str(caught.value)
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdin.close()
-        holder.stdout.close()
     with writing(run, wait_s=2):
         assert is_in_use(run)
     assert not is_in_use(run)
@@ -158,9 +151,9 @@ def test_resolve_run_by_name_path_and_what_it_says_otherwise(tmp_path, monkeypat
     root = tmp_path / "runs"
     with pytest.raises(UserError, match=r"got latest, .*which has none.*train one first"):
         resolve_run(root, "latest")
-    for name, started in (("b", 2e9), ("a", 1e9)):
+    for name, begun in (("b", 2e9), ("a", 1e9)):
         run = start(root, name)
-        os.utime(run / "config.json", (started, started))
+        os.utime(run / "config.json", (begun, begun))
     (root / "not-a-run").mkdir()
     assert resolve_run(root, "latest") == root / "b"
     assert resolve_run(root, "a") == root / "a"

@@ -1,10 +1,10 @@
 """A process that is told to stop finishes what it does; told twice, it ends."""
 
 import signal
-import subprocess
 import sys
 
 from lancet_kernels.training.train_loop import stop_requests
+from tests.processes import started
 
 PATIENT = """
 import signal, time
@@ -28,14 +28,9 @@ def test_signal_is_noted_and_the_handlers_come_back() -> None:
 
 
 def test_second_signal_ends_the_process() -> None:
-    process = subprocess.Popen([sys.executable, "-c", PATIENT], stdout=subprocess.PIPE, text=True)
-    try:
+    with started(sys.executable, "-c", PATIENT) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "told\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == -signal.SIGTERM
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
