@@ -67,28 +67,29 @@ class Setup:
         self.ready: OptimizedModule = optimized(self.model, inputs or batch(), strategy, **options)
 
     def compare(self, *inputs: object, **by_name: object) -> None:
-        """Loss and gradients of the optimized module are those of the plain one."""
+        """Loss and gradients of the optimized module are those of the plain one, and its plan runs."""
         self.compare_calls(lambda module: module(*inputs, **by_name))
 
-    def compare_calls(self, loss_of: Callable[[nn.Module], Tensor]) -> None:
-        """The same for any call of either."""
+    def compare_calls(self, loss_of: Callable[[nn.Module], Tensor], fallbacks: int = 0) -> None:
+        """The same for any call of either, in which it falls back so many times."""
+        before = self.ready.fallbacks.total()
         plain = outcome(self.model, loss_of(self.model), reduced=False)
         planned = outcome(self.model, loss_of(self.ready), reduced=True)
         assert plain.gradients
         assert planned.distance(plain) < BOUND
+        assert self.ready.fallbacks.total() == before + fallbacks
 
     def falls_back(self, reason: str, *inputs: object, **by_name: object) -> None:
         """It gives what the plain module gives, counts that, and says so once."""
-        before = self.ready.fallbacks.total()
+        inputs = inputs or (() if by_name else batch())
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):
-                self.compare(*(inputs or () if by_name else inputs or batch()), **by_name)
+                self.compare_calls(lambda module: module(*inputs, **by_name), fallbacks=1)
         found = [str(w.message) for w in said if "runs without its plan" in str(w.message)]
         assert len(found) == 1, found
         assert f"runs without its plan: {reason}" in found[0], found[0]
         assert self.ready.fallbacks[reason] == 2
-        assert self.ready.fallbacks.total() == before + 2
 
 
 def outcome(model: nn.Module, loss: Tensor, reduced: bool) -> Outcome:

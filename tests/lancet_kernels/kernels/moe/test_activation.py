@@ -50,16 +50,6 @@ def test_as_exact_as_the_op(kind: str, dtype: torch.dtype, device: torch.device)
                 assert off <= 2 * allowed + one_rounding, (size, off, allowed)
 
 
-def test_by_hand(device: torch.device) -> None:
-    count = torch.tensor([1], device=device)
-    h = torch.tensor([[0.0, 4.0]], device=device)
-    two = torch.full((1, 1), 2.0, device=device)
-    assert activation(h, count, "swiglu").item() == 0.0
-    assert activation_backward(two, h, count, "swiglu").flatten().tolist() == [4.0, 0.0]
-    assert activation_backward(two, h[:, :1].contiguous(), count, "silu").item() == 1.0
-    assert activation_backward(two, h[:, :1].contiguous(), count, "gelu").item() == 1.0
-
-
 def test_user_errors_name_what_is_wrong() -> None:
     h, count = torch.zeros(3, 5), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(UserError, match="activation: got 'relu'"):

@@ -135,30 +135,6 @@ def test_combine_dweight(dtype: torch.dtype, device: torch.device) -> None:
         assert ((dweight_TK - same).abs() <= 2 * allowed).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: torch.device) -> None:
-    """What autograd computes through the ops is what the kernels compute from the gradient of the output."""
-    batch = Batch((37, 24, 5, 3, 15), dtype)
-    rows_SD = batch.rows_SD[: batch.num_rows].clone().requires_grad_()
-    weight_TK = batch.weight_TK.clone().requires_grad_()
-    ops.combine(rows_SD, batch.row_TK, weight_TK).backward(batch.x_TD)
-    x_TD, row_TK, own_weight_TK = (t.to(device) for t in (batch.x_TD, batch.row_TK, batch.weight_TK))
-    with poisoned_buffers():
-        drows_SD = kernels.permute(x_TD, row_TK, own_weight_TK, batch.num_rows)
-        dweight_TK = kernels.combine_dweight(x_TD, rows_SD.detach().to(device), row_TK)
-    assert_same_bits(drows_SD, rows_SD.grad)
-    torch.testing.assert_close(dweight_TK.cpu(), weight_TK.grad, rtol=1e-5, atol=1e-5)
-
-    leaf_TD, weight_TK = batch.x_TD.clone().requires_grad_(), batch.weight_TK.clone().requires_grad_()
-    grad_SD = batch.rows_SD[: batch.num_rows]
-    ops.dispatch(leaf_TD, batch.row_TK, weight_TK, batch.num_rows).backward(grad_SD)
-    with poisoned_buffers():
-        dx_TD = kernels.combine(grad_SD.to(device), row_TK, own_weight_TK)
-        dweight_TK = kernels.combine_dweight(x_TD, grad_SD.to(device), row_TK)
-    torch.testing.assert_close(dx_TD.cpu(), leaf_TD.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dweight_TK.cpu(), weight_TK.grad, rtol=1e-5, atol=1e-5)
-
-
 def test_parts_give_the_bits_of_the_whole(device: torch.device) -> None:
     """However the batch is cut: no sum depends on where in a tile a token stands."""
     batch = Batch((23, 1100, 4, 3, 12), torch.float32).to(device)
@@ -178,17 +154,6 @@ def test_permute_into_given_rows(device: torch.device) -> None:
     assert kernels.permute(batch.x_TD, batch.row_TK, None, 15, out=out) is out
     assert (out[batch.num_rows :] == 7).all()
     assert not (out[: batch.num_rows] == 7).any()
-
-
-def test_by_hand(device: torch.device) -> None:
-    """Token 0 sums two rows with weights 2 and 10; token 1 has one choice dropped."""
-    rows_SD = torch.tensor([[1.0], [3], [4]], device=device)
-    row_TK = torch.tensor([[0, 2], [1, -1]], device=device)
-    weight_TK = torch.tensor([[2.0, 10], [100, 1000]], device=device)
-    assert kernels.combine(rows_SD, row_TK, weight_TK).tolist() == [[42], [300]]
-    x_TD = torch.tensor([[1.0], [7]], device=device)
-    assert kernels.combine_dweight(x_TD, rows_SD, row_TK).tolist() == [[1, 4], [21, 0]]
-    assert kernels.permute(x_TD, row_TK, weight_TK, 3).tolist() == [[2], [700], [10]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN, by intent
