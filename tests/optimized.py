@@ -13,7 +13,7 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from tests.planned_steps import Outcome, dear_communication, gradients, sum_over_ranks
+from tests.planned_steps import Outcome, dear_communication, outcome
 
 BOUND = 1e-10
 """Largest difference in float64, as the issue asks; seen: 1e-15."""
@@ -47,12 +47,6 @@ def one_capture() -> Iterator[None]:
 
 
 def outcome_of(module: nn.Module, inputs: tuple, reduced: bool) -> Outcome:
-    """One step; gradients summed over the ranks unless the module has done that."""
-    module.zero_grad(set_to_none=True)
-    outputs = module(*inputs)
-    outputs[0].backward()
+    """That of one step."""
     original = module.module if isinstance(module, OptimizedModule) else module
-    found = gradients(original)
-    if not reduced:
-        found = sum_over_ranks(original, found)
-    return Outcome([o.detach().clone() for o in outputs], found)
+    return outcome(original, module(*inputs), reduced)

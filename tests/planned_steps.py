@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +121,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def outcome(module: nn.Module, outputs: Tensor | Sequence[Tensor], reduced: bool) -> Outcome:
+    """What a module gave, and its gradients: summed over the ranks unless the module has done that."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    module.zero_grad(set_to_none=True)
+    outputs[0].backward()
+    found = gradients(module)
+    module.zero_grad(set_to_none=True)
+    return Outcome([o.detach().clone() for o in outputs], found if reduced else sum_over_ranks(module, found))
+
+
 def sum_over_ranks(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gradients of replicated parameters added up over the ranks that have one, those of experts as they
     are."""
@@ -194,12 +204,7 @@ class SmallStep:
 
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""
-        self.module.zero_grad(set_to_none=True)
-        outputs = self.module(*self.inputs)
-        outputs[0].backward()
-        found = sum_over_ranks(self.module, gradients(self.module))
-        self.module.zero_grad(set_to_none=True)
-        return Outcome([o.detach().clone() for o in outputs], found)
+        return outcome(self.module, self.module(*self.inputs), reduced=False)
 
     def planned(self, plan: Plan) -> Outcome:
         """The step as the plan wants it."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lancet_kernels import MoELayer, OptimizedModule, moe_losses
 from lancet_kernels.errors import UserError
 from tests.optimized import BOUND, optimized
-from tests.planned_steps import Outcome, gradients, sum_over_ranks
+from tests.planned_steps import outcome
 
 B, S, D = 4, 3, 8
 
@@ -90,14 +90,6 @@ class Setup:
         assert len(found) == 1, found
         assert f"runs without its plan: {reason}" in found[0], found[0]
         assert self.ready.fallbacks[reason] == 2
-
-
-def outcome(model: nn.Module, loss: Tensor, reduced: bool) -> Outcome:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    found = gradients(model)
-    model.zero_grad(set_to_none=True)
-    return Outcome([loss.detach()], found if reduced else sum_over_ranks(model, found))
 
 
 @contextlib.contextmanager
