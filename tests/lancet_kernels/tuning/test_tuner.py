@@ -114,12 +114,6 @@ def test_nothing_that_runs_is_a_failure(cache) -> None:
     assert (outcome.status, outcome.winner, cache.entries()) == ("failed", None, {})
 
 
-def test_a_dry_run_writes_nothing(cache) -> None:
-    (outcome,) = tune([MIDDLE], Place.elsewhere(90), cache, dry_run=True)
-    assert outcome.status == "dry-run"
-    assert not cache.path.exists()
-
-
 def test_time_that_is_up_leaves_the_rest_for_the_next_run(cache) -> None:
     options = {"clock": FakeClock(), "runs_of": nothing_runs}
     assert [o.status for o in tune([MIDDLE], H100, cache, minutes=0.0, **options)] == ["left"]
