@@ -6,9 +6,11 @@ from lancet_kernels.errors import UserError
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = UserError) -> str:
-    """The message of the error of this kind that the call raises, or "nothing refused"."""
+    """The message, of one line, of the error of this kind that the call raises, or "nothing refused"."""
+    message = "nothing refused"
     try:
         call()
     except kind as error:
-        return str(error)
-    return "nothing refused"
+        message = str(error)
+    assert "\n" not in message
+    return message

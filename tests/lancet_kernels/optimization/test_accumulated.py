@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from lancet_kernels import OptimizedModule, UserError, fsdp
+from lancet_kernels import OptimizedModule, fsdp
 from lancet_kernels.ops.comm import accumulated
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link_group import LinkGroup
@@ -22,6 +22,7 @@ from tests.grids import few_of
 from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
 from tests.optimized import optimized
 from tests.ranks import RankPool
+from tests.refusals import refusal
 
 BOUND = 1e-9
 
@@ -157,7 +158,7 @@ def test_replicated_shards(pool: RankPool, strategy: str) -> None:
     pool.run(replicated_shards, strategy)
 
 
-def sums_and_refusals() -> list[str]:
+def sums_and_refusals() -> str:
     """With "sum", gradients are those of the sum of all losses."""
     step, case = planned(False, "none", reduction="sum"), Case(dist.get_world_size())
     reference = one_large_batch(2)
@@ -166,14 +167,12 @@ def sums_and_refusals() -> list[str]:
     for parameter in step.module.parameters():
         parameter.grad /= factor
     assert distance(step.module, reference, case, of_gradients=True) < BOUND
-    with pytest.raises(UserError) as refused:
-        step.microbatches([])
-    return [str(refused.value)]
+    return refusal(lambda: step.microbatches([]))
 
 
 @pytest.mark.long
 def test_sum_of_losses(pool: RankPool) -> None:
-    for (said,) in pool.run(sums_and_refusals):
+    for said in pool.run(sums_and_refusals):
         assert said == "microbatches: got none, expected one or more; give their inputs"
 
 

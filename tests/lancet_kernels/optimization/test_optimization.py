@@ -142,24 +142,18 @@ def disagree_on_rank(what: str, times: str) -> str:
         inputs = tuple(value[:4] for value in inputs)
     if what == "capture" and odd:
         module, inputs = Branching(), (torch.ones(4, 8),)
-    try:
-        optimize(module, inputs, times=times)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal(lambda: optimize(module, inputs, times=times))
 
 
 @pytest.mark.parametrize("what", few_of(["batch", "layers", "capture"]))
 def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
     by_rank = pool.run(disagree_on_rank, what, str(tmp_path / "times.json"), ranks=2)
-    for error in by_rank:
-        assert "\n" not in error
     wanted = "no graph on rank(s) 1" if what == "capture" else "another one on rank(s) 1"
     refused = by_rank if what != "capture" else by_rank[:1]
     for error in refused:
-        assert error.startswith(f"UserError: training step across ranks: got {wanted}"), error
+        assert error.startswith(f"training step across ranks: got {wanted}"), error
     if what == "capture":
-        assert by_rank[1].startswith("CaptureError: capture of Branching"), by_rank[1]
+        assert by_rank[1].startswith("capture of Branching"), by_rank[1]
 
 
 def other_weights_on_rank(reduce_gradients: str | bool) -> tuple[list[Tensor], bool]:
