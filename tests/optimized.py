@@ -47,6 +47,6 @@ def one_capture() -> Iterator[None]:
 
 
 def outcome_of(module: nn.Module, inputs: tuple, reduced: bool) -> Outcome:
-    """That of one step."""
+    """The outcome of one step of a module, optimized or as it is."""
     original = module.module if isinstance(module, OptimizedModule) else module
     return outcome(original, module(*inputs), reduced)
