@@ -424,7 +424,7 @@ class Planner:
 
     def _searched(self, plan: Plan) -> Plan:
         """The plan with its best order improved by local search, which is done for the plans of strategies
-        only: a search takes a second."""
+        only: a search takes half a second."""
         if plan.method.startswith(ORIGINAL_ORDER) or plan.method.endswith(SEARCHED):
             return plan
         return self._with_order(plan, search=True)

@@ -139,11 +139,7 @@ def replayed(stages: Sequence[Stage], *, overlap: bool = True) -> Times:
         if stage.phase != "W":
             last[stage.phase] = n
     clock.catch_up(INFINITY)
-    every = range(len(stages))
-    return Times(
-        [clock.start[n] for n in every], [clock.end[n] for n in every], list(every),
-        [n for n in every if not stages[n].is_message], clock.sent,
-    )  # fmt: skip
+    return Times(clock.start, clock.end, range(len(stages)), clock.sent)
 
 
 def summary(trace: Trace) -> dict[str, float]:

@@ -23,8 +23,8 @@ from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import run
 
 SIMULATED = 1_000_000
-"""Instructions that one search may simulate: about a second, or two where microbatches share sums, since each
-step is then simulated with and without them."""
+"""Instructions that one search may simulate: about half a second, or a second where microbatches share sums,
+since each step is then simulated with and without them."""
 FEWEST_MOVES, MOST_MOVES = 300, 4000
 """Fewer moves are not worth a search: Programs of more than 3,333 instructions stay as they are."""
 PATIENCE = 300

@@ -10,7 +10,7 @@ order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,20 +34,25 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end by position in the Program; the simulated order; its computations, in order; its
-    messages, in the order in which they arrived.
+    """Start and end by position in the Program; the simulated order; its messages, in the order in which they
+    arrived.
 
     Of several microbatches that share sums of gradients: of the last one, which sums. before: of each of the
     others, as many as `others`.
     """
 
-    start: list[float]
-    end: list[float]
-    order: list[int]
-    compute: list[int]
-    messages: list[int]
+    start: Mapping[int, float]
+    end: Mapping[int, float]
+    order: Sequence[int]
+    messages: Sequence[int]
     before: Times | None = None
     others: int = 0
+
+    @cached_property
+    def compute(self) -> list[int]:
+        """The computations, in order."""
+        messages = set(self.messages)
+        return [i for i in self.order if i not in messages]
 
     def mean(self, of: Callable[[Times], float]) -> float:
         """The mean over the microbatches."""
@@ -63,7 +68,7 @@ class Times:
     @property
     def last_ms(self) -> float:
         """Milliseconds of the last microbatch."""
-        return max(self.end, default=0.0)
+        return max(self.end.values(), default=0.0)
 
     @property
     def exposed_ms(self) -> float:
@@ -89,8 +94,8 @@ class Timeline:
     @property
     def durations_ms(self) -> list[float]:
         """Durations by position; of sums that microbatches share, the share of one."""
-        occupied = zip(self.times.start, self.times.end, self.program.instructions, strict=True)
-        return [(end - start) / instruction.microbatches for start, end, instruction in occupied]
+        start, end = self.times.start, self.times.end
+        return [(end[i] - start[i]) / x.microbatches for i, x in enumerate(self.program.instructions)]
 
     @cached_property
     def peak_memory_bytes(self) -> int:
@@ -183,9 +188,7 @@ def _run_once(
         if is_blocking:
             clock.finish(i)
     clock.catch_up(INFINITY)
-    start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
-    computations = [i for i in order if instructions[i].kind is Kind.COMPUTE]
-    return Times(start, end, list(order), computations, clock.sent)
+    return Times(clock.start, clock.end, order, clock.sent)
 
 
 def exposed_intervals(times: Times) -> dict[int, float]:

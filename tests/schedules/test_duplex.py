@@ -134,8 +134,8 @@ def test_copies_take_turns():
     assert names == [f"{name}_part{part}" for name in "AXBYC" for part in (0, 1)]
     planner = Planner(p, GivenCosts(), cut=lambda ranges: expand(p, ranges))
     timeline = planner.timeline(planner.plan("duplex"))
-    times = zip(timeline.program.instructions, timeline.times.start, timeline.times.end, strict=True)
-    spans = {i.name: (start, end) for i, start, end in times}
+    start, end = timeline.times.start, timeline.times.end
+    spans = {x.name: (start[i], end[i]) for i, x in enumerate(timeline.program.instructions)}
     assert spans["A_part1"] == spans["X_part0"] == (1, 2)
     assert spans["B_part0"] == spans["X_part1"] == (2, 3)
     assert spans["B_part1"] == spans["Y_part0"] == (3, 4)

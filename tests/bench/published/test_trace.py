@@ -47,7 +47,7 @@ def test_the_clock_hides_a_dispatch_beside_the_backward(tmp_path):
     """attn 0-3, dispatch 3-5 beside mlp(B) 3-7, mlp(F) 7-8, combine 8-10."""
     read = read_trace(written(tmp_path, STAGES))
     times = replayed(read.stages)
-    assert times.start == pytest.approx([0, 3, 3, 7, 8])
+    assert times.start == pytest.approx(dict(enumerate([0, 3, 3, 7, 8])))
     figures = summary(read)
     assert figures["replayed_ms"] == pytest.approx(10)
     assert figures["without_overlap_ms"] == pytest.approx(12)
@@ -57,7 +57,7 @@ def test_the_clock_hides_a_dispatch_beside_the_backward(tmp_path):
 def test_weight_gradients_wait_for_their_own_backward(tmp_path):
     stages = (("combine(B)", 2.0), ("mlp(B)", 1.0), ("dispatch(B)", 5.0), ("mlp(W)", 1.0), ("attn(B)", 1.0))
     times = replayed(read_trace(written(tmp_path, stages)).stages)
-    assert times.start == pytest.approx([0, 2, 3, 3, 8])
+    assert times.start == pytest.approx(dict(enumerate([0, 2, 3, 3, 8])))
 
 
 def test_a_file_that_is_no_trace_is_one_line(tmp_path):

@@ -124,7 +124,7 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     expanded = expanded.reordered(issue_early(expanded, range(len(expanded))))
     times = simulate(expanded, cost).times
     behind = expanded.index[p.instructions[last + 1].name]
-    end = max(times.end[:behind])
+    end = max(times.end[i] for i in range(behind))
     assert end - before == pytest.approx(costs.milliseconds(first, last, parts))
 
 

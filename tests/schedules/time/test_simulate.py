@@ -151,7 +151,8 @@ def test_communication_is_issued_behind_what_it_needs():
 def test_the_clock_agrees_with_an_event_loop_where_messages_are_issued_early(p):
     early = p.reordered(issue_early(p, range(len(p))))
     after = simulate(early, given).times
-    assert (after.start, after.end) == times(early, durations(early, given))
+    start, end = times(early, durations(early, given))
+    assert (after.start, after.end) == (dict(enumerate(start)), dict(enumerate(end)))
     # Issued later, nothing gets earlier.
     before = simulate(p, given).times
     assert all(after.end[early.index[x.name]] <= before.end[i] for i, x in enumerate(p.instructions))
