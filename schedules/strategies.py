@@ -87,16 +87,14 @@ class PlanningOptions:
         return cls(PartitionOptions.from_environment())
 
 
-def ordered(
-    plan: Plan, program: Program, cost: Cost, search: bool = True, orders: OrderSearch | None = None
-) -> tuple[Plan, Timeline]:
-    """The plan with its order and prediction, from the program in which the plan's ranges are cut.
+def ordered(plan: Plan, orders: OrderSearch, search: bool = True) -> tuple[Plan, Timeline]:
+    """The plan with its order and prediction.
 
     A plan with the method "original order" keeps that order, but starts collectives early; any other plan
-    gets the best order.
-
-    Args: search: improve it by local search. orders: of the program, for a caller that asks for several.
+    gets the best order. Args: orders: of the program in which the plan's ranges are cut. search: improve the
+    best order by local search.
     """
+    program, cost = orders.program, orders.cost
     if plan.method.startswith(ORIGINAL_ORDER):
         if plan.ranges:
             early = issue_early(program, range(len(program)), fixed=frozenset(plan.blocking))
@@ -105,7 +103,7 @@ def ordered(
         order = list(range(len(program)))
     else:
         limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = (orders or OrderSearch(program, cost)).best(limit, search=search)
+        best = orders.best(limit, search=search)
         timeline, order = Timeline(program, best.times), best.order
         plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
     names = tuple(program.instructions[i].name for i in order)
@@ -159,9 +157,8 @@ class Planner:
         self._ordered: dict[tuple[object, ...], Plan] = {}
         self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
         """By the order of a plan, and what it waits for."""
-        self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
-        self._orders: dict[tuple[tuple[object, ...], ...], OrderSearch] = {}
-        """By the ranges that are cut in their Programs."""
+        self._orders: dict[tuple[tuple[object, ...], ...], OrderSearch] = {(): OrderSearch(program, cost)}
+        """Of the program with ranges cut, by these."""
         self._strategies: dict[str, Callable[[], Plan]] = {
             # The original order; computation waits for every all-to-all.
             "none": lambda: self._in_order((), blocking=self._waited_for(())),
@@ -286,7 +283,7 @@ class Planner:
         """Copies without and with gradients of one copy as fillers of another's fused launches."""
         if self._with_fillers is None:
             return [copies]
-        filled = self._with_fillers(copies, self._with_cut((copies,)))
+        filled = self._with_fillers(copies, self._with_cut((copies,)).program)
         return [copies, filled] if filled.fillers else [copies]
 
     def _lancet_duplex(self) -> Plan:
@@ -387,13 +384,13 @@ class Planner:
             and not (sums_gradients(x) or GATHERS in x.attributes)
         )
 
-    def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
-        """The program with these ranges cut; cached."""
+    def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> OrderSearch:
+        """Orders of the program with these ranges cut; cached."""
         key = range_names(ranges)
-        if key not in self._programs:
+        if key not in self._orders:
             assert self._cut_program is not None, "ranges without a graph to cut"
-            self._programs[key] = self._cut_program(ranges)
-        return self._programs[key]
+            self._orders[key] = OrderSearch(self._cut_program(ranges), self.cost)
+        return self._orders[key]
 
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
         """The ranges as pipelines; everything else in its original order."""
@@ -415,10 +412,7 @@ class Planner:
         return self._ordered[key]
 
     def _with_order(self, plan: Plan, search: bool) -> Plan:
-        program, key = self._with_cut(plan.ranges), range_names(plan.ranges)
-        if not plan.method.startswith(ORIGINAL_ORDER) and key not in self._orders:
-            self._orders[key] = OrderSearch(program, self.cost)
-        plan, timeline = ordered(plan, program, self.cost, search, self._orders.get(key))
+        plan, timeline = ordered(plan, self._with_cut(plan.ranges), search)
         self._timelines[plan.order, plan.blocking] = timeline
         return plan
 

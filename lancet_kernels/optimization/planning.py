@@ -31,6 +31,7 @@ from lancet_kernels.optimization.rank_agreement import (
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.fuse.fused import CHOICES, every_launch
 from lancet_kernels.schedules.fuse.fused_prediction import EFFICIENCY
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
@@ -265,7 +266,7 @@ def predicted(
             timeline = simulate(program.reordered(plan.order), step.cost, blocking=plan.blocking)
             result.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
         else:
-            result.append(ordered(plan, program, step.cost))
+            result.append(ordered(plan, OrderSearch(program, step.cost)))
     return result
 
 

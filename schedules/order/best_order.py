@@ -70,12 +70,29 @@ class OrderSearch:
     asked for."""
 
     def __init__(self, program: Program, cost: Cost) -> None:
-        self.program, self.ms = program, durations(program, cost)
-        self.work = Work(program, self.ms)
-        self.original = self._simulated(list(range(len(program))), "unchanged order")
-        self.enough_ms = lower_bound_ms(program, self.ms) * (1 + 1e-9)
+        self.program, self.cost = program, cost
         self._free_orders: list[Ordered] = []
         self._more_free_orders = self._make_free()
+
+    @cached_property
+    def ms(self) -> list[float]:
+        """The duration of each instruction."""
+        return durations(self.program, self.cost)
+
+    @cached_property
+    def work(self) -> Work:
+        """What all list schedules from the original order share."""
+        return Work(self.program, self.ms)
+
+    @cached_property
+    def original(self) -> Ordered:
+        """The order of the Program."""
+        return self._simulated(list(range(len(self.program))), "unchanged order")
+
+    @cached_property
+    def enough_ms(self) -> float:
+        """No order is faster."""
+        return lower_bound_ms(self.program, self.ms) * (1 + 1e-9)
 
     def best(self, memory_limit_bytes: float | None = None, *, search: bool = False) -> Ordered:
         """The best order within a limit, as of `best_order`."""
