@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ LACKING = netns.missing()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=f"this machine lacks {LACKING}")
 
 RANK = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 import torch, torch.distributed as dist
 from lancet_kernels.training.ranks import report_errors, start_ranks
 def main():
@@ -38,9 +39,11 @@ def main():
         overtaken.append(not rows.is_completed())
         rows.wait()
         seconds.append(time.monotonic() - begin)
+    tc = ["tc", "-s", "class", "show", "dev", os.environ["GLOO_SOCKET_IFNAME"]]
+    classes = subprocess.run(tc, capture_output=True, text=True).stdout
     if rank.rank == 0:
         with open(os.environ["TIMES"], "w") as file:
-            json.dump({"seconds": seconds, "overtaken": overtaken}, file)
+            json.dump({"seconds": seconds, "overtaken": overtaken, "classes": classes}, file)
 raise SystemExit(report_errors(main))
 """
 HOLD = """
@@ -76,11 +79,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_wire_has_its_speed(script: Path) -> None:
     """Two megabytes to the other rank at 0.05 Gbit/s take 336 ms. At least half of that is required, because
     the ranks leave the barrier at different times; without the wire it is a few milliseconds. Counts overtake
-    the rows."""
+    the rows: they leave in the class of small packets."""
     netns.run_on_wire([str(script)], 0.05)
     exchanges = json.loads((script.parent / "times.json").read_text())
     assert min(exchanges["seconds"]) > 0.168
     assert any(exchanges["overtaken"])
+    sent = re.findall(r"class htb 1:(\d) .*?prio (\d).*?\n Sent (\d+) bytes (\d+) pkt", exchanges["classes"])
+    by_class = {name: (prio, int(size), int(packets)) for name, prio, size, packets in sent}
+    prio, size, _ = by_class["2"]
+    assert (prio, size > 2 * (1 << 21)) == ("1", True)  # the last rows may still wait
+    prio, size, packets = by_class["3"]
+    assert (prio, packets > 0) == ("0", True)
+    assert size / packets < 1024
     assert names_of(os.getpid()) == []
 
 
