@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -59,13 +60,22 @@ def find_checkpoint(folder: str | Path) -> Path | None:
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load `path` (from `find_checkpoint`) into model and optimizer, in place. Collective over all ranks.
 
-    Returns: the step after which it was saved.
+    Returns: the step after which it was saved. Raises: UserError for one of another model or optimizer.
     """
     import torch.distributed.checkpoint as dcp
 
     state = training_state(model, optimizer)
-    with _one_rank_is_enough(), waiting("loading of a checkpoint"):
-        dcp.load(state, checkpoint_id=path)
+    try:
+        with _one_rank_is_enough(), waiting("loading of a checkpoint"):
+            dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as error:
+        reason, _ = next(iter(error.failures.values()))
+        raise UserError(
+            "checkpoint",
+            got=f"{path} ({str(reason).rstrip('.')})",
+            expected="one of this model and optimizer, saved by this version",
+            do="train anew, or resume with what saved it",
+        ) from error
     # Tensors were loaded in place; this also takes what a module copies on loading.
     model.load_state_dict(state["model"])
     return int(Path(path).name.removeprefix("step-"))

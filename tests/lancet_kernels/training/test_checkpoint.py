@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lancet_kernels import MoELayer, set_routing_step
+from lancet_kernels.errors import UserError
 from lancet_kernels.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
@@ -239,6 +240,15 @@ def test_a_save_that_was_killed_counts_as_absent_and_is_replaced(two_checkpoints
     other = small_model(seed=9)
     assert load_checkpoint(leftover, other, make_optimizer("sgd", other)) == 7
     assert_same(cloned(other.state_dict()), cloned(model.state_dict()))
+
+
+def test_a_checkpoint_of_another_optimizer_is_one_line(two_checkpoints):
+    path, model = two_checkpoints / "step-00000005", small_model()
+    message = (
+        r"^checkpoint: got \S+ \(Missing key in checkpoint state_dict: optimizer\.\S+\), expected one of"
+    )
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(path, model, make_optimizer("adam", model))
 
 
 def find_on_rank(folder: str) -> str:
