@@ -158,7 +158,7 @@ class Planner:
         self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
         """By the order of a plan, and what it waits for."""
         self._orders: dict[tuple[tuple[object, ...], ...], OrderSearch] = {(): OrderSearch(program, cost)}
-        """Of the program with ranges cut, by these."""
+        """Searches of the Program with ranges cut, by these ranges."""
         self._strategies: dict[str, Callable[[], Plan]] = {
             # The original order; computation waits for every all-to-all.
             "none": lambda: self._in_order((), blocking=self._waited_for(())),
