@@ -15,6 +15,7 @@ collective, reaches the next. A worker that dies or hangs fails the test that it
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import pickle
 import signal
 import sys
@@ -123,6 +124,8 @@ class RankPool:
 
 def _serve(connection: Connection, rank: int) -> None:
     """Worker number `rank`: run what comes until the other side is gone."""
+    # A crash in native code says in which Python line, on stderr, which pytest shows.
+    faulthandler.enable()
     # Ctrl-C is for pytest, which closes the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
