@@ -291,9 +291,8 @@ class Planner:
         ranges = [self._copies]
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
-        filled = [way for r in ranges for way in self._ways_to_fill(r)]
-        scheduled = self._best([self._scheduled((r,)) for r in filled])
-        return self._best([self.plan("duplex"), self._searched(scheduled)])
+        scheduled = [self._best([self._scheduled((way,)) for way in self._ways_to_fill(r)]) for r in ranges]
+        return self._best([self.plan("duplex"), *map(self._searched, scheduled)])
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:
