@@ -15,14 +15,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.ops.moe.rows import expected_sizes
 
 
+def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs the graph with what `root` has. Its code is generated when it first runs: most
+    modules are only planned with."""
+    return _LazyGraphModule(root, graph)
+
+
 def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph module, with the names and `meta` of its nodes."""
-    return fx.GraphModule(joint, copy_of_graph(joint))
+    return module_of(joint, copy_of_graph(joint))
 
 
 def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:

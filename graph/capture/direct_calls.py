@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from lancet_kernels.graph.capture.captured_graph import module_of
 from lancet_kernels.ops.registration import function_of
 
 aten = torch.ops.aten
@@ -41,4 +42,4 @@ def with_direct_calls(module: fx.GraphModule) -> fx.GraphModule:
             node.op, node.target = "call_method", _METHODS[node.target]
         else:
             node.target = _FUNCTIONS.get(node.target) or function_of(node.target) or node.target
-    return fx.GraphModule(module, graph)
+    return module_of(module, graph)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from lancet_kernels.graph.capture.capture import Captured, capture
-from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value
+from lancet_kernels.graph.capture.captured_graph import fake_mode_of, module_of, output_node, set_value
 from lancet_kernels.graph.program.forms import WHOLE, Forms
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.phases import forward_nodes
@@ -72,7 +72,7 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
     graph.output(tuple(copies.get(node) for node in results))
-    return fx.GraphModule(captured.joint, graph)
+    return module_of(captured.joint, graph)
 
 
 def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.GraphModule:
@@ -102,7 +102,7 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
             else:
                 continue
             changed.add(node)
-    return fx.GraphModule(module, graph)
+    return module_of(module, graph)
 
 
 def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:

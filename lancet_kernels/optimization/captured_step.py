@@ -15,7 +15,13 @@ from torch import Tensor, fx, nn
 
 from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
-from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
+from lancet_kernels.graph.capture.captured_graph import (
+    copy_of,
+    input_position,
+    is_tangent,
+    module_of,
+    state_name,
+)
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler
@@ -248,7 +254,7 @@ class CapturedStep:
     def measured(self, step: Step, plan: Plan) -> Program:
         """The Program of a costed step with the plan's ranges cut, with measured times."""
         assert isinstance(step.cost, MeasuredCosts)
-        module = fx.GraphModule(step.module, step.cutter.graph(plan.ranges))
+        module = module_of(step.module, step.cutter.graph(plan.ranges))
         return self._timed(module, step, step.cost)
 
     def _timed(

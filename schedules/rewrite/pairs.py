@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from lancet_kernels.graph.capture.captured_graph import output_node, state_name
+from lancet_kernels.graph.capture.captured_graph import module_of, output_node, state_name
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.program import Program
@@ -37,7 +37,7 @@ class Pair:
 
 def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
     """The pair of the two halves of a joint graph (`split_joint`), the backward first."""
-    pair = Pair(fx.GraphModule(forward, fx.Graph()), {}, {}, {})
+    pair = Pair(module_of(forward, fx.Graph()), {}, {}, {})
     graph = pair.module.graph
     state: dict[str, fx.Node] = {}
     results = []

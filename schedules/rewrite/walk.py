@@ -20,7 +20,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import split_joint
-from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.capture.captured_graph import copy_of, module_of
 from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import program_from_fx
@@ -221,7 +221,7 @@ def cut(step: Step, plan: Plan) -> Step:
         module = copy_of(step.module)
         cut_ranges(module.graph, step.program, plan.ranges, empty_parts=True)
     elif plan.ranges:
-        module = copy_of(fx.GraphModule(step.module, step.cutter.graph(plan.ranges)))
+        module = copy_of(module_of(step.module, step.cutter.graph(plan.ranges)))
     else:
         module = copy_of(step.module)
     return replace(step, module=module)
