@@ -155,8 +155,8 @@ def _form(number: int) -> Form:
 def _signature(program: Program, first: int, last: int) -> tuple:
     """The structure of a range, without names.
 
-    Ranges with equal signatures have the same ops, shapes, attributes, costs and data flow, and the same
-    tensors are read after them.
+    Ranges with equal signatures have the same ops, shapes, attributes and data flow, and the same tensors are
+    read after them; what they cost, and measured times, may differ.
     """
     number: dict[str, int] = {}
     rows = []
@@ -169,7 +169,6 @@ def _signature(program: Program, first: int, last: int) -> tuple:
             operands.append((number[t], spec.shape, spec.dtype, t in program.parameter_set))
         outside = tuple(is_needed_behind(program, t, last) for t in instruction.outputs)
         attributes = tuple(sorted((k, repr(v)) for k, v in instruction.attributes.items()))
-        costs = (instruction.flops, instruction.bytes, instruction.milliseconds)
         what = instruction.op, instruction.kind, len(instruction.inputs)
-        rows.append((what, tuple(operands), outside, attributes, costs))
+        rows.append((what, tuple(operands), outside, attributes))
     return tuple(rows)

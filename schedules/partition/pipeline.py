@@ -62,16 +62,17 @@ def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> 
 
 
 class PipelineCosts:
-    """P(i, n, k) for ranges of one Program; ranges of the same structure are simulated once."""
+    """P(i, n, k) for ranges of one Program; ranges of the same structure and costs are simulated once."""
 
     def __init__(self, program: Program, cost: Cost):
         self.program, self.cost = program, cost
         self.inference = AxisInference(program)
-        self._simulated_ms: dict[tuple[int, int], float] = {}
+        self._costs = tuple((x.flops, x.bytes, x.milliseconds) for x in program.instructions)
+        self._simulated_ms: dict[tuple[int, tuple[object, ...], int], float] = {}
 
     def milliseconds(self, first: int, last: int, parts: int) -> float:
         """P(first, last, parts); infinite if the range cannot be cut into that many parts. parts=1: uncut."""
-        key = self.inference.structure(first, last), parts
+        key = self.inference.structure(first, last), self._costs[first : last + 1], parts
         if key not in self._simulated_ms:
             self._simulated_ms[key] = self._simulate(first, last, parts)
         return self._simulated_ms[key]
