@@ -1,6 +1,7 @@
 """Axes, pipelines, ranges and the dynamic program."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given as hypothesis_given
@@ -97,14 +98,21 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
 
 @pytest.mark.long
 def test_alike_layers_are_solved_once():
+    """Whatever each of them was measured to take; their pipelines have times of their own."""
     p = tiny_step(layers=8)
-    inference = AxisInference(p)
+    measured = tuple(replace(x, milliseconds=1.0 + 0.01 * i) for i, x in enumerate(p.instructions))
+    p = replace(p, instructions=measured)
+    costs = PipelineCosts(p, CostModel.for_cluster(load_cluster("p3dn"), 16))
+    inference = costs.inference
+    times = set()
     for layer in (1, 3, 5, 7):
         norm1, norm2 = (p.index[nth(p, NORM, 2 * layer + n)] for n in (0, 1))
         residual1, residual2 = (p.index[nth(p, ADD, 2 * layer + n)] for n in (1, 2))
         assert inference.forms(norm1, residual1 + 1) is None
         assert inference.forms(norm2, residual2)[nth(p, COMBINE, layer // 2)] == cut_along(0)
+        times.add(costs.milliseconds(norm2, residual2, 1))
     assert inference.solved == 1
+    assert len(times) == 4
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
