@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.data_parallel.gradients import gradient_groups
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import Groups, group_device, group_of
+from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, values_of_ranks
 from lancet_kernels.ops.comm.link_group import LinkWork
 from lancet_kernels.ops.comm.pending import Pending
 from lancet_kernels.ops.comm.waiting import waiting
@@ -74,9 +74,7 @@ class Replicas:
             return
         name, parameter, group = self._parameters[int(first)]
         own = sorted(dist.get_process_group_ranks(group_of(group))), int(digest(parameter))
-        of_ranks: list[tuple[list[int], int]] = [([], 0)] * data.size()
-        with waiting(_WHAT, data):
-            dist.all_gather_object(of_ranks, own, data)
+        of_ranks = values_of_ranks(own, self._groups.data, _WHAT)
         by_rank = dict(zip(dist.get_process_group_ranks(data), of_ranks, strict=True))
         others = [r for r, (ranks, own) in sorted(by_rank.items()) if own != by_rank[ranks[0]][1]]
         raise UserError(

@@ -30,13 +30,12 @@ from lancet_kernels.data_parallel.summed_gradients import SummedModule
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
 from lancet_kernels.measuring.timing import in_turn
-from lancet_kernels.ops.comm.groups import group_name, group_size
+from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
-from lancet_kernels.optimization.rank_agreement import values_of_ranks
 from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.schedules.plan import Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
@@ -47,6 +46,7 @@ Inputs = Sequence | Mapping[str, object]
 DDP, DDP_LIKE = "ddp", "ddp-like"
 BASELINES = ("none", "tutel")
 COUNTS = "exchange_counts"
+_FIGURES = "figures of all ranks"
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -185,7 +185,7 @@ def _measured(
     module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int, stepped_behind: bool
 ) -> Measured:
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
-    of_ranks = _of_all_ranks([*iterations[-1].waited_ms])
+    of_ranks = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
     waits = sorted({what for of_rank in of_ranks for what in of_rank})
     times = [
         (*(getattr(one, name) for name in TIMES), *(one.waited_ms.get(what, 0.0) for what in waits))
@@ -403,9 +403,5 @@ def _width(collective: str) -> int:
 
 
 def _mean_over_ranks(values: Iterable[float]) -> list[float]:
-    of_all = _of_all_ranks([*values])
-    return [statistics.fmean(column) for column in zip(*of_all, strict=True)]
-
-
-def _of_all_ranks(value: object) -> list:
-    return values_of_ranks(group_name(None), value, "figures of all ranks")
+    own = torch.tensor([*values], dtype=torch.float64)
+    return over_ranks(own, group_name(None), "mean", _FIGURES).tolist()

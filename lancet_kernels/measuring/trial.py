@@ -19,11 +19,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lancet_kernels.measuring.timing import in_turn
-from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.optimization.rank_agreement import values_of_ranks
 
 WARMUP = 1
 
@@ -45,7 +44,7 @@ def milliseconds_of(
     """
     with _without_trace(step):
         own = in_turn(runs, lambda name: _timed(step, runs[name]), rounds, WARMUP, first_changes=True)
-    of_ranks = values_of_ranks(step.groups.world, own)
+    of_ranks = values_of_ranks(own, step.groups.world, "comparison of measured steps")
     return typical(
         {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
     )

@@ -10,17 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
-import torch.distributed as dist
-
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.ops.comm.groups import from_first_rank, group_of, group_rank, group_size
-from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.comm.groups import from_first_rank, group_rank, values_of_ranks
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 
 Value = TypeVar("Value")
+_COMPARISON = "comparison of the ranks' graphs and plans"
 
 
 def capture_alike(captured: CapturedStep) -> Step:
@@ -55,7 +53,7 @@ def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str)
         value, digest = make()
     except UserError as error:
         refusal = error
-    digests = values_of_ranks(group, digest)
+    digests = values_of_ranks(digest, group, _COMPARISON)
     if refusal is not None:
         raise refusal
     for others, got in (
@@ -75,7 +73,7 @@ def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str)
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plans of rank 0, on every rank. Raises: UserError on all ranks if rank 0 failed."""
     plans = result_of_first_rank(group, make)
-    if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
+    if len(set(values_of_ranks(tuple(plan.fingerprint for plan in plans), group, _COMPARISON))) != 1:
         raise UserError(
             "plan across ranks",
             got="different plans",
@@ -106,19 +104,3 @@ def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
         what, got, expected, do = message
         raise UserError(what, got=got, expected=expected, do=do)
     return cast("Value", result)
-
-
-def values_of_ranks(
-    group: str, value: object, what: str = "comparison of the ranks' graphs and plans"
-) -> list:
-    """The values of all ranks of the group; without a group, only that of this process.
-
-    Args: what: is done with them, for the message if a rank stays away.
-    """
-    if not group:
-        return [value]
-    values: list = [None] * group_size(group)
-    process_group = group_of(group)
-    with waiting(what, process_group):
-        dist.all_gather_object(values, value, group=process_group)
-    return values

@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels.data_parallel.gradients import broadcast_replicated, clip_gradients
 from lancet_kernels.data_parallel.summed_gradients import SummedModule
 from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
-from lancet_kernels.ops.comm.groups import Groups, group_of
+from lancet_kernels.ops.comm.groups import Groups, over_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link
-from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.training.data import Corpus, batch_of_rank, check_length
 from lancet_kernels.training.models import GPT2MoE
 from lancet_kernels.training.ranks import Rank
@@ -137,11 +135,9 @@ class Trainer:
         return metrics, stopping > 0
 
     def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
-        numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)
-        if self.groups.data:
-            with waiting("mean of the step's figures over the ranks", group_of(self.groups.data)):
-                dist.all_reduce(numbers, group=group_of(self.groups.data))
-        return (numbers / self.rank.world).tolist()
+        own = torch.tensor([float(v) for v in values], dtype=torch.float64)
+        what = "mean of the step's figures over the ranks"
+        return over_ranks(own, self.groups.data, "mean", what).tolist()
 
     def compare(self, picture: Path) -> dict[str, object]:
         """Measure blocking and planned iterations, interleaved, on an emulated link

@@ -267,13 +267,28 @@ def from_first_rank(value: Value, group: str, what: str) -> Value:
     return box[0]
 
 
-def over_ranks(times: Tensor, group: str, reduction: str) -> Tensor:
-    """The "mean", "min" or "max" of measured times over the ranks, float64 on the CPU. Collective."""
-    values = times.to(torch.float64, copy=True)
+def values_of_ranks(value: Value, group: str, what: str) -> list[Value]:
+    """The values of all ranks of the group; only this one where there is no group. Collective.
+
+    Args: what: is done with them, for the message if a rank stays away.
+    """
+    values = [value] * group_size(group)
+    if group:
+        with waiting(what, group_of(group)):
+            dist.all_gather_object(values, value, group=group_of(group))
+    return values
+
+
+def over_ranks(figures: Tensor, group: str, reduction: str, what: str = "all_reduce of times") -> Tensor:
+    """The "mean", "min" or "max" of figures over the ranks, float64 on the CPU. Collective.
+
+    Args: what: is done with them, for the message if a rank stays away.
+    """
+    values = figures.to(torch.float64, copy=True)
     if group:
         values = values.to(group_device(group))
         operation = {"mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduction]
-        with waiting("all_reduce of measured times", group_of(group)):
+        with waiting(what, group_of(group)):
             dist.all_reduce(values, operation, group=group_of(group))
     values = values.cpu()
     return values / group_size(group) if reduction == "mean" else values
