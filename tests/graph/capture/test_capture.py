@@ -1,12 +1,15 @@
 """Capture: what cannot be captured says why; what was captured trains like the module, bit for bit."""
 
+from unittest import mock
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError, capture, split_joint
+from lancet_kernels.graph.capture.captured_graph import copy_of, output_node
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Phase
 from tests.grids import few_of
@@ -68,6 +71,23 @@ def test_a_write_that_is_undone_is_no_side_effect():
     with pytest.raises(UserError, match=r"a forward that writes .*FLAG\.value"):
         capture(WritesAFlag(restores=False), (x,))
     assert FLAG.value is False
+
+
+def test_the_code_of_a_copy_is_generated_when_it_runs_and_anew_after_a_change():
+    module = fx.symbolic_trace(nn.ReLU())
+    with mock.patch.object(fx.Graph, "python_code", side_effect=AssertionError("generated")):
+        copy = copy_of(copy_of(module))
+        copy.recompile()
+        with pytest.raises(AssertionError, match="generated"):
+            copy(torch.ones(2))
+    x = torch.tensor([-1.0, 2.0])
+    assert copy(x).tolist() == [0, 2]
+    output = output_node(copy)
+    with copy.graph.inserting_before(output):
+        output.args = (copy.graph.call_function(torch.neg, output.args),)
+    copy.recompile()
+    assert copy(x).tolist() == [0, -2]
+    assert module(x).tolist() == [0, 2]
 
 
 def test_gradients_of_inputs_and_of_weights_are_instructions_of_their_own():
