@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from lancet_kernels.commands.options import (
 from lancet_kernels.commands.planning_flags import PlanningFlags
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring import netns
+from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 from lancet_kernels.training.data import load_corpus
@@ -64,8 +65,13 @@ class BenchOptions(PlanningFlags):
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
+    stands_for: int | None = option(
+        None,
+        "measure one process that stands for so many ranks, which are alike, over an emulated link",
+        parse=positive_int,
+    )
     link_gbps: float | None = option(
-        None, "emulate a link of so many Gbit/s between CPU ranks", parse=positive_float
+        None, "emulate a link of so many Gbit/s between CPU ranks or those stood for", parse=positive_float
     )
     share: float | None = option(
         None,
@@ -103,7 +109,7 @@ class BenchOptions(PlanningFlags):
         return TrainOptions(
             model=self.model,
             gate=self.gate,
-            ranks=self.ranks,
+            ranks=self.stands_for or self.ranks,
             batch=self.batch,
             sequence=self.sequence,
             seed=self.seed,
@@ -111,11 +117,20 @@ class BenchOptions(PlanningFlags):
         )
 
     def chosen_device(self) -> str:
-        """ "cpu" or "cuda"; an emulated link is one of CPU ranks."""
+        """ "cpu" or "cuda"; an emulated link is one of CPU ranks, or of a rank that stands for others."""
         if self.device != "auto":
             return self.device
-        emulated = self.link_gbps is not None or self.share is not None
-        return "cuda" if torch.cuda.is_available() and not emulated else "cpu"
+        return "cuda" if torch.cuda.is_available() and not self.on_cpu_link else "cpu"
+
+    @property
+    def emulated(self) -> bool:
+        """Is the speed of a link given?"""
+        return self.link_gbps is not None or self.share is not None
+
+    @property
+    def on_cpu_link(self) -> bool:
+        """Do several processes share an emulated link?"""
+        return self.emulated and self.stands_for is None
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -151,11 +166,11 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         arguments.share = _SHARE
     options: BenchOptions = to_options(BenchOptions, arguments)
     _check(options, arguments.step)
-    if under_launcher() or options.ranks == 1:
+    if under_launcher() or (options.ranks == 1 and options.stands_for is None):
         return _measure_here(options, arguments)
     # Errors in the file or the options are said before a rank starts.
     if arguments.step == OVERLAP:
-        check_options(options.for_training(), options.ranks)
+        check_options(options.for_training(), options.stands_for or options.ranks)
     else:
         # Imported here, because it imports torch's tracer.
         from lancet_kernels.simulation.own_step import load_function
@@ -163,7 +178,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         load_function(arguments.step)
     command = ["-m", "lancet_kernels.cli", *argv]
     if options.link == "emulated":
-        launch(options.ranks, command, device=options.chosen_device())
+        launch(1 if options.stands_for else options.ranks, command, device=options.chosen_device())
         return 0
     lacking = netns.missing() if options.ranks == netns.RANKS else f"{netns.RANKS} ranks"
     if lacking:
@@ -185,11 +200,32 @@ def _check(options: BenchOptions, step: str) -> None:
             expected="only one of them, because your function defines its model",
             do="set it in your function",
         )
-    emulated = options.link_gbps is not None or options.share is not None
-    if emulated and options.chosen_device() == "cuda":
-        raise UserError("link", got="device cuda", expected="cpu", do="only CPU ranks share an emulated link")
-    if options.link == "netns" and not emulated:
+    if options.on_cpu_link and options.chosen_device() == "cuda":
+        raise UserError(
+            "link",
+            got="device cuda",
+            expected="cpu, because only CPU ranks share an emulated link",
+            do="add --stands-for, with which one process stands for all ranks",
+        )
+    if options.link == "netns" and not options.emulated:
         raise UserError("link netns", got="no speed", expected="one", do="add --link-gbps or --share")
+    if options.stands_for is None:
+        return
+    if options.ranks != BenchOptions.ranks or options.link == "netns":
+        got = "--link netns" if options.link == "netns" else "--ranks"
+        raise UserError(
+            "options",
+            got=f"--stands-for and {got}",
+            expected="only one of them, because one process stands for all ranks",
+            do=f"leave {got} out",
+        )
+    if not options.emulated:
+        raise UserError(
+            "link of ranks that are stood for",
+            got="no speed",
+            expected="one",
+            do="add --link-gbps or --share",
+        )
 
 
 def _chosen_speed(argv: Sequence[str], options: BenchOptions) -> float:
@@ -207,6 +243,9 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     from lancet_kernels.schedules.strategies import PlanningOptions
 
     rank = start_ranks(options.chosen_device(), options.timeout)
+    if options.stands_for is not None:
+        Groups.standing_for(options.stands_for)
+        rank = replace(rank, world=options.stands_for)
     step, inputs, about = _step(options, arguments.step, rank)
     gbps = options.link_gbps
     if gbps is None and options.share is not None and rank.world > 1:
@@ -217,6 +256,8 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
         return 0
     emulate_link(gbps if options.link == "emulated" and rank.world > 1 else None)
     link = "real" if gbps is None else options.link
+    if options.stands_for is not None:
+        link = f"emulated, one rank stands for {options.stands_for}"
     _say(rank, f"{link} link{'' if gbps is None else f' of {gbps:.3g} Gbit/s'}; planning")
     # A new file of times, because old ones may be from a time with other load on the machine.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
@@ -280,6 +321,7 @@ def _plan(module: OptimizedModule) -> dict[str, object]:
 def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:
     return {
         "ranks": rank.world,
+        "stands_for": options.stands_for,
         "rounds": options.rounds,
         "accumulate": options.accumulate,
         "optimizer": options.optimizer,

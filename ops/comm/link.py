@@ -21,12 +21,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.cuda_transfer import CudaStreams, CudaTransfer
+from lancet_kernels.ops.comm.stand_in import is_stand_in
 from lancet_kernels.ops.comm.waiting import waiting
 
 
@@ -62,22 +64,15 @@ class Traffic:
     duplex."""
     count: int = 0
     waited_ms: dict[str, float] = field(default_factory=dict)
-    """By collective: how long the computing thread waited for it, gradient all-reduces and the exchange of
-    counts included. On CUDA only what `exposed_ms` has, as `all_to_all`."""
+    """By collective: how long the computing thread (CUDA: the compute stream) waited for it, gradient
+    all-reduces and the exchange of counts included. On CUDA all-reduces only of an emulated link."""
     waiting_cpu_ms: float = 0.0
     """CPU time of the computing thread while it waited."""
     waiting_for_core_ms: float = 0.0
     """Time for which it could have run while it waited, and had no core."""
 
 
-@dataclass
-class _CudaEvents:
-    """Events of one transfer: it starts, it is complete, a wait for it starts, that wait ends."""
-
-    begin: torch.cuda.Event
-    arrived: torch.cuda.Event
-    asked: torch.cuda.Event
-    here: torch.cuda.Event
+AnyTransfer: TypeAlias = "Transfer | CudaTransfer"
 
 
 class Link:
@@ -91,50 +86,59 @@ class Link:
         self._boards = _Boards()
         self._waiting: list[Transfer] = []
         """Paced transfers in the order they were issued, without their time on the wire."""
-        self._cuda_events: list[_CudaEvents] = []
-        self._listeners: dict[int, torch.cuda.Stream] = {}
+        self._cuda_streams: dict[int, CudaStreams] = {}
         self.log: list[tuple[float, float]] | None = None
         """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
-        if self._cuda_events:
-            torch.cuda.synchronize()
-            for events in self._cuda_events:
-                self._traffic.all_to_all_ms += events.begin.elapsed_time(events.arrived)
-                self._traffic.exposed_ms += events.asked.elapsed_time(events.here)
-            self._cuda_events.clear()
-            self._traffic.waited_ms = {"all_to_all": self._traffic.exposed_ms}
+        for streams in self._cuda_streams.values():
+            streams.add_times(self._traffic)
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
-    def listener(self) -> torch.cuda.Stream:
-        """A stream of this link's own, on the current CUDA device."""
-        device = torch.cuda.current_device()
-        if device not in self._listeners:
-            self._listeners[device] = torch.cuda.Stream(device)
-        return self._listeners[device]
-
-    def start(self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool) -> Transfer:
+    def start(
+        self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool, collective: str = "all_to_all"
+    ) -> AnyTransfer:
         """Record the start of a transfer. Args: sent, received: bytes to and from other ranks."""
         self._traffic.bytes_sent += sent
         self._traffic.bytes_on_wire += max(sent, received)
         self._traffic.count += 1
-        return Transfer(self, group, max(sent, received), cuda)
+        return self._transfer(group, max(sent, received), cuda, collective, is_urgent=True)
 
-    def start_all_reduce(self, group: dist.ProcessGroup, size: int, cuda: bool) -> Transfer | None:
+    def start_all_reduce(self, group: dist.ProcessGroup, size: int, cuda: bool) -> AnyTransfer | None:
         """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives
         its bytes twice, but for its own share; the GPUs of a node sum most of that among themselves."""
-        if self.gbps is None or cuda:
+        if self.gbps is None:
             return None
         ranks = group.size()
-        return Transfer(self, group, 2 * size * (ranks - 1) // ranks // GPUS_PER_NODE, cuda, is_urgent=False)
+        on_wire = 2 * size * (ranks - 1) // ranks // GPUS_PER_NODE
+        return self._transfer(group, on_wire, cuda, "all_reduce", is_urgent=False)
 
-    def start_shift(self, group: dist.ProcessGroup, source: int, size: int, cuda: bool) -> Transfer:
+    def _transfer(
+        self, group: dist.ProcessGroup, size: int, cuda: bool, collective: str, is_urgent: bool
+    ) -> AnyTransfer:
+        if not cuda:
+            return Transfer(self, group, size, is_urgent)
+        if self.gbps is not None and not is_stand_in(group):
+            raise UserError(
+                "emulated link",
+                got="several CUDA ranks",
+                expected="CPU ranks, or one rank that stands for all (Groups.standing_for)",
+                do="use the real link, or one of these",
+            )
+        device = torch.cuda.current_device()
+        if device not in self._cuda_streams:
+            self._cuda_streams[device] = CudaStreams(torch.device("cuda", device))
+        wire_ns = 0 if self.gbps is None else round(size * 8 / self.gbps)
+        return CudaTransfer(self._cuda_streams[device], collective, wire_ns, is_urgent)
+
+    def start_shift(self, group: dist.ProcessGroup, source: int, size: int, cuda: bool) -> AnyTransfer:
         """A shift begins in which this rank sends and receives `size` bytes, these from the rank in the place
         `source` of the group."""
         transfer = self.start(group, size, size, cuda)
-        transfer.source = source
+        if isinstance(transfer, Transfer):
+            transfer.source = source
         return transfer
 
     def skip_shift(self, group: dist.ProcessGroup) -> None:
@@ -237,11 +241,9 @@ class _Boards:
 
 
 class Transfer:
-    """One collective on the link, from its start until `finish`."""
+    """One collective of CPU ranks on the link, from its start until `finish`."""
 
-    def __init__(
-        self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool, is_urgent: bool = True
-    ) -> None:
+    def __init__(self, link: Link, group: dist.ProcessGroup, size: int, is_urgent: bool = True) -> None:
         self._link, self.is_urgent = link, is_urgent
         self.wire_seconds = 0.0
         self.wire_end: float | None = None
@@ -250,31 +252,21 @@ class Transfer:
         """Where a shift comes from: the place of a rank."""
         self._place = group.rank() if link.gbps is not None else 0
         self._starts: torch.Tensor | None = None
-        self._events: _CudaEvents | None = None
         self._done: list[float] = []
-        if cuda:
-            self._events = _CudaEvents(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
-            self._events.begin.record()
         self.started = time.monotonic()
         if link.gbps is not None:
             self._starts = link._boards.row(group)
-            self._starts[group.rank()] = time.monotonic()
+            # Of ranks that are alike, all enter when this one does.
+            self._starts[slice(None) if is_stand_in(group) else group.rank()] = time.monotonic()
             self.wire_seconds = size * 8 / (link.gbps * 1e9)
             link._waiting.append(self)
 
     def watch(self, work: Waitable) -> None:
         """Record when the transfer completes; the wait for it may start much later."""
-        if self._events is None:
-            assert isinstance(work, dist.Work)
-            # gloo's reduce-scatter does not say when it is complete: that counts from when it is waited for.
-            with contextlib.suppress(RuntimeError):
-                work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
-            return
-        # A stream that does nothing but wait for it, because the compute stream may wait later. NCCL keeps
-        # the buffer that it sends alive until the first wait; after that, the caller has to, until `finish`.
-        with torch.cuda.stream(self._link.listener()):
-            work.wait()
-            self._events.arrived.record()
+        assert isinstance(work, dist.Work)
+        # gloo's reduce-scatter does not say when it is complete: that counts from when it is waited for.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
 
     def finish(self, work: Waitable) -> None:
         """Wait for the transfer (and for the emulated wire), and account for it if it is no all-reduce."""
@@ -282,12 +274,6 @@ class Transfer:
         if not self.is_urgent:
             work.wait()
             self.pace()
-            return
-        if self._events is not None:
-            self._events.asked.record()
-            work.wait()
-            self._events.here.record()
-            link._cuda_events.append(self._events)
             return
         work.wait()
         done = self._done[0] if self._done else time.monotonic()
@@ -332,7 +318,7 @@ def emulate_link(gbps: float | None) -> None:
     """Pace every all-to-all and all-reduce of this process as if the wire carried `gbps` Gbit/s; None: as
     fast as it goes.
 
-    Call it on every rank with the same value. CPU ranks on one machine only.
+    Call it on every rank with the same value. CPU ranks on one machine, or one rank that stands for all.
     Raises: UserError if the bandwidth is not a positive number.
     """
     if gbps is not None and not gbps > 0:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _register_process_group
 
+from lancet_kernels.ops.comm.cuda_transfer import CudaTransfer
 from lancet_kernels.ops.comm.groups import group_of
-from lancet_kernels.ops.comm.link import Transfer, Waitable, link
+from lancet_kernels.ops.comm.link import AnyTransfer, Waitable, link
 from lancet_kernels.ops.comm.waiting import current_layer, waiting
 
 _PREFIX = "link of "
@@ -58,7 +59,7 @@ class LinkWork(dist.Work):
         what: str,
         group: dist.ProcessGroup,
         work: Waitable,
-        transfer: Transfer | None,
+        transfer: AnyTransfer | None,
         layer: str = "",
         peers: Sequence[int] | None = None,
         kept: object = None,
@@ -103,6 +104,8 @@ class LinkGroup(dist.ProcessGroup):
         with waiting("all_reduce", group):
             transfer = link.start_all_reduce(group, sum(map(_bytes, tensors)), tensors[0].is_cuda)
             work = start(tensors, options)
+        if isinstance(transfer, CudaTransfer):
+            transfer.watch(work)
         return LinkWork("all_reduce", group, work, transfer, kept=tensors)
 
     def allgather_into_tensor_coalesced(  # type: ignore[override]
@@ -163,7 +166,7 @@ class LinkGroup(dist.ProcessGroup):
         # Not every backend has collectives of truth values.
         wires = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (received, sent)]
         with waiting(what, group, layer):
-            transfer = link.start(group, sent=leaving, received=coming, cuda=sent.is_cuda)
+            transfer = link.start(group, sent=leaving, received=coming, cuda=sent.is_cuda, collective=what)
             work = start(*wires, *options)
         transfer.watch(work)
         return LinkWork(what, group, work, transfer, layer, kept=sent)
