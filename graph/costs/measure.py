@@ -154,7 +154,8 @@ class _Timer(fx.Interpreter):
         cpu_ms, wall_ms, process_ms = (
             (clock() - begin) * 1e3 for clock, begin in zip(clocks, before, strict=True)
         )
-        beside_ms = process_ms - cpu_ms if is_collective(node) and not _spare_cores() else 0.0
+        # The clocks are read one after the other.
+        beside_ms = max(0.0, process_ms - cpu_ms) if is_collective(node) and not _spare_cores() else 0.0
         self.times[node.name] = cpu_ms, wall_ms, beside_ms, link.read().bytes_on_wire
         return result
 

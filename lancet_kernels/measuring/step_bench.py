@@ -65,7 +65,8 @@ class Measured:
     exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
     of those that this library starts, and of the exchange of counts. late_ms: the part of `exposed_ms` that
     waits for a rank that came late, which only an emulated link can tell. cpu_ms: CPU time of the computing
-    thread. no_core_ms: how long it could have computed and had no core. Both without its waits.
+    thread; on a GPU the time in which its stream does not wait. no_core_ms: how long the thread could have
+    computed and had no core. Both without its waits.
     peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
     predicted: of a plan.
     """
@@ -257,15 +258,18 @@ def iteration(
         torch.cuda.synchronize()
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
     no_core_ms, traffic = (seconds_without_core() - without) * 1e3, link.read()
+    computing_ms, no_core_ms = cpu_ms - traffic.waiting_cpu_ms, no_core_ms - traffic.waiting_for_core_ms
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        computing_ms, no_core_ms = elapsed_ms - sum(traffic.waited_ms.values()), 0.0
     return Iteration(
         elapsed_ms,
         traffic.exposed_ms,
         traffic.all_to_all_ms,
-        cpu_ms - traffic.waiting_cpu_ms,
+        computing_ms,
         traffic.bytes_on_wire,
         traffic.waited_ms,
         traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
-        no_core_ms - traffic.waiting_for_core_ms,
+        no_core_ms,
     )
 
 

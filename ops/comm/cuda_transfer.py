@@ -14,12 +14,11 @@ None of them computes: each kernel there is one program (`kernels.wire`), which 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from lancet_kernels.ops.comm.link import Traffic, Waitable
+from lancet_kernels.ops.comm.waiting import Waitable
 
 _SLOTS = 4096
 """More messages than can be under way at a time."""
@@ -44,22 +43,22 @@ class CudaStreams:
         """Computation has waited for it."""
         self._ended.append(transfer)
 
-    def add_times(self, traffic: Traffic) -> None:
-        """Add those of the collectives that ended since the last call. Waits for the device."""
+    def times(self) -> list[TransferTimes]:
+        """Those of the collectives that ended since the last call. Waits for the device."""
         if self._ended:
             torch.cuda.synchronize()
-            # The host only launched the waits.
-            traffic.waited_ms = {}
-        for transfer in self._ended:
-            travelled_ms, waited_ms = transfer.times_ms()
-            if transfer.is_urgent:
-                traffic.all_to_all_ms += travelled_ms
-                traffic.exposed_ms += waited_ms
-                # Ranks that are alike are never late.
-                traffic.wire_exposed_ms += waited_ms
-            sum_ms = traffic.waited_ms.get(transfer.collective, 0.0)
-            traffic.waited_ms[transfer.collective] = sum_ms + waited_ms
+        times = [transfer.times() for transfer in self._ended]
         self._ended.clear()
+        return times
+
+
+class TransferTimes(NamedTuple):
+    """How long a collective travelled, and how long the compute stream waited for it."""
+
+    collective: str
+    is_urgent: bool
+    travelled_ms: float
+    waited_ms: float
 
 
 @dataclass
@@ -114,10 +113,13 @@ class CudaTransfer:
         self._events.here.record()
         self._streams.ended(self)
 
-    def times_ms(self) -> tuple[float, float]:
-        """How long it travelled, and how long the compute stream waited; of one that has ended."""
+    def times(self) -> TransferTimes:
+        """Of one that has ended."""
         events = self._events
-        return events.begin.elapsed_time(events.arrived), events.asked.elapsed_time(events.here)
+        travelled_ms = events.begin.elapsed_time(events.arrived)
+        return TransferTimes(
+            self.collective, self.is_urgent, travelled_ms, events.asked.elapsed_time(events.here)
+        )
 
 
 def _take_wire(free_at: torch.Tensor, end: torch.Tensor, wire_ns: int, urgent: bool) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,7 @@ import torch.distributed as dist
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.cuda_transfer import CudaStreams, CudaTransfer
 from lancet_kernels.ops.comm.stand_in import is_stand_in
-from lancet_kernels.ops.comm.waiting import waiting
-
-
-class Waitable(Protocol):
-    """A started collective: torch's Work, or several as one."""
-
-    def wait(self) -> object: ...
-
+from lancet_kernels.ops.comm.waiting import Waitable, waiting
 
 _INSTANT_S = 1e-4
 """A wait shorter than this counts as no wait: the message had already arrived."""
@@ -92,9 +85,18 @@ class Link:
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
-        for streams in self._cuda_streams.values():
-            streams.add_times(self._traffic)
         traffic, self._traffic = self._traffic, Traffic()
+        ended = [times for streams in self._cuda_streams.values() for times in streams.times()]
+        if ended:
+            # The host only launched the waits.
+            traffic.waited_ms = dict.fromkeys((times.collective for times in ended), 0.0)
+        for times in ended:
+            traffic.waited_ms[times.collective] += times.waited_ms
+            if times.is_urgent:
+                traffic.all_to_all_ms += times.travelled_ms
+                traffic.exposed_ms += times.waited_ms
+                # Ranks that are alike are never late.
+                traffic.wire_exposed_ms += times.waited_ms
         return traffic
 
     def start(

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import _register_process_group
 
 from lancet_kernels.ops.comm.cuda_transfer import CudaTransfer
 from lancet_kernels.ops.comm.groups import group_of
-from lancet_kernels.ops.comm.link import AnyTransfer, Waitable, link
-from lancet_kernels.ops.comm.waiting import current_layer, waiting
+from lancet_kernels.ops.comm.link import AnyTransfer, link
+from lancet_kernels.ops.comm.waiting import Waitable, current_layer, waiting
 
 _PREFIX = "link of "
 _LINK_GROUPS: WeakKeyDictionary[dist.ProcessGroup, LinkGroup] = WeakKeyDictionary()

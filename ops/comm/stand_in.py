@@ -24,7 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, _create_work_from_future
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    FakeProcessGroup,
+    _create_work_from_future,
+)
 from torch.futures import Future
 
 from lancet_kernels.errors import UserError
@@ -54,7 +57,7 @@ def stand_for(ranks: int, timeout_s: float = 300.0) -> None:
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks, timeout=timeout)
 
 
-def is_stand_in(group: dist.ProcessGroup) -> bool:
+def is_stand_in(group: dist.ProcessGroup | None) -> bool:
     """Are the other ranks of the group only stood for?"""
     return isinstance(group, StandInGroup)
 
@@ -69,13 +72,13 @@ class StandInGroup(dist.ProcessGroup):
     def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]
         # Name, devices and timeout of a group are those of a backend; this one's collectives are not called.
-        options = FakeProcessGroup.Options()  # type: ignore[call-arg]
+        options = FakeProcessGroup.Options()
         options._timeout = timeout
         backend = FakeProcessGroup._create_internal(rank, ranks, options)
         for device in _DEVICES:
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
-    def barrier(self, opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> dist.Work:
         return _work([])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -83,8 +86,6 @@ class StandInGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _work(tensors, lambda: [self._reduce(tensor, opts) for tensor in tensors])
-
-    allreduce_coalesced = allreduce  # type: ignore[assignment]
 
     def allgather(  # type: ignore[override]
         self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None
@@ -96,21 +97,23 @@ class StandInGroup(dist.ProcessGroup):
 
         return _work([one for of_ranks in received for one in of_ranks], copy)
 
-    gather = allgather  # type: ignore[assignment]
-
-    def allgather_into_tensor_coalesced(  # type: ignore[override]
+    def allgather_into_tensor_coalesced(
         self, received: list[Tensor], sent: list[Tensor], opts: Any = None
     ) -> dist.Work:
         def copy() -> None:
             for whole, own in zip(received, sent, strict=True):
-                whole.view(self.size(), -1).copy_(own.reshape(1, -1))
+                slices, own = whole.view(self.size(), -1), own.reshape(1, -1)
+                slices[1:].copy_(own)
+                # Which it may be already: this rank is the first of all its groups.
+                if slices.data_ptr() != own.data_ptr():
+                    slices[:1].copy_(own)
 
         return _work(received, copy)
 
-    def _allgather_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def _allgather_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([received], [sent])
 
-    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
+    def reduce_scatter_tensor_coalesced(
         self, received: list[Tensor], sent: list[Tensor], opts: Any = None
     ) -> dist.Work:
         def copy() -> None:
@@ -120,7 +123,7 @@ class StandInGroup(dist.ProcessGroup):
 
         return _work(received, copy)
 
-    def _reduce_scatter_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def _reduce_scatter_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([received], [sent], opts)
 
     def reduce_scatter(  # type: ignore[override]
@@ -131,7 +134,7 @@ class StandInGroup(dist.ProcessGroup):
             received, [tensor.expand(self.size(), *tensor.shape) for tensor in own], opts
         )
 
-    def alltoall_base(  # type: ignore[override]
+    def alltoall_base(
         self, received: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], opts: Any = None
     ) -> dist.Work:
         if list(receive) != list(send):
@@ -143,16 +146,8 @@ class StandInGroup(dist.ProcessGroup):
             )
         return _work([received], lambda: received.copy_(sent))
 
-    def alltoall(self, received: list[Tensor], sent: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], opts: Any = None) -> dist.Work:
         return _work(received, lambda: [own.copy_(one) for own, one in zip(received, sent, strict=True)])
-
-    # Their names since torch 2.13.
-    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
-    reduce_scatter_single, reduce_scatter_single_coalesced = (
-        _reduce_scatter_base,
-        reduce_scatter_tensor_coalesced,
-    )
-    all_to_all_single = alltoall_base
 
     def _refuse(self, *arguments: Any, **options: Any) -> dist.Work:
         raise UserError(
@@ -162,8 +157,6 @@ class StandInGroup(dist.ProcessGroup):
             do="measure this step on real ranks",
         )
 
-    send = recv = recv_anysource = scatter = reduce = _refuse  # type: ignore[assignment]
-
     def _reduce(self, tensor: Tensor, opts: Any) -> None:
         """In place, what the reduction of W equal tensors is."""
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -171,6 +164,21 @@ class StandInGroup(dist.ProcessGroup):
             tensor.mul_(self.size())
         elif not any(kind == own for own in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
             self._refuse()
+
+
+for _same, _names in {
+    "allreduce": ("allreduce_coalesced",),
+    "allgather": ("gather",),
+    # Their names since torch 2.13.
+    "_allgather_base": ("all_gather_single",),
+    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced",),
+    "_reduce_scatter_base": ("reduce_scatter_single",),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced",),
+    "alltoall_base": ("all_to_all_single",),
+    "_refuse": ("send", "recv", "recv_anysource", "scatter", "reduce"),
+}.items():
+    for _name in _names:
+        setattr(StandInGroup, _name, getattr(StandInGroup, _same))
 
 
 def _work(results: list[Tensor], copy: Callable[[], object] = lambda: None) -> dist.Work:

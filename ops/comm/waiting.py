@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -36,6 +37,12 @@ TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
 # A rank without a heartbeat for longer than this, and for half of the wait, is not running.
 SILENT_S = 2.0
+
+
+class Waitable(Protocol):
+    """A started collective: torch's Work, or several as one."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.rehearsal import prepare
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_of, group_size, group_timeout_s
+from lancet_kernels.ops.comm.stand_in import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.fused.fused_passes import ForwardPass, take_pass, ticket_of
 from lancet_kernels.ops.moe.expert_activation import input_width
@@ -85,6 +86,13 @@ class FusedMemory:
         if device not in of_device:
             # A group of one rank has no name, also where there are other ranks.
             alone = process_group is None
+            if is_stand_in(process_group):
+                raise UserError(
+                    "fused launches",
+                    got=f"one rank that stands for {group_size(group)}",
+                    expected="a process for each rank, since launches put rows into the memory of others",
+                    do='use backend="torch" here, or start the ranks',
+                )
             of_device[device] = cls(
                 virtual_memories(1, device)[0] if alone else create(process_group, device, timeout_s)
             )
