@@ -72,9 +72,9 @@ class StandInGroup(dist.ProcessGroup):
     def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]
         # Name, devices and timeout of a group are those of a backend; this one's collectives are not called.
-        options = FakeProcessGroup.Options()
+        options = FakeProcessGroup.Options()  # type: ignore[call-arg]
         options._timeout = timeout
-        backend = FakeProcessGroup._create_internal(rank, ranks, options)
+        backend = FakeProcessGroup._create_internal(rank, ranks, options)  # type: ignore[call-arg]
         for device in _DEVICES:
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
@@ -85,7 +85,11 @@ class StandInGroup(dist.ProcessGroup):
         return _work(tensors)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return _work(tensors, lambda: [self._reduce(tensor, opts) for tensor in tensors])
+        def reduce() -> None:
+            for tensor in tensors:
+                self._reduce(tensor, opts)
+
+        return _work(tensors, reduce)
 
     def allgather(  # type: ignore[override]
         self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None
