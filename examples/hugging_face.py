@@ -1,6 +1,7 @@
 """A Hugging Face MoE model, converted and trained with a plan.
 
     torchrun --nproc-per-node 2 examples/hugging_face.py
+    lancet bench examples/hugging_face.py:make_step --stands-for 8 --share 0.4    # one process instead of 8
 
 A tiny OLMoE with random weights on random tokens, so that nothing is downloaded; with `from_pretrained` the
 other lines stay the same. On CPU ranks; on GPUs move model and batch to the rank's device before `optimize`.
@@ -27,6 +28,13 @@ def make_batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     first = torch.randint(0, CONFIG.vocab_size, (8, 1), generator=generator)
     ids = (first + torch.arange(16)) % CONFIG.vocab_size
     return {"input_ids": ids, "labels": ids}
+
+
+def make_step() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """What to plan on a rank: the step and a batch of it."""
+    model = OlmoeForCausalLM(CONFIG)
+    convert(model)
+    return CausalLMStep(model), make_batch(0, dist.get_rank())
 
 
 def main() -> list[float]:

@@ -221,7 +221,7 @@ def _check(options: BenchOptions, step: str) -> None:
         )
     if not options.emulated:
         raise UserError(
-            "link of ranks that are stood for",
+            "link of stand-in ranks",
             got="no speed",
             expected="one",
             do="add --link-gbps or --share",
@@ -257,7 +257,7 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     emulate_link(gbps if options.link == "emulated" and rank.world > 1 else None)
     link = "real" if gbps is None else options.link
     if options.stands_for is not None:
-        link = f"emulated, one rank stands for {options.stands_for}"
+        link = f"emulated wire, one rank stands for {options.stands_for}"
     _say(rank, f"{link} link{'' if gbps is None else f' of {gbps:.3g} Gbit/s'}; planning")
     # A new file of times, because old ones may be from a time with other load on the machine.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")

@@ -41,13 +41,35 @@ def test_two_ranks_over_an_emulated_link(step: str) -> None:
     assert figures["predicted_exposed_ms"]["none"] > figures["predicted_exposed_ms"]["lancet"]
 
 
+def test_one_process_stands_for_eight_ranks() -> None:
+    """The wire's share of the blocking step is the one asked for; the account adds up to the step; what the
+    blocking plan waits for is what was predicted."""
+    command = ["bench", STEP, "--stands-for", "8", "--strategies", "none,lancet", "--rounds", "2"]
+    (line,) = printed("-m", "lancet_kernels.cli", *command, "--share", "0.4", "--json").splitlines()
+    figures = json.loads(line)
+    assert (figures["link"], figures["ranks"]) == ("emulated wire, one rank stands for 8", 8)
+    assert set(figures["iteration_ms"]) == {"plain", "ddp-like", "none", "lancet"}
+    for name, step_ms in figures["iteration_ms"].items():
+        assert sum(figures["account_ms"][name].values()) == pytest.approx(step_ms)
+    assert figures["predicted_exposed_ms"]["none"] >= figures["predicted_exposed_ms"]["lancet"] > 0
+    assert figures["waited_ms"]["none"]["all_to_all"] > 0.5 * figures["predicted_exposed_ms"]["none"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((STEP, "--stands-for", "8"), "link of stand-in ranks: got no speed, expected one; "),
+        (
+            (STEP, "--stands-for", "8", "--share", "0.4", "--ranks", "4"),
+            "options: got --stands-for and --ranks",
+        ),
         ((STEP, "--gate", "hash"), "options: got "),
         ((STEP.replace("make_step", "make"),), "module: got no make in "),
         ((STEP, "--link", "netns"), "link netns: got no speed, expected one; add --link-gbps or --share"),
-        ((STEP, "--share", "0.4", "--device", "cuda"), "link: got device cuda, expected cpu; "),
+        (
+            (STEP, "--share", "0.4", "--device", "cuda"),
+            "link: got device cuda, expected cpu, because only CPU ranks ",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(arguments: tuple, message: str, capsys) -> None:
