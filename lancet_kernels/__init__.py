@@ -8,6 +8,7 @@ from lancet_kernels.layer.dropout_layer import Dropout, dropout
 from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.comm.stand_in import standing_for
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
 
 if TYPE_CHECKING:
@@ -107,5 +108,6 @@ __all__ = [
     "reset_exchanges",
     "set_gradient_group",
     "set_routing_step",
+    "standing_for",
     "whole_state_dict",
 ]

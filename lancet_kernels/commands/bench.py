@@ -30,8 +30,8 @@ from lancet_kernels.commands.options import (
 from lancet_kernels.commands.planning_flags import PlanningFlags
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring import netns
-from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.ops.comm.stand_in import standing_for
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 from lancet_kernels.training.data import load_corpus
 from lancet_kernels.training.launch import launch
@@ -244,7 +244,7 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
 
     rank = start_ranks(options.chosen_device(), options.timeout)
     if options.stands_for is not None:
-        Groups.standing_for(options.stands_for)
+        standing_for(options.stands_for)
         rank = replace(rank, world=options.stands_for)
     step, inputs, about = _step(options, arguments.step, rank)
     gbps = options.link_gbps

@@ -13,6 +13,7 @@ None of them computes: each kernel there is one program (`kernels.wire`), which 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from lancet_kernels.ops.comm.waiting import Waitable
 
 _SLOTS = 4096
 """More messages than can be under way at a time."""
+_MOST_TIMES = 1 << 16
+"""Of collectives whose times nobody reads, only so many are kept."""
 
 
 class CudaStreams:
@@ -32,7 +35,7 @@ class CudaStreams:
         self.free_at = torch.zeros(1, dtype=torch.int64, device=device)
         self._ends = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
         self._messages = 0
-        self._ended: list[CudaTransfer] = []
+        self._ended: deque[CudaTransfer] = deque(maxlen=_MOST_TIMES)
 
     def next_end(self) -> torch.Tensor:
         """[1] int64, for when the next message has arrived."""

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.stand_in import stand_for
 from lancet_kernels.ops.comm.waiting import waiting
 
 AnyGroups: TypeAlias = "Groups | DeviceMesh | dist.ProcessGroup"
@@ -124,33 +123,11 @@ class Groups:
         return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
 
     @classmethod
-    def standing_for(
-        cls, ranks: int, expert_ranks: int | None = None, link_gbps: float | None = None
-    ) -> Groups:
-        """Let this process, which belongs to no job, stand for one of `ranks` ranks that are alike, and give
-        its groups: layers made afterwards hold the experts of one rank, and messages come from this rank
-        itself (`ops.comm.stand_in`). So one GPU, or one CPU core, measures what a plan gains on W of them.
-
-        Args: expert_ranks: how many of them share one set of experts (None: all). link_gbps: messages take as
-            long as on an emulated wire of so many Gbit/s, in each direction of this rank; None: as long as a
-            copy.
-        Raises: UserError where this process is a rank of another job, or for ranks that do not divide.
-        """
-        expert_ranks = expert_ranks or ranks
-        if ranks < 1 or expert_ranks < 1 or ranks % expert_ranks:
-            raise UserError(
-                "ranks that one process stands for",
-                got=f"{ranks}, of which {expert_ranks} share experts",
-                expected="groups of one size that hold each rank once",
-                do="use a multiple of the ranks that share experts",
-            )
-        # Imported here, because the link uses this module.
-        from lancet_kernels.ops.comm.link import emulate_link
-
-        stand_for(ranks)
-        emulate_link(link_gbps)
+    def of_consecutive(cls, ranks: int, expert_ranks: int) -> Groups:
+        """The groups of the first of `ranks` ranks, the first `expert_ranks` of which share one set of
+        experts. Collective over all ranks of the job, which are alike (`stand_in`)."""
         everyone = list(range(ranks))
-        expert = _new_group(everyone[:expert_ranks]) if expert_ranks < ranks else group_name(None)
+        expert = group_name(None) if expert_ranks == ranks else _new_group(everyone[:expert_ranks])
         return cls._with_communicators(expert, everyone[::expert_ranks], everyone, everyone)
 
     @classmethod

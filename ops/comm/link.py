@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.cuda_transfer import CudaStreams, CudaTransfer
-from lancet_kernels.ops.comm.stand_in import is_stand_in
+from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import Waitable, waiting
 
 _INSTANT_S = 1e-4
@@ -126,7 +126,7 @@ class Link:
             raise UserError(
                 "emulated link",
                 got="several CUDA ranks",
-                expected="CPU ranks, or one rank that stands for all (Groups.standing_for)",
+                expected="CPU ranks, or one rank that stands for all (standing_for)",
                 do="use the real link, or one of these",
             )
         device = torch.cuda.current_device()

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _register_process_group
 from lancet_kernels.ops.comm.cuda_transfer import CudaTransfer
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import AnyTransfer, link
+from lancet_kernels.ops.comm.stand_in_group import StandInGroup
 from lancet_kernels.ops.comm.waiting import Waitable, current_layer, waiting
 
 _PREFIX = "link of "
@@ -111,13 +112,15 @@ class LinkGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(  # type: ignore[override]
         self, received: list[Tensor], sent: list[Tensor], options: Any
     ) -> LinkWork:
-        start = group_of(self._plain)._allgather_base
+        group = group_of(self._plain)
+        start = group.copy_gathered if isinstance(group, StandInGroup) else group._allgather_base
         return self._exchanged("all_gather", start, *received, *sent, options)
 
     def reduce_scatter_tensor_coalesced(  # type: ignore[override]
         self, received: list[Tensor], sent: list[Tensor], options: Any
     ) -> LinkWork:
-        start = group_of(self._plain)._reduce_scatter_base
+        group = group_of(self._plain)
+        start = group.copy_scattered if isinstance(group, StandInGroup) else group._reduce_scatter_base
         return self._exchanged("reduce_scatter", start, *received, *sent, options)
 
     def alltoall_base(  # type: ignore[override]

@@ -1,47 +1,52 @@
-"""One process that stands for one of W ranks: process groups whose collectives hand it its own values.
+"""One process stands for one of W ranks, which are alike: what it needs to measure a plan for all of them.
 
-The W ranks are alike, so what would come from another rank is replaced by what this one, the first of them,
-would send there. Nothing else is pretended: kernels, streams and plans are those of W ranks.
-
-    collective           its result on this rank
-    all-to-all           what it sent, rank by rank: as many rows come from a rank as go to it
-    all-reduce           sum: W times its values; mean, least, most: its values
-    all-gather, gather   W times its values
-    reduce-scatter       its own slice, as of an all-reduce
-    broadcast, barrier   nothing
-
-So a layer with E experts, E / W of them here, sends every row to its own expert e mod (E / W): what the same
-layer computes on one rank whose experts are these, W times over. `link` makes the messages take as long as
-they would on a wire.
+Its collectives hand it its own values (`stand_in_group`), after the time that an emulated wire needs for them
+(`link`). The layers, kernels, streams and plans are those of a rank among W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    FakeProcessGroup,
-    _create_work_from_future,
-)
-from torch.futures import Future
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.ops.comm.link_group import link_group_of
+from lancet_kernels.ops.comm.stand_in_group import StandInGroup
 
-BACKEND = "lancet_stand_in"
-_DEVICES = ("cpu", "cuda")
-_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+_BACKEND = "lancet_stand_in"
 
 
-def stand_for(ranks: int, timeout_s: float = 300.0) -> None:
-    """Make this process the first of `ranks` ranks that are alike; nothing if it is that already.
+def standing_for(
+    ranks: int, expert_ranks: int | None = None, link_gbps: float | None = None, timeout_s: float = 300.0
+) -> Groups:
+    """Let this process stand for one of `ranks` ranks that are alike, and give its groups.
 
-    Raises: UserError where it belongs to another job.
+    Layers made afterwards hold the experts of one rank. So one GPU, or one CPU core, measures what a plan
+    gains on so many of them, but for skewed routing, late ranks and contention.
+
+    Args: expert_ranks: how many of them share one set of experts (None: all). link_gbps: messages take as
+        long as on an emulated wire of so many Gbit/s in each direction of this rank; None: as long as a copy.
+    Raises: UserError where this process is a rank of another job, or for ranks that do not divide.
     """
+    expert_ranks = expert_ranks or ranks
+    if ranks < 2 or expert_ranks < 1 or ranks % expert_ranks:
+        raise UserError(
+            "ranks that one process stands for",
+            got=f"{ranks}, of which {expert_ranks} share experts",
+            expected="two or more, in groups of one size",
+            do="use a multiple of the ranks that share experts",
+        )
+    _start(ranks, timedelta(seconds=timeout_s))
+    emulate_link(link_gbps)
+    return Groups.of_consecutive(ranks, expert_ranks)
+
+
+def _start(ranks: int, timeout: timedelta) -> None:
     if dist.is_initialized():
         if isinstance(dist.group.WORLD, StandInGroup) and dist.get_world_size() == ranks:
             return
@@ -51,153 +56,23 @@ def stand_for(ranks: int, timeout_s: float = 300.0) -> None:
             expected=f"a process outside of any job, which can stand for one of {ranks} ranks",
             do="leave init_process_group out, or end it with destroy_process_group",
         )
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _new_group, devices=[*_DEVICES])
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks, timeout=timeout)
+    if _BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(_BACKEND, _new_group, devices=["cpu", "cuda"])
+    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=ranks, timeout=timeout)
 
 
-def is_stand_in(group: dist.ProcessGroup | None) -> bool:
-    """Are the other ranks of the group only stood for?"""
-    return isinstance(group, StandInGroup)
+def _new_group(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.ProcessGroup:
+    return _OverLink(rank, ranks, timeout)
 
 
-def _new_group(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> StandInGroup:
-    return StandInGroup(rank, ranks, timeout)
-
-
-class StandInGroup(dist.ProcessGroup):
-    """A group of ranks that are alike, of which this process is one. Methods are those that torch calls."""
-
-    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
-        super().__init__(rank, ranks)  # type: ignore[call-arg]
-        # Name, devices and timeout of a group are those of a backend; this one's collectives are not called.
-        options = FakeProcessGroup.Options()  # type: ignore[call-arg]
-        options._timeout = timeout
-        backend = FakeProcessGroup._create_internal(rank, ranks, options)  # type: ignore[call-arg]
-        for device in _DEVICES:
-            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return _work([])
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return _work(tensors)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        def reduce() -> None:
-            for tensor in tensors:
-                self._reduce(tensor, opts)
-
-        return _work(tensors, reduce)
-
-    def allgather(  # type: ignore[override]
-        self, received: list[list[Tensor]], sent: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        def copy() -> None:
-            for of_ranks, own in zip(received, sent, strict=True):
-                for one in of_ranks:
-                    one.copy_(own)
-
-        return _work([one for of_ranks in received for one in of_ranks], copy)
-
-    def allgather_into_tensor_coalesced(
-        self, received: list[Tensor], sent: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        def copy() -> None:
-            for whole, own in zip(received, sent, strict=True):
-                slices, own = whole.view(self.size(), -1), own.reshape(1, -1)
-                slices[1:].copy_(own)
-                # Which it may be already: this rank is the first of all its groups.
-                if slices.data_ptr() != own.data_ptr():
-                    slices[:1].copy_(own)
-
-        return _work(received, copy)
+class _OverLink(StandInGroup):
+    """Over the link goes also what FSDP sends outside of a plan."""
 
     def _allgather_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([received], [sent])
-
-    def reduce_scatter_tensor_coalesced(
-        self, received: list[Tensor], sent: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        def copy() -> None:
-            for own, whole in zip(received, sent, strict=True):
-                own.view(-1).copy_(whole.reshape(self.size(), -1)[self.rank()])
-                self._reduce(own, opts)
-
-        return _work(received, copy)
+        return link_group_of(self.group_name).allgather_into_tensor_coalesced([received], [sent], opts)
 
     def _reduce_scatter_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_tensor_coalesced([received], [sent], opts)
+        return link_group_of(self.group_name).reduce_scatter_tensor_coalesced([received], [sent], opts)
 
-    def reduce_scatter(  # type: ignore[override]
-        self, received: list[Tensor], sent: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
-        own = [of_ranks[self.rank()] for of_ranks in sent]
-        return self.reduce_scatter_tensor_coalesced(
-            received, [tensor.expand(self.size(), *tensor.shape) for tensor in own], opts
-        )
-
-    def alltoall_base(
-        self, received: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int], opts: Any = None
-    ) -> dist.Work:
-        if list(receive) != list(send):
-            raise UserError(
-                "all-to-all of a stand-in rank",
-                got=f"rows {list(send)} to send, {list(receive)} to receive",
-                expected="as many to receive from each rank as to send to it, because the ranks are alike",
-                do="measure this step on real ranks",
-            )
-        return _work([received], lambda: received.copy_(sent))
-
-    def alltoall(self, received: list[Tensor], sent: list[Tensor], opts: Any = None) -> dist.Work:
-        return _work(received, lambda: [own.copy_(one) for own, one in zip(received, sent, strict=True)])
-
-    def _refuse(self, *arguments: Any, **options: Any) -> dist.Work:
-        raise UserError(
-            "collective of a stand-in rank",
-            got="a message to one rank, or from one",
-            expected="all-to-all, all-reduce, all-gather, reduce-scatter or broadcast",
-            do="measure this step on real ranks",
-        )
-
-    def _reduce(self, tensor: Tensor, opts: Any) -> None:
-        """In place, what the reduction of W equal tensors is."""
-        kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        if kind == dist.ReduceOp.SUM:
-            tensor.mul_(self.size())
-        elif not any(kind == own for own in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
-            self._refuse()
-
-
-for _same, _names in {
-    "allreduce": ("allreduce_coalesced",),
-    "allgather": ("gather",),
     # Their names since torch 2.13.
-    "_allgather_base": ("all_gather_single",),
-    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced",),
-    "_reduce_scatter_base": ("reduce_scatter_single",),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced",),
-    "alltoall_base": ("all_to_all_single",),
-    "_refuse": ("send", "recv", "recv_anysource", "scatter", "reduce"),
-}.items():
-    for _name in _names:
-        setattr(StandInGroup, _name, getattr(StandInGroup, _same))
-
-
-def _work(results: list[Tensor], copy: Callable[[], object] = lambda: None) -> dist.Work:
-    """Copy, on CUDA on a stream beside that of the computation, and say when it is done."""
-    device = results[0].device if results else torch.device("cpu")
-    if device.type != "cuda":
-        future: Future = Future()
-        copy()
-        future.set_result(results)
-        return _create_work_from_future(future)
-    if device not in _copy_streams:
-        _copy_streams[device] = torch.cuda.Stream(device)
-    future, stream = Future(devices=[device]), _copy_streams[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        copy()
-        future.set_result(results)
-    return _create_work_from_future(future)
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # type: ignore[assignment]

@@ -40,7 +40,7 @@ from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.rehearsal import prepare
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_of, group_size, group_timeout_s
-from lancet_kernels.ops.comm.stand_in import is_stand_in
+from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.fused.fused_passes import ForwardPass, take_pass, ticket_of
 from lancet_kernels.ops.moe.expert_activation import input_width

@@ -13,6 +13,7 @@ from lancet_kernels.data_parallel.fsdp import fsdp
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import Groups, group_of, group_size
 from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.stand_in import standing_for
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES
 
 RANKS, WIDTH, EXPERTS = 4, 16, 8
@@ -40,7 +41,7 @@ def into(size: int, call: Callable[[Tensor], object]) -> Tensor:
 
 
 def test_collectives_hand_a_rank_its_own_values() -> None:
-    Groups.standing_for(2)
+    standing_for(2)
     x = torch.tensor([1.0, 2.0])
     assert all_reduced(x, dist.ReduceOp.SUM).tolist() == [2.0, 4.0]
     for operation in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
@@ -70,22 +71,22 @@ def test_collectives_hand_a_rank_its_own_values() -> None:
             lambda x: dist.all_to_all_single(x, x, [2, 0], [1, 1]),
             r"rows \[1, 1\] to send, \[2, 0\] to receive",
         ),
-        (lambda x: Groups.standing_for(3), "lancet_stand_in, 2 ranks"),
-        (lambda x: Groups.standing_for(8, expert_ranks=3), "8, of which 3 share experts"),
+        (lambda x: standing_for(3), "lancet_stand_in, 2 ranks"),
+        (lambda x: standing_for(8, expert_ranks=3), "8, of which 3 share experts"),
+        (lambda x: standing_for(1), "1, of which 1 share experts, expected two or more"),
     ],
 )
 def test_what_alike_ranks_cannot_do_is_refused(call: Callable[[Tensor], object], message: str) -> None:
-    Groups.standing_for(2)
+    standing_for(2)
     with pytest.raises(UserError, match=message):
         call(torch.ones(2))
 
 
 def test_expert_groups_of_fewer_ranks() -> None:
-    groups = Groups.standing_for(8, expert_ranks=4)
+    groups = standing_for(8, expert_ranks=4)
     sizes = {name: group_size(getattr(groups, name)) for name in ("expert", "replica", "data", "world")}
     assert sizes == {"expert": 4, "replica": 2, "data": 8, "world": 8}
     assert dist.get_process_group_ranks(group_of(groups.replica)) == [0, 4]
-    assert Groups.standing_for(1) == Groups() if not dist.is_initialized() else True
 
 
 class Step(nn.Module):
@@ -118,7 +119,7 @@ class Case:
     experts as often as ranks are stood for. In float64."""
 
     def __init__(self, gate: str = "topk", capacity_factor: float | None = None) -> None:
-        groups = Groups.standing_for(RANKS, link_gbps=0.01)
+        groups = standing_for(RANKS, link_gbps=0.01)
         self.step, self.whole = (
             Step(groups, gate, capacity_factor, torch.float64) for groups in (groups, Groups())
         )
@@ -167,8 +168,9 @@ def test_a_plan_computes_what_the_model_does_on_one_rank(strategy: str, tmp_path
 
 
 def test_sharded_parameters_are_gathered_from_this_rank() -> None:
-    """FSDP2: this rank's slice of a weight, W times; the gradient of its slice."""
-    Groups.standing_for(RANKS)
+    """FSDP2 without a plan: this rank's slice of a weight, W times; the gradient of its slice."""
+    link.read()
+    standing_for(RANKS, link_gbps=1.0)
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8, bias=False), torch.randn(3, 8)
     own = model.weight.detach()[:2].clone()
@@ -178,6 +180,8 @@ def test_sharded_parameters_are_gathered_from_this_rank() -> None:
     y.square().sum().backward()
     assert isinstance(model.weight.grad, torch.distributed.tensor.DTensor)
     torch.testing.assert_close(model.weight.grad.to_local(), 2 * (x @ own.T).T @ x)
+    # Both take the link: 3 of 4 slices of 64 bytes, once.
+    assert link.read().bytes_on_wire == 2 * 3 * 64
 
 
 def test_a_plan_of_a_sharded_model_gives_the_gradients_of_the_module(tmp_path) -> None:
@@ -197,7 +201,7 @@ def test_a_plan_of_a_sharded_model_gives_the_gradients_of_the_module(tmp_path) -
 
 
 def test_fused_launches_need_ranks_of_their_own() -> None:
-    layer = MoELayer(WIDTH, WIDTH, EXPERTS, groups=Groups.standing_for(RANKS), backend="fused")
+    layer = MoELayer(WIDTH, WIDTH, EXPERTS, groups=standing_for(RANKS), backend="fused")
     with pytest.raises(
         UserError, match=f"one rank that stands for {RANKS}, expected a process for each rank"
     ):
@@ -206,7 +210,7 @@ def test_fused_launches_need_ranks_of_their_own() -> None:
 
 def test_messages_take_the_time_of_the_wire() -> None:
     """A rank sends 3 of 4 parts of 1,600 bytes to others: 9,600 bits, 9.6 ms at 1 Mbit/s."""
-    groups = Groups.standing_for(4, link_gbps=1e-3)
+    groups = standing_for(4, link_gbps=1e-3)
     rows = torch.zeros(4 * 4, 25)
     counts = torch.full((4, 1), 4)
     link.read()
