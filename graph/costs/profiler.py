@@ -10,6 +10,7 @@ their own: of two parts, the first sends more where its tokens take the capacity
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import statistics
@@ -46,10 +47,14 @@ from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.ops.comm.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
 
+_log = logging.getLogger(__name__)
 FORMAT, VERSION = "lancet-measured-times", 1
 AGAIN = "they are ignored and will be measured again"
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, in the same folder as that of the measured times."""
+OUTLIER = 1.5
+"""A step that takes so many times as long as its ops say, or as it did before, has ops that were timed beside
+other load."""
 SHARED = 0.25
 """Less of a step says too little about the speed of the machine."""
 
@@ -130,6 +135,7 @@ class Profiler:
         inputs: Sequence[object],
         program: Program | None = None,
         shares: Mapping[str, float] = MappingProxyType({}),
+        again: bool = False,
     ) -> Program:
         """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
         really sent.
@@ -138,7 +144,8 @@ class Profiler:
         needs, is added to the computation before it, half to the one after it.
 
         Args: inputs: one per placeholder of the graph. program: of the graph, where that is known. shares: by
-        name of a collective, of that time, if not every step has the collective.
+        name of a collective, of that time, if not every step has the collective. again: time all of it, also
+        what is stored.
         """
         program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
@@ -146,7 +153,7 @@ class Profiler:
         keys = {name: key for name, key in self._keys(program).items() if name not in preset}
         every_key = {key for key, _, _ in _quantities(program, keys)}
         cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
-        times = {key: number for key, number in cached.items() if number is not None}
+        times = {key: number for key, number in cached.items() if number is not None and not again}
         if len(times) < len(cached):
             measured = measure_nodes(module, inputs, self.groups.world)
             by_key: dict[str, list[float]] = {}
@@ -156,6 +163,9 @@ class Profiler:
             # New times as if they had been measured together with the earlier ones.
             scale = speed_then([(medians[key], times.get(key)) for key in keys.values()])
             times = {**medians, **{key: medians[key] * scale for key in keys.values()}, **times}
+            changes = {key: (old, times[key]) for key in keys.values() if (old := cached[key]) is not None}
+            if again and changes and group_rank(self.groups.world) == 0:
+                _log.warning("%s", _outlier(changes))
             self._store(times)
         return self._with_times(program, keys, times, preset, shares)
 
@@ -215,10 +225,10 @@ class Profiler:
         ]
         return replace(program, instructions=tuple(instructions))
 
-    def communication(self, program: Program, width: int) -> CommunicationModel:
+    def communication(self, program: Program, width: int, again: bool = False) -> CommunicationModel:
         """Measured times of the collectives of a Program, up to its largest sizes.
 
-        Args: width: of the rows in its all-to-all buffers.
+        Args: width: of the rows in its all-to-all buffers. again: as of `program`.
         """
         largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
         for instruction in program.instructions:
@@ -229,7 +239,7 @@ class Profiler:
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
         prefix = f"communication up to {sizes}, rows of {width}, {self._where_with_link}: "
         times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
-        if not times:
+        if again or not times:
             model = measure_communication(largest, width, self.groups, self.device, others=self._others)
             times = {
                 f"{prefix}{collective} {group} {size:.0f}": ms
@@ -245,30 +255,36 @@ class Profiler:
 
     def milliseconds_as_it_runs(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program
-    ) -> float:
-        """Wall time of a step whose communication blocks: its graph, run as a whole.
+    ) -> tuple[float, float | None]:
+        """Wall time of a step whose communication blocks: its graph, run as a whole, now and when its ops
+        were timed (None: not before).
 
         Args: as of `program`.
         """
         key = f"step {fingerprint(program)} as it runs on {self._where_with_link}"
-        elapsed_ms = self._from_first(self.times.get(key))
-        if elapsed_ms is None:
-            elapsed_ms = milliseconds_as_it_runs(module, inputs, self.groups.world, self.device)
-            self._store({key: elapsed_ms})
-        return elapsed_ms
+        earlier_ms = self._from_first(self.times.get(key))
+        now_ms = milliseconds_as_it_runs(module, inputs, self.groups.world, self.device)
+        self._store({key: now_ms})
+        return now_ms, earlier_ms
 
     @property
     def _where_with_link(self) -> str:
         return self._where if link.gbps is None else f"{self._where}, emulated link {link.gbps:g} Gbit/s"
 
     def costs(
-        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, width: int
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[object],
+        program: Program,
+        width: int,
+        again: bool = False,
     ) -> MeasuredCosts:
         """The costs of a graph's measured Program, and of what a plan adds to it.
 
-        Args: program: the result of `program`. width: of the rows in its all-to-all buffers.
+        Args: program, again: the result and the argument of `program`. width: of the rows in its all-to-all
+        buffers.
         """
-        communication = self.communication(program, width)
+        communication = self.communication(program, width, again)
         return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
 
     def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
@@ -313,6 +329,21 @@ def speed_then(times: Sequence[tuple[float, float | None]]) -> float:
     new_ms, earlier_ms = (sum(column) for column in zip(*shared, strict=True)) if shared else (0.0, 0.0)
     is_enough = new_ms > 0 and new_ms >= SHARED * sum(new for new, _ in times)
     return earlier_ms / new_ms if is_enough else 1.0
+
+
+def differ(one_ms: float, other_ms: float) -> bool:
+    """Is one of two times of a step so much longer that something else ran on the machine?"""
+    return max(one_ms, other_ms) > OUTLIER * min(one_ms, other_ms)
+
+
+def _outlier(changes: Mapping[str, tuple[float, float]]) -> str:
+    """What to say of ops that were timed again. Args: changes: milliseconds of each, before and now."""
+    key = max(changes, key=lambda key: abs(changes[key][0] - changes[key][1]))
+    before, now = changes[key]
+    return (
+        "ops were timed again, because the step takes another time than theirs together (was the machine "
+        f"busy then, or is it now?); the largest change: {before:.3g} ms, now {now:.3g}, of {key}"
+    )
 
 
 def _ranks(groups: Groups) -> str:

@@ -24,7 +24,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 )
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
-from lancet_kernels.graph.costs.profiler import Profiler
+from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin, twin_of
@@ -242,11 +242,17 @@ class CapturedStep:
             return replace(step, timed=self._shared(step.program, cost), cost=cost)
         layers = moe_layers(self.model)
         width = layers[0].d_model if layers else 1
-        op_by_op = self.profiler.program(step.module, step.inputs, step.program)
-        costs = self.profiler.costs(step.module, step.inputs, op_by_op, width)
+
+        def measured(again: bool) -> tuple[Program, MeasuredCosts]:
+            op_by_op = self.profiler.program(step.module, step.inputs, step.program, again=again)
+            return op_by_op, self.profiler.costs(step.module, step.inputs, op_by_op, width, again)
+
+        op_by_op, costs = measured(again=False)
         if all(instruction.milliseconds is None for instruction in step.program.instructions):
             # Times that an instruction already has are those of fused launches in the interpreter.
-            run_ms = self.profiler.milliseconds_as_it_runs(step.module, step.inputs, step.program)
+            run_ms, earlier_ms = self.profiler.milliseconds_as_it_runs(step.module, step.inputs, step.program)
+            if differ(run_ms, earlier_ms or blocking_ms(op_by_op, costs)):
+                op_by_op, costs = measured(again=True)
             beside_ms = self.profiler.other_threads_ms(op_by_op)
             costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms, beside_ms))
         return replace(step, timed=self._timed(step.module, step, costs, step.program), cost=costs)
@@ -316,6 +322,12 @@ def _tracing(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Calla
     return traced
 
 
+def blocking_ms(program: Program, costs: MeasuredCosts) -> float:
+    """A step all communication of which blocks, simulated."""
+    names = [i.name for i in program.instructions if i.kind.is_communication]
+    return simulate(program, costs, blocking=frozenset(names)).iteration_ms
+
+
 def slowdown(program: Program, costs: MeasuredCosts, run_ms: float, other_threads_ms: float = 0.0) -> float:
     """How many times as long computation takes in a step as it runs as op by op (`MeasuredCosts.slowdown`).
 
@@ -327,8 +339,6 @@ def slowdown(program: Program, costs: MeasuredCosts, run_ms: float, other_thread
     """
     ms = durations(program, costs)
     compute_ms = sum(t for i, t in zip(program.instructions, ms, strict=True) if i.kind is Kind.COMPUTE)
-    names = [i.name for i in program.instructions if i.kind.is_communication]
-    blocking_ms = simulate(program, costs, blocking=frozenset(names)).iteration_ms
     # A step of next to no computation says nothing about it.
-    beyond_ms = run_ms - (blocking_ms - other_threads_ms)
+    beyond_ms = run_ms - (blocking_ms(program, costs) - other_threads_ms)
     return max(0.5, 1 + beyond_ms / compute_ms) if compute_ms > 0 else 1.0

@@ -1,12 +1,18 @@
 """Computation is priced as the step runs, which takes longer than its ops one by one."""
 
+import json
+import logging
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+from lancet_kernels import optimize
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.device_costs import DeviceCosts
+from lancet_kernels.graph.costs.profiler import differ
 from lancet_kernels.optimization.captured_step import CapturedStep, slowdown
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.schedules.made_programs import program
@@ -45,3 +51,38 @@ def test_what_sums_take_from_computation_is_shared_by_the_microbatches(monkeypat
     *_, shares = step.profiler.program.call_args.args
     assert shares == {"S": 0.25}
     assert [(i.milliseconds, i.microbatches) for i in timed.instructions] == [(8, 1), (5, 4), (8, 1)]
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_times_of_a_busy_machine_are_not_kept(tmp_path, caplog) -> None:
+    """A file in which one op, and the step when it was timed, took 1000 times as long: the op is named, and
+    has its time now."""
+    file, inputs = tmp_path / "times.json", (torch.randn(512, 256),)
+    optimize(Step(), inputs, strategy="none", times=file)
+    content = json.loads(file.read_text())
+    times = content["milliseconds"]
+    quiet = dict(times)
+    (slow,) = [key for key in times if key.startswith("aten.mm (512x256:float32, 256x512:float32)")]
+    (step,) = [key for key in times if key.startswith("step ")]
+    times |= {slow: 1000 * times[slow], step: 1000 * times[step]}
+    file.write_text(json.dumps(content))
+    with caplog.at_level(logging.WARNING):
+        planned = optimize(Step(), inputs, strategy="none", times=file)
+    assert f"of {slow}" in caplog.text
+    mended = json.loads(file.read_text())["milliseconds"]
+    assert mended[slow] < 100 * quiet[slow]
+    assert planned.plan.predicted.iteration_ms < 100 * quiet[step]
+
+
+def test_a_step_that_takes_half_as_long_again_has_other_times() -> None:
+    assert not differ(10.0, 14.9)
+    assert differ(10.0, 15.1)
+    assert differ(15.1, 10.0)
