@@ -86,6 +86,15 @@ def measured_choice(chosen: str, measured: Mapping[str, float], plain: bool) -> 
     )
 
 
+def nothing_travels_text(predicted: Prediction, plain: bool) -> str:
+    """Of a step without communication. Args: plain: the module runs as it is."""
+    runs = "the module runs as it is" if plain else "the plan only orders computation"
+    return (
+        f"Nothing travels in this step of {predicted.iteration_ms:.2f} ms, so there is nothing to hide: {runs}. "
+        "standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
+    )
+
+
 def microbatches_text(pair_ms: float | None, measured: Mapping[str, float]) -> list[str]:
     """How several microbatches run. Args: pair_ms: of a pair, predicted; None: one after the other.
     measured: milliseconds of each, in pairs and one by one; {}: neither was run."""

@@ -24,6 +24,7 @@ from lancet_kernels.schedules.explanation import (
     measured_choice,
     memory_text,
     microbatches_text,
+    nothing_travels_text,
     predicted_choice,
     table,
 )
@@ -165,11 +166,14 @@ class Plan(SavedJson):
         chosen, and what computes while messages travel. Args: details: also what the planner did."""
         own = self.chosen or self.strategy
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
-        lines += table(own, {**self.compared, own: self.predicted}, self.measured, details)
-        if self.chosen:
-            lines += ["", self.choice_text()]
-        lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
-        lines += ["", account_text(self.predicted, self.compared.get("none", self.predicted))]
+        if self.hidings or any(p.exposed_ms for p in (self.predicted, *self.compared.values())):
+            lines += table(own, {**self.compared, own: self.predicted}, self.measured, details)
+            if self.chosen:
+                lines += ["", self.choice_text()]
+            lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
+            lines += ["", account_text(self.predicted, self.compared.get("none", self.predicted))]
+        else:
+            lines.append(nothing_travels_text(self.predicted, self.plain))
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
         lines += microbatches_text(self.pair_ms if self.pair else None, self.measured_microbatches)

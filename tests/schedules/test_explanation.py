@@ -52,6 +52,17 @@ def test_rows_are_the_predictions(simulated: Simulated) -> None:
             assert float(saved) == pytest.approx(100 * (1 - p.iteration_ms / blocking), abs=0.051)
 
 
+def test_a_step_without_messages_has_no_table(simulated: Simulated) -> None:
+    plan = simulated.plans["auto"]
+    alone = {name: replace(p, exposed_ms=0.0) for name, p in plan.compared.items()}
+    alone_ms = plan.predicted.iteration_ms
+    text = replace(
+        plan, hidings=(), predicted=replace(plan.predicted, exposed_ms=0.0), compared=alone, plain=True
+    ).explain()
+    assert f"Nothing travels in this step of {alone_ms:.2f} ms, so there is nothing to hide: the mod" in text
+    assert "predicted ms" not in text
+
+
 ACCOUNT = re.compile(r"Of ([\d.]+) ms: computation ([\d.]+)(?:, cutting (-?[\d.]+))?(.*)\.")
 
 
