@@ -90,8 +90,8 @@ def nothing_travels_text(predicted: Prediction, plain: bool) -> str:
     """Of a step without communication. Args: plain: the module runs as it is."""
     runs = "the module runs as it is" if plain else "the plan only orders computation"
     return (
-        f"Nothing travels in this step of {predicted.iteration_ms:.2f} ms, so there is nothing to hide: {runs}. "
-        "standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
+        f"Nothing travels in this step of {predicted.iteration_ms:.2f} ms, so there is nothing to hide: "
+        f"{runs}. standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
     )
 
 
