@@ -40,6 +40,7 @@ endif
 # Measures every strategy, on a quiet machine, and writes the tables of README and docs.
 bench-overlap: $(INSTALLED)
 	$(BIN)/lancet bench overlap --output bench/results/overlap-emulated-2-core-cpu.json
+	$(BIN)/lancet bench overlap --stands-for 16 --output bench/results/overlap-stands-for-16-emulated-2-core-cpu.json
 	$(BIN)/python docs/scripts/generate.py
 
 run: $(INSTALLED)

@@ -151,6 +151,21 @@ def overlap(run: str = "emulated") -> str:
     return "\n".join([*lines, "", text.replace("%", " %")])
 
 
+STANDS_FOR = "stands-for-16-emulated"
+
+
+def stand_ins() -> str:
+    """The strategies on two real ranks and on one that stands for others: their time as a share of `none`."""
+    runs = {"two ranks": "emulated", "one rank stands for 16": STANDS_FOR}
+    shares: dict[str, dict[str, float]] = {}
+    for name, run in runs.items():
+        times = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))["iteration_ms"]
+        shares[name] = {strategy: ms / times["none"] for strategy, ms in times.items() if strategy != "none"}
+    strategies = list(shares["two ranks"])
+    rows = [[name, *(f"{of[strategy]:.2f}" for strategy in strategies)] for name, of in shares.items()]
+    return "\n".join(_table(["step, `none` = 1", *(f"`{name}`" for name in strategies)], rows))
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "command_line": command_line,
     "support": support,
@@ -159,6 +174,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "overlap": overlap,
     "overlap_accumulated": partial(overlap, "accumulate-4-emulated"),
     "overlap_netns": partial(overlap, "netns"),
+    "overlap_stands_for": partial(overlap, STANDS_FOR),
+    "stand_ins": stand_ins,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
