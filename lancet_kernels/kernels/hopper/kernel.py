@@ -47,7 +47,7 @@ from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES, VOID
-from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
+from lancet_kernels.kernels.protocol.tasks import lag_of, num_gemm_tasks
 from lancet_kernels.kernels.reference.kernel import COUNTER
 
 # Which word of a use counts the puts.
@@ -77,7 +77,7 @@ def _start(
     num_gemms = device.opaque(num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD))
     num_gemms = gl.minimum(num_gemms, limit)
     # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
-    lag = 2 * gl.cdiv(gl.num_programs(0), gl.cdiv(sizes.F, blocks.BN_IN))
+    lag = lag_of(2 * gl.num_programs(0), gl.cdiv(sizes.F, blocks.BN_IN))
 
     element: gl.constexpr = arrivals.rows.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], element)

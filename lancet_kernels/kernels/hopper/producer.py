@@ -165,8 +165,8 @@ def produce(
     i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
         task = gemm_task(
-            i, num_tiles, opaque(lag), opaque_sizes(sizes), problems_ptr, opaque(num_problems), dense_tiles,
-            blocks, BACKWARD,
+            i, num_tiles, opaque(lag), of_pass, opaque_sizes(sizes), problems_ptr, opaque(num_problems),
+            dense_tiles, blocks, BACKWARD,
         )  # fmt: skip
         if task.kind == TILE_IN:
             it, j = _load_in(

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from lancet_kernels.kernels.protocol.steps import expert_of_tile
+
 PUT = tl.constexpr(0)
 TILE_IN = tl.constexpr(1)
 TILE_OUT = tl.constexpr(2)
@@ -33,8 +35,10 @@ WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 # A row of the table of independent GEMMs: a, b, c, M, N, K, number of its first tile.
 DENSE_WORDS = tl.constexpr(8)
-DENSE_N = tl.constexpr(4)
+DENSE_M = tl.constexpr(3)
 DENSE_FIRST = tl.constexpr(6)
+# Row tiles whose tasks stand together.
+GROUP = tl.constexpr(8)
 
 
 class Task(NamedTuple):
@@ -48,38 +52,50 @@ class Task(NamedTuple):
 
 
 @triton.jit
-def tile_task(y, num_tiles, tiles_in, tiles_out, lag):
-    """-> the y-th task of both GEMMs. The tiles of the second come `lag` tiles behind those of the first.
+def in_groups(position, row, rows, columns):
+    """-> row and column of a tile of a matrix of `rows` by `columns` tiles: GROUP rows at a time, each group
+    column by column. row: position // columns.
 
-    Example: 3 tiles, 2 columns in, 1 out, lag 1: in (0, 0), in (0, 1), in (1, 0), in (1, 1), out (0, 0), in
-    (2, 0), in (2, 1), out (1, 0), out (2, 0).
+    Example: 10 rows, 2 columns: (0, 0) to (7, 0), (0, 1) to (7, 1), (8, 0), (9, 0), (8, 1), (9, 1).
     """
-    early = tl.minimum(lag, num_tiles)
-    head = early * tiles_in
-    both = tiles_in + tiles_out
-    kind = y * 0 + TILE_IN
-    tile = y // tiles_in
-    n = y % tiles_in
-    if y >= head:
-        z = y - head
-        if z < (num_tiles - early) * both:
-            tile = z // both
-            n = z % both
-            if n < tiles_in:
-                tile += early
-            else:
-                n -= tiles_in
-                kind = y * 0 + TILE_OUT
-        else:
-            z -= (num_tiles - early) * both
-            kind = y * 0 + TILE_OUT
-            tile = num_tiles - early + z // tiles_out
-            n = z % tiles_out
-    return Task(kind, y * 0, tile, y * 0, n)
+    first = row // GROUP * GROUP
+    size = tl.minimum(rows - first, GROUP)
+    position -= first * columns
+    return first + position % size, position // size
 
 
 @triton.jit
-def dense_task(j, problems_ptr, num_problems, BN: tl.constexpr):
+def lag_of(tasks, tiles_in):
+    """By how many tiles the second GEMM is behind the first: whole groups with so many tasks of the first."""
+    return GROUP * tl.cdiv(tasks, GROUP * tiles_in)
+
+
+@triton.jit
+def tile_task(y, num_tiles, lag, of_pass, sizes, blocks):
+    """-> the y-th task of both GEMMs, each of which takes the tiles of an expert in groups.
+
+    After `lag` tiles of the first, 8 of it and 8 of the second take turns, whatever experts they are of.
+    Example: 2 experts with 1 and 2 tiles, 2 columns in, 1 out: in (0, 0), (0, 1), (1, 0), (2, 0), (1, 1),
+    (2, 1), out (0, 0), (1, 0), (2, 0).
+    """
+    tiles_in, tiles_out = tl.cdiv(sizes.F, blocks.BN_IN), tl.cdiv(sizes.D, blocks.BN)
+    early = tl.minimum(lag, num_tiles)
+    z = y - early * tiles_in
+    # Tiles of the second GEMM, and after the first `early` ones of the first, before this turn and after it.
+    before = tl.maximum(z, 0) // (GROUP * (tiles_in + tiles_out)) * GROUP
+    after = tl.minimum(before + GROUP, num_tiles - early)
+    is_out = z >= before * tiles_out + after * tiles_in
+    columns = tl.where(is_out, tiles_out, tiles_in)
+    position = tl.where(is_out, z - after * tiles_in, y - before * tiles_out)
+    tile = position // columns
+    _, _, m, rows, _ = expert_of_tile(tile, of_pass, sizes)
+    first_tile = tile - m
+    m, n = in_groups(position - first_tile * columns, m, tl.cdiv(rows, blocks.BM), columns)
+    return Task(tl.where(is_out, TILE_OUT, TILE_IN), y * 0, first_tile + m, y * 0, n)
+
+
+@triton.jit
+def dense_task(j, problems_ptr, num_problems, blocks):
     """-> the j-th tile of all independent GEMMs, of which there are a few."""
     problem = j * 0
     following = problems_ptr + DENSE_WORDS + DENSE_FIRST
@@ -89,22 +105,24 @@ def dense_task(j, problems_ptr, num_problems, BN: tl.constexpr):
         problem += 1
     p = problems_ptr + problem * DENSE_WORDS
     tile = j - tl.load(p + DENSE_FIRST).to(tl.int32)
-    columns = tl.cdiv(tl.load(p + DENSE_N).to(tl.int32), BN)
-    return Task(j * 0 + DENSE, j * 0, problem, tile // columns, tile % columns)
+    rows = tl.cdiv(tl.load(p + DENSE_M).to(tl.int32), blocks.BM)
+    columns = tl.cdiv(tl.load(p + DENSE_M + 1).to(tl.int32), blocks.BN)
+    m, n = in_groups(tile, tile // columns, rows, columns)
+    return Task(j * 0 + DENSE, j * 0, problem, m, n)
 
 
 @triton.jit
-def wgrad_task(j, sizes, BM: tl.constexpr, BN: tl.constexpr):
+def wgrad_task(j, sizes, blocks):
     """-> the j-th tile of weight gradients: dw2 [F, D] of all local experts, then dw1 [D, H]."""
-    columns = tl.cdiv(sizes.D, BN)
-    each = tl.cdiv(sizes.F, BM) * columns
+    rows, columns = tl.cdiv(sizes.F, blocks.BM), tl.cdiv(sizes.D, blocks.BN)
     which = j * 0
-    if j >= sizes.L * each:
-        j -= sizes.L * each
+    if j >= sizes.L * rows * columns:
+        j -= sizes.L * rows * columns
         which += 1
-        columns = tl.cdiv(sizes.H, BN)
-        each = tl.cdiv(sizes.D, BM) * columns
-    return Task(j * 0 + WGRAD, which, j // each, j % each // columns, j % columns)
+        rows, columns = tl.cdiv(sizes.D, blocks.BM), tl.cdiv(sizes.H, blocks.BN)
+    index, tile = j // (rows * columns), j % (rows * columns)
+    m, n = in_groups(tile, tile // columns, rows, columns)
+    return Task(j * 0 + WGRAD, which, index, m, n)
 
 
 @triton.jit
@@ -122,18 +140,21 @@ def num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, HAS_WGRAD: tl.constexp
 
 @triton.jit
 def gemm_task(
-    i, num_tiles, lag, sizes, problems_ptr, num_problems, dense_tiles, blocks, HAS_WGRAD: tl.constexpr
+    i, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks,
+    HAS_WGRAD: tl.constexpr,
 ):  # fmt: skip
     """-> the i-th of [independent GEMMs][tiles][weight gradients]. problems None: no independent GEMMs."""
-    tiles_in, tiles_out = tl.cdiv(sizes.F, blocks.BN_IN), tl.cdiv(sizes.D, blocks.BN)
-    kind, which, index, m, n = tile_task(i - dense_tiles, num_tiles, tiles_in, tiles_out, lag)
+    y = i - dense_tiles
+    j = y - num_tiles * (tl.cdiv(sizes.F, blocks.BN_IN) + tl.cdiv(sizes.D, blocks.BN))
+    kind, which, index, m, n = Task(y * 0, y * 0, y * 0, y * 0, y * 0)
+    if (y >= 0) & (j < 0):
+        kind, which, index, m, n = tile_task(y, num_tiles, lag, of_pass, sizes, blocks)
     if HAS_WGRAD:
-        j = i - dense_tiles - num_tiles * (tiles_in + tiles_out)
         if j >= 0:
-            kind, which, index, m, n = wgrad_task(j, sizes, blocks.BM, blocks.BN)
+            kind, which, index, m, n = wgrad_task(j, sizes, blocks)
     if problems_ptr is not None:
-        if i < dense_tiles:
-            kind, which, index, m, n = dense_task(i, problems_ptr, num_problems, blocks.BN)
+        if y < 0:
+            kind, which, index, m, n = dense_task(i, problems_ptr, num_problems, blocks)
     return Task(kind, which, index, m, n)
 
 

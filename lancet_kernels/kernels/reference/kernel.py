@@ -12,7 +12,15 @@ from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES, VOID
 from lancet_kernels.kernels.protocol.steps import put_chunk, put_task
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, gemm_task, num_gemm_tasks
+from lancet_kernels.kernels.protocol.tasks import (
+    DENSE,
+    TILE_IN,
+    TILE_OUT,
+    WGRAD,
+    gemm_task,
+    lag_of,
+    num_gemm_tasks,
+)
 from lancet_kernels.kernels.reference.tiles import dense_tile, tile_in, tile_out, tile_wgrad
 
 # Which word of a use counts the claims.
@@ -34,8 +42,8 @@ def _perform(
     num_puts = tl.load(of_pass.table + NUM_PUTS)
     num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD)
     num_tasks = tl.minimum(num_puts + num_gemms, limit)
-    # By how many tiles the second GEMM is behind the first: those that other programs are still at.
-    lag = tl.cdiv(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
+    # What a tile of the second GEMM needs is then behind what other programs are still at.
+    lag = lag_of(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
     i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
         if i < num_puts:
@@ -46,8 +54,9 @@ def _perform(
             )  # fmt: skip
         else:
             task = gemm_task(
-                i - num_puts, num_tiles, lag, sizes, problems_ptr, num_problems, dense_tiles, blocks, BACKWARD
-            )
+                i - num_puts, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks,
+                BACKWARD,
+            )  # fmt: skip
             if task.kind == TILE_IN:
                 tile_in(task, epoch, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, NVSHMEM, TMA)
             if task.kind == TILE_OUT:

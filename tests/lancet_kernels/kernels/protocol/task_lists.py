@@ -9,6 +9,7 @@ from lancet_kernels.kernels.protocol import tasks
 PUT, TILE_IN, TILE_OUT, WGRAD, DENSE = (
     getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE".split()
 )
+GROUP = tasks.GROUP.value
 REDUCE = DENSE + 1  # the kernel behind the launch, which adds up what comes back, as one task
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -31,7 +32,7 @@ class LaunchShape:
     @property
     def lag(self) -> int:
         """By how many tiles the second GEMM is behind the first."""
-        return -(-self.programs // self.tiles_in)
+        return GROUP * -(-self.programs // (GROUP * self.tiles_in))
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,29 @@ def task_list(
     tiles = routed.tiles(rank)
     listed = [task for _, task in routed.puts(rank)]
     for problem, (rows, columns) in enumerate(dense):
-        listed += [(DENSE, problem, m, n) for m in range(rows) for n in range(columns)]
+        listed += [(DENSE, problem, m, n) for m, n in in_groups(rows, columns)]
+    ins, outs = (
+        _of_tiles(kind, tiles, n) for kind, n in ((TILE_IN, shape.tiles_in), (TILE_OUT, shape.tiles_out))
+    )
     lag = min(shape.lag, len(tiles))
-    for step in range(len(tiles) + lag):
-        if step < len(tiles):
-            listed += [(TILE_IN, step, n) for n in range(shape.tiles_in)]
-        if step >= lag:
-            listed += [(TILE_OUT, step - lag, n) for n in range(shape.tiles_out)]
+    listed += ins[: lag * shape.tiles_in]
+    for first in range(0, len(tiles), GROUP):
+        turn = slice((lag + first) * shape.tiles_in, (lag + first + GROUP) * shape.tiles_in)
+        listed += ins[turn] + outs[first * shape.tiles_out : (first + GROUP) * shape.tiles_out]
     return listed + list(wgrads)
+
+
+def in_groups(rows: int, columns: int) -> list[tuple[int, int]]:
+    """The tiles of a matrix: GROUP rows at a time, each group column by column."""
+    groups = [range(rows)[first : first + GROUP] for first in range(0, rows, GROUP)]
+    return [(m, n) for group in groups for n in range(columns) for m in group]
+
+
+def _of_tiles(kind: int, tiles: list[Key], columns: int) -> list[Task]:
+    """All tasks of one GEMM: the tiles of each expert in groups."""
+    listed = []
+    for local in sorted({local for local, _ in tiles}):
+        first = tiles.index((local, 0))
+        rows = sum(key[0] == local for key in tiles)
+        listed += [(kind, first + m, n) for m, n in in_groups(rows, columns)]
+    return listed

@@ -36,6 +36,7 @@ from tests.lancet_kernels.kernels.protocol.task_lists import (
     LaunchShape,
     Routed,
     Task,
+    in_groups,
     task_list,
 )
 
@@ -116,7 +117,9 @@ def _list_tasks(
     out_ptr += 5 * num_puts
     i = num_gemms * 0
     while i < num_gemms:
-        task = gemm_task(i, num_tiles, lag, sizes, problems_ptr, num_problems, dense_tiles, blocks, HAS_WGRAD)
+        task = gemm_task(
+            i, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks, HAS_WGRAD
+        )
         tl.store(out_ptr + 5 * i, task.kind)
         tl.store(out_ptr + 5 * i + 1, task.which)
         tl.store(out_ptr + 5 * i + 2, task.index)
@@ -190,8 +193,7 @@ def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
         (WGRAD, which, local, m, n)
         for which, (rows, columns) in enumerate(grids)
         for local in range(routed.local)
-        for m in range(-(-rows // routed.block_m))
-        for n in range(-(-columns // BN))
+        for m, n in in_groups(-(-rows // routed.block_m), -(-columns // BN))
     ]
 
 
