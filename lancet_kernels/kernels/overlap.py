@@ -271,7 +271,7 @@ def _launch(
         "sending": sending, "gemms": gemms, "gradients": gradients, "problems_ptr": problems,
         "rank": exchange.rank, "W": exchange.world, "L": exchange.local_experts, "D": exchange.width,
         "F": experts.hidden, "R": exchange.receive_rows, "tiles": exchange.tiles, "chunks": exchange.chunks,
-        "max_polls": exchange.max_polls(), "num_problems": len(dense), "dense_tiles": dense_tiles,
+        "timeout_us": exchange.timeout_us, "num_problems": len(dense), "dense_tiles": dense_tiles,
         "limit": ALL_TASKS, "BACKWARD": gradients is not None, "ACT": experts.activation,
         "NVSHMEM": exchange.nvshmem, "TMA": cut.tma,
         "BM": gemm.block_m, "BN": gemm.block_n, "BN_IN": cut.columns_in, "BK": gemm.block_k,
@@ -292,13 +292,14 @@ def _combine(
 ) -> None:
     """Add up what comes back. dweight: of a backward, whose sums are without weights."""
     tokens, choices = routing.expert.shape
+    on_each = 1 if exchange.memory.shares_device else combine.PROGRAMS
     launch(
-        combine_results_kernel, (combine.PROGRAMS * config.programs,),
+        combine_results_kernel, (on_each * config.programs,),
         of_pass=exchange.state(use), returns=exchange.returns, expert_ptr=routing.expert,
         row_ptr=routing.row, weight_ptr=routing.weight if dweight is None else None, out_ptr=out,
         dweight_ptr=dweight,
         rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,
-        max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
+        timeout_us=exchange.timeout_us, limit=ALL_TASKS, K=choices,
         NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,
         BK=triton.next_power_of_2(choices), BT=config.reduce_tokens, BD=config.reduce_block,
         num_warps=combine.WARPS, maxnreg=combine.REGISTERS,

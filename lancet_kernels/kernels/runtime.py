@@ -69,25 +69,15 @@ def provide_scratch() -> None:
         triton.set_allocator(_scratch)
 
 
-LOOK_S = 40e-6 if INTERPRETED else 0.5e-6
-"""What a look at a signal takes: on a GPU at least; in the interpreter looks are counted by the clock."""
-
-NAP_S = 500e-6
-
-
-def max_polls(timeout_s: float) -> int:
-    """How many looks at a signal `timeout_s` allows."""
-    return max(1, int(timeout_s / LOOK_S))
-
-
-def looks_by_the_clock() -> int:
-    """The time, in looks. Only the interpreter calls it, where a look may take any time.
+def clock_ns() -> int:
+    """The time. Only the interpreter calls it, at each look at a signal.
 
     It sleeps for a moment, because the peer that is waited for may need this processor.
     """
     time.sleep(NAP_S)
-    return int(time.monotonic() / LOOK_S)
+    return time.monotonic_ns()
 
 
+NAP_S = 500e-6
 # Triton takes no other functions in a kernel, not even in a branch that it never compiles.
-vars(looks_by_the_clock)["__triton_builtin__"] = True
+vars(clock_ns)["__triton_builtin__"] = True

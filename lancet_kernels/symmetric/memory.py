@@ -60,7 +60,10 @@ class SymmetricMemory(ABC):
         device: where the regions are.
         reason: why this implementation, in words.
         far: has any PE a peer that no pointer reaches? The same on every PE; set by the first region.
+        shares_device: do kernels of other PEs run on the device beside those of this one?
     """
+
+    shares_device = False
 
     def __init__(self, rank: int, world: int, device: torch.device, reason: str):
         self.rank, self.world, self.device, self.reason = rank, world, device, reason

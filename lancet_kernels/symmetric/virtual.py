@@ -38,6 +38,7 @@ class VirtualMemory(SymmetricMemory):
     def __init__(self, heap: _Heap, rank: int):
         what = "one PE: no peers" if heap.world == 1 else f"{heap.world} PEs in one process"
         super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
+        self.shares_device = heap.world > 1
         self._heap = heap
         self._count = 0
 

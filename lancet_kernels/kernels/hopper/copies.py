@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from lancet_kernels.kernels.hopper.shim import copy_async
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
-from lancet_kernels.kernels.protocol.steps import chunk_rows, put_task, wait_free
+from lancet_kernels.kernels.protocol.steps import chunk_rows, finish_put, put_task, wait_free
 
 
 @gluon.jit
@@ -53,31 +53,34 @@ def _put_rows(
 
 
 @gluon.jit
-def _put_chunk(
-    expert, m, epoch, of_pass, sizes, sending, arrivals, ring, BACKWARD: gl.constexpr, BM: gl.constexpr,
+def _put_part(
+    i, epoch, of_pass, sizes, sending, arrivals, ring, BACKWARD: gl.constexpr, BM: gl.constexpr,
     SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """PUT, as `put_chunk` does it, through the ring."""
+    """PUT i, as `put_part` does it, through the ring."""
+    expert, m, part = put_task(i, of_pass, sizes)
     peer = expert // sizes.L
     if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BACKWARD):
         # Read again, not kept while waiting.
         sizes = opaque_sizes(sizes)
-        epoch, expert = opaque(epoch), opaque(expert)
+        i, epoch, expert = opaque(i), opaque(epoch), opaque(expert)
         peer = expert // sizes.L
-        begin, end, row, first_send, signal = chunk_rows(expert, m, sizes, of_pass.table, BACKWARD, BM)
-        send = first_send + begin
-        _put_rows(
-            device.remote_pointer(arrivals.rows, arrivals.rows_peers, peer) + (row + begin) * sizes.D,
-            sending.rows, sending.token + send, end - begin, sizes.D, ring, SLOTS, ROWS, BLOCK, WIDE,
-        )  # fmt: skip
-        if BACKWARD:
-            device.put_words(
-                arrivals.weights, arrivals.weights_peers, peer, row + begin, sending.weights + send,
-                end - begin, False, BM, gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+        begin, end, row, first_send, signal, parts = chunk_rows(
+            expert, m, part, sizes, of_pass.table, BACKWARD, BM
+        )
+        if begin < end:
+            send = first_send + begin
+            _put_rows(
+                device.remote_pointer(arrivals.rows, arrivals.rows_peers, peer) + (row + begin) * sizes.D,
+                sending.rows, sending.token + send, end - begin, sizes.D, ring, SLOTS, ROWS, BLOCK, WIDE,
             )  # fmt: skip
-        word = device.word(epoch, 0)
-        device.put_signal(arrivals.arrived, arrivals.arrived_peers, peer, signal, word, False)
+            if BACKWARD:
+                device.put_words(
+                    arrivals.weights, arrivals.weights_peers, peer, row + begin, sending.weights + send,
+                    end - begin, False, BM, gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+                )  # fmt: skip
+            finish_put(i, parts, signal, peer, epoch, of_pass, arrivals, False)
 
 
 @gluon.jit
@@ -93,9 +96,8 @@ def copy(
         # With opaque sizes what follows from them is computed here; each put reads the epoch, which takes no
         # registers between them.
         here = opaque_sizes(sizes)
-        expert, m = put_task(i, of_pass, here)
-        _put_chunk(
-            expert, m, gl.load(of_pass.words), of_pass, here, sending, arrivals, ring,
+        _put_part(
+            i, gl.load(of_pass.words), of_pass, here, sending, arrivals, ring,
             BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
         )  # fmt: skip
         i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)

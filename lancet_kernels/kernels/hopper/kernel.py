@@ -46,7 +46,8 @@ from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, Rings
 from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
-from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES, VOID
+from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
+from lancet_kernels.kernels.protocol.steps import num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import lag_of, num_gemm_tasks
 from lancet_kernels.kernels.reference.kernel import COUNTER
 
@@ -72,7 +73,7 @@ def _start(
     # Of a pass whose counts did not come, or did not fit, nothing is true.
     sound = ((device.failed(of_pass.report) == 0) & (gl.load(of_pass.table + VOID) == 0)).to(gl.int32)
     num_tiles = gl.load(of_pass.table + NUM_TILES)
-    num_puts = gl.minimum(gl.load(of_pass.table + NUM_PUTS), limit)
+    num_puts = gl.minimum(num_put_tasks(of_pass), limit)
     # Opaque: else it would be computed in every partition again.
     num_gemms = device.opaque(num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD))
     num_gemms = gl.minimum(num_gemms, limit)
@@ -118,14 +119,14 @@ def _start(
 
 @gluon.jit(
     do_not_specialize=[
-        "rank", "W", "L", "R", "tiles", "chunks", "max_polls", "num_problems", "dense_tiles", "limit",
+        "rank", "W", "L", "R", "tiles", "chunks", "timeout_us", "num_problems", "dense_tiles", "limit",
     ]
 )  # fmt: skip
 def gluon_overlap_kernel(
     of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
     # Of rows, hidden (backward: dh) and the weights of both GEMMs, in the order of this direction.
     rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
-    rank, W, L, D, F, R, tiles, chunks, max_polls, num_problems, dense_tiles, limit,
+    rank, W, L, D, F, R, tiles, chunks, timeout_us, num_problems, dense_tiles, limit,
     BACKWARD: gl.constexpr, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
@@ -141,7 +142,7 @@ def gluon_overlap_kernel(
     _start(
         of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
         rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
-        Sizes(rank, W, L, D, F, H, R, tiles, chunks, max_polls),
+        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us),
         Blocks(BM, BN, BN_IN, BK, BW),
         num_problems, dense_tiles, limit, BACKWARD, ACT, PUT_ROWS, PUT_BLOCK, STAGES, PUT_SLOTS, TASKS, WARPS,
         COPY_WARPS, COPY_REGISTERS,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """rank: of this PE. tiles, chunks: room for that many in the table. max_polls: looks of a wait."""
+    """rank: of this PE. tiles, chunks: room for that many in the table. timeout_us: of a wait."""
 
     rank: Any
     W: Any
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     R: Any
     tiles: Any
     chunks: Any
-    max_polls: Any
+    timeout_us: Any
 
 
 class Blocks(NamedTuple):
@@ -44,14 +44,15 @@ class PassState(NamedTuple):
     """Pointers of one use of an exchange, all on this PE.
 
     words: int64 [8], the epoch, then counters of claims. table: int32, `schedule.py`. ready: int64
-    [tiles], finished column tiles of the first GEMM. done: int64 [tiles], of the
-    second. report: int64 [8], `device.report_failure`.
+    [tiles], finished column tiles of the first GEMM. done: int64 [tiles], of the second. sent: int64
+    [chunks], finished parts of puts. report: int64 [8], `device.report_failure`.
     """
 
     words: Any
     table: Any
     ready: Any
     done: Any
+    sent: Any
     report: Any
 
 

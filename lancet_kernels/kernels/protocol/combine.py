@@ -9,8 +9,9 @@ warps on a multiprocessor have 64 KB on their way (each thread 16 bytes of up to
 some 4 us.
 
 Why it ends. Its programs wait for tiles of peers only, whose launches wait for nothing that it makes: the
-next pass stands behind it in the stream. The grid is small, so that PEs that share a GPU leave room
-for each other's launches.
+next pass stands behind it in the stream. PEs that share a GPU must leave room for each other's launches,
+whose programs need a multiprocessor each. There the grid is one program for each multiprocessor that the PE
+has: however they are spread, the others find theirs free. Four for each would stand on those of all PEs.
 """
 
 import triton
@@ -21,16 +22,16 @@ from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.failure import WAIT_RESULTS
 from lancet_kernels.kernels.protocol.schedule import VOID, chunk_number, segment
 
-# Programs of the grid for each of the launch before.
+# Programs on a multiprocessor of a PE that has the GPU to itself.
 PROGRAMS, WARPS = 4, 4
 # As many as these leave to a thread. Said aloud: ptxas would rather take 32, and load two rows at a time.
 REGISTERS = 128
 
 
-@triton.jit(do_not_specialize=["rank", "W", "L", "T", "max_polls", "limit"])
+@triton.jit(do_not_specialize=["rank", "W", "L", "T", "timeout_us", "limit"])
 def combine_results_kernel(
     of_pass, returns, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
-    rank, W, L, D, T, max_polls, limit,
+    rank, W, L, D, T, timeout_us, limit,
     K: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +65,7 @@ def combine_results_kernel(
         m = (before + row - first_send) // BM
         index = chunk_number(first_send, before, expert, m, BM)
         device.wait_all(
-            returns.returned + index, kept, word, max_polls, of_pass.report, rank, expert // L,
+            returns.returned + index, kept, word, timeout_us, of_pass.report, rank, expert // L,
             WAIT_RESULTS, index, NVSHMEM,
         )  # fmt: skip
         failed = device.failed(of_pass.report)

@@ -23,17 +23,21 @@ proxy: call `fence_tma` between the wait and such a load.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.protocol import nvshmem_device
 from lancet_kernels.kernels.protocol.arguments import Sizes
-from lancet_kernels.kernels.runtime import looks_by_the_clock
+from lancet_kernels.kernels.runtime import clock_ns
 
 # A report (int64 [8]) says which wait ran out of time first:
-# [claimed, rank, peer, op, index, expected, seen, -].
+# [claimed, rank, peer, op, index, expected, seen, clock]; clock: `_now`.
 REPORT_WORDS = tl.constexpr(8)
+CLOCK = tl.constexpr(7)
 LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
+# Looks at a signal between two at the clock: on a GPU 50 to 100 us.
+LOOKS = tl.constexpr(1 if runtime.INTERPRETED else 64)
 
 
 @triton.jit
@@ -183,10 +187,35 @@ def report_failure(report_ptr, rank, peer, op, index, expected, seen):
 
 
 @triton.jit
+def _now(report_ptr):
+    """Nanoseconds, of which all threads of a program see the same.
+
+    The timer says something else to each thread, and they would diverge before a barrier; so one writes it,
+    and all are told what stands there: the latest time that any program of this PE has seen.
+    """
+    if INTERPRETED:
+        return clock_ns()
+    else:
+        tl.atomic_max(report_ptr + CLOCK, globaltimer(), sem="relaxed", scope="gpu")
+        return tl.atomic_add(report_ptr + CLOCK, tl.cast(0, tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _look_at_clock(looks, deadline, timeout_us, report_ptr):
+    """-> now and deadline, which is `timeout_us` after the first look at the clock."""
+    now = deadline - 1
+    if looks % LOOKS == 0:
+        now = _now(report_ptr)
+        if deadline == 0:
+            deadline = now + tl.cast(timeout_us, tl.int64) * 1000
+    return now, deadline
+
+
+@triton.jit
 def wait(
-    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
+    signal_ptr, at_least, timeout_us, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
 ):  # fmt: skip
-    """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
+    """Wait until the word is `at_least`, but not longer than `timeout_us`. -> the word seen last.
 
     When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
     every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
@@ -194,14 +223,12 @@ def wait(
     """
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if seen < at_least:
-        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
-        if INTERPRETED:
-            begin = looks_by_the_clock() - polls
-        while (seen < at_least) & (polls < max_polls):
+        looks, deadline = tl.cast(0, tl.int32), tl.cast(0, tl.int64)
+        now = tl.where(failed(report_ptr), deadline, deadline - 1)
+        while (seen < at_least) & (now < deadline):
             seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
-            polls += 1
-            if INTERPRETED:
-                polls = looks_by_the_clock() - begin
+            looks += 1
+            now, deadline = _look_at_clock(looks, deadline, timeout_us, report_ptr)
         if seen < at_least:
             report_failure(report_ptr, rank, peer, op, index, at_least, seen)
     if NVSHMEM and seen >= at_least:
@@ -220,7 +247,7 @@ def _missing(signal_ptrs, mask, at_least):
 
 @triton.jit
 def wait_all(
-    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices,
+    signal_ptrs, mask, at_least, timeout_us, report_ptr, rank, peers, op, indices,
     NVSHMEM: tl.constexpr = False,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
@@ -230,14 +257,12 @@ def wait_all(
     """
     seen, missing = _missing(signal_ptrs, mask, at_least)
     if tl.sum(missing, 0) > 0:
-        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
-        if INTERPRETED:
-            begin = looks_by_the_clock() - polls
-        while (tl.sum(missing, 0) > 0) & (polls < max_polls):
+        looks, deadline = tl.cast(0, tl.int32), tl.cast(0, tl.int64)
+        now = tl.where(failed(report_ptr), deadline, deadline - 1)
+        while (tl.sum(missing, 0) > 0) & (now < deadline):
             seen, missing = _missing(signal_ptrs, mask, at_least)
-            polls += 1
-            if INTERPRETED:
-                polls = looks_by_the_clock() - begin
+            looks += 1
+            now, deadline = _look_at_clock(looks, deadline, timeout_us, report_ptr)
         if tl.sum(missing, 0) > 0:
             index = tl.min(tl.where(missing != 0, indices, LAST_INDEX), 0)
             first = (missing != 0) & (indices == index)
@@ -293,5 +318,5 @@ def opaque_sizes(sizes):
     """All of them `opaque`: extended to 64 bits, or divided, where they are needed only."""
     return Sizes(
         opaque(sizes.rank), opaque(sizes.W), opaque(sizes.L), opaque_width(sizes.D), opaque_width(sizes.F),
-        opaque_width(sizes.H), opaque(sizes.R), opaque(sizes.tiles), opaque(sizes.chunks), sizes.max_polls,
+        opaque_width(sizes.H), opaque(sizes.R), opaque(sizes.tiles), opaque(sizes.chunks), sizes.timeout_us,
     )  # fmt: skip

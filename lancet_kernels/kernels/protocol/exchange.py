@@ -45,7 +45,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
@@ -80,6 +79,7 @@ class Use:
         words: int64 [8], the epoch, then counters of claims.
         ready: int64 [tiles], finished column tiles of the first GEMM by tile.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
+        sent: int64 [chunks], finished parts of each chunk that is put.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
         backward: of a forward that has another use.
@@ -89,6 +89,7 @@ class Use:
     words: Tensor
     ready: Tensor
     done: Tensor
+    sent: Tensor
     table: Tensor
     backward: bool
     open: bool = True
@@ -230,6 +231,11 @@ class Exchange:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
 
     @property
+    def timeout_us(self) -> int:
+        """How long a wait may last, as kernels are told."""
+        return int(1e6 * self.timeout_s)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its own regions, and of what forwards keep beside rows, on this PE."""
         own = (
@@ -283,16 +289,15 @@ class Exchange:
         self._epoch += 1
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
-        # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
-        first_done = -(-self.tiles // 2) * 2
-        counters = words.new_zeros(first_done + self.tiles)
-        ready, done = counters[: self.tiles], counters[first_done:]
+        # Each begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
+        even = -(-self.tiles // 2) * 2
+        ready, done, sent = words.new_zeros(2 * even + self.chunks).split((even, even, self.chunks))
         backward = table is not None
         if table is None:
             experts = self.world * self.local_experts
             size = table_words(self.world, experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(place, words, ready, done, table, backward)
+        use = Use(place, words, ready, done, sent, table, backward)
         self._open[place] = weakref.ref(use), words
         return use
 
@@ -306,12 +311,12 @@ class Exchange:
             exchange_counts_kernel, (1,),
             use_ptr=use.words, kept_ptr=count, counts_ptr=self.counts.local,
             counts_peers_ptr=self.counts.peers, counted_ptr=self.counted.local,
-            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken,
-            own_taken_ptr=self.taken[use.place], table_ptr=use.table, report_ptr=self.report,
-            rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows, A=self.room,
-            passes=self.passes, max_polls=self.max_polls(), NVSHMEM=self.nvshmem, BM=self.chunk_rows,
+            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken, table_ptr=use.table,
+            report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
+            A=self.room, passes=self.passes, place=use.place, timeout_us=self.timeout_us,
+            NVSHMEM=self.nvshmem, BM=self.chunk_rows,
             BE=triton.next_power_of_2(experts + COUNT_WORDS), BW=triton.next_power_of_2(self.world),
-            BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 4},
+            BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 8},
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
@@ -322,7 +327,7 @@ class Exchange:
 
     def state(self, use: Use) -> PassState:
         """The use as kernels are given it."""
-        return PassState(use.words, use.table, use.ready, use.done, self.report)
+        return PassState(use.words, use.table, use.ready, use.done, use.sent, self.report)
 
     def release(self, use: Use) -> None:
         """This PE is through with the rows and results of the use; again is harmless."""
@@ -349,9 +354,6 @@ class Exchange:
             use_ptr=words, released_ptr=self.released.local, released_peers_ptr=self.released.peers,
             rank=self.rank, NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
-
-    def max_polls(self) -> int:
-        return runtime.max_polls(self.timeout_s)
 
     def watch(self, layer: str = "") -> None:
         """Raise CommunicationError for a wait that ran out of time, without waiting for the device.

@@ -173,18 +173,18 @@ def _largest_gap(taken_ptr, A, passes, BP: tl.constexpr):
     return tl.min(tl.where(gap == room, end, A), 0), room
 
 
-@triton.jit(do_not_specialize=["rank", "W", "L", "R", "A", "passes", "max_polls"])
+@triton.jit(do_not_specialize=["rank", "W", "L", "R", "A", "passes", "place", "timeout_us"])
 def exchange_counts_kernel(
-    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, taken_ptr, own_taken_ptr,
-    table_ptr, report_ptr, rank, W, L, R, A, passes, max_polls,
+    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, taken_ptr,
+    table_ptr, report_ptr, rank, W, L, R, A, passes, place, timeout_us,
     NVSHMEM: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Put this PE's counts to all others, wait for theirs, and make the offsets of everybody's rows.
 
     Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32
-    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes; own_taken [2],
-    the place in it of this one. Writes the table from its header to base.
-    Work: 4 E bytes to each peer, and W scans of E numbers.
+    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes, of this one at
+    `place`. Writes the table from its header to base.
+    Work: 4 E bytes to each peer, and W scans of E numbers, of several PEs at once.
     Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
 
     Nothing is waited for before it puts. A peer has read the counts of epoch e - 2 when it sends those of
@@ -208,27 +208,32 @@ def exchange_counts_kernel(
             device.put_values(
                 counts_ptr, counts_peers_ptr, peer, own, b_own, i_e, words, counts_ptr + own, NVSHMEM
             )
+        # Behind all of them: a release waits some 1 us for what is on its way, and the next for nothing more.
+        for step in range(1, W):
+            peer = (rank + step) % W
             device.put_signal(counted_ptr, counted_peers_ptr, peer, bank * W + rank, word, NVSHMEM)
         i_w = tl.arange(0, BW)
         m_w = (i_w < W) & (i_w != rank)
         i_counted = bank * W + i_w
         device.wait_all(
-            counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted,
+            counted_ptr + i_counted, m_w, word, timeout_us, report_ptr, rank, i_w, WAIT_COUNTS, i_counted,
             NVSHMEM,
         )  # fmt: skip
     if device.failed(report_ptr):
         tl.store(table_ptr + VOID, 1)
     else:
-        rows = _offsets(counts_ptr + bank * W * words, table_ptr, report_ptr, rank, W, L, BM, BE)
+        rows = _offsets(counts_ptr + bank * W * words, table_ptr, report_ptr, rank, W, L, BM, BE, BW)
         # No rows are nowhere: a begin among rows of a later pass would look like a gap behind it.
-        tl.store(own_taken_ptr, tl.where(rows > 0, base, 0))
-        tl.store(own_taken_ptr + 1, tl.where(rows > 0, base + rows, 0))
+        tl.store(taken_ptr + 2 * place, tl.where(rows > 0, base, 0))
+        tl.store(taken_ptr + 2 * place + 1, tl.where(rows > 0, base + rows, 0))
     # The network may still read the counts, which a later use of the bank overwrites.
     device.quiet(NVSHMEM)
 
 
 @triton.jit
-def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr):
+def _offsets(
+    counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr
+):  # fmt: skip
     """The table up to base, from counts [W, E + 2]. Void, and reported, if a PE has no room. -> rows here."""
     E = W * L
     words = E + MORE_COUNTS
@@ -236,16 +241,22 @@ def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE
     m_e = i_e < E
     b_rows = tl.zeros([BE], tl.int32)
     num_puts = 0
-    for w in range(W):
-        b_count = tl.load(counts_ptr + w * words + i_e, mask=m_e, other=0)
-        p = table_ptr + (HEADER + w * E + i_e)
-        tl.store(p, b_count, mask=m_e)
-        tl.store(p + W * E, b_rows, mask=m_e)
-        tl.store(p + 2 * W * E, tl.cumsum(b_count, 0) - b_count, mask=m_e)
-        tl.store(base_ptr(table_ptr, W, E) + w, tl.load(counts_ptr + w * words + E))
-        if w == rank:
-            num_puts += tl.sum(_num_chunks(b_count, b_rows, BM), 0)
-        b_rows += b_count
+    # [PES, BE] at once, 16 numbers in each of 256 threads: step by step each PE would cost a look at memory.
+    PES: tl.constexpr = max(1, min(BW, 4096 // BE))
+    for first in range(0, W, PES):
+        i_w = first + tl.arange(0, PES)
+        m = (i_w < W)[:, None] & m_e[None, :]
+        b_count = tl.load(counts_ptr + i_w[:, None] * words + i_e[None, :], mask=m, other=0)
+        b_before = b_rows[None, :] + tl.cumsum(b_count, 0) - b_count
+        p = table_ptr + (HEADER + i_w[:, None] * E + i_e[None, :])
+        tl.store(p, b_count, mask=m)
+        tl.store(p + W * E, b_before, mask=m)
+        tl.store(p + 2 * W * E, tl.cumsum(b_count, 1) - b_count, mask=m)
+        b_base = tl.load(counts_ptr + i_w * words + E, mask=i_w < W)
+        tl.store(base_ptr(table_ptr, W, E) + i_w, b_base, mask=i_w < W)
+        b_chunks = _num_chunks(b_count, b_before, BM)
+        num_puts += tl.sum(tl.sum(tl.where((i_w == rank)[:, None], b_chunks, 0), 1), 0)
+        b_rows += tl.sum(b_count, 0)
     p = rows_ptr_of(table_ptr, W, E) + i_e
     b_tiles = tl.cdiv(b_rows, BM)
     tl.store(p, b_rows, mask=m_e)

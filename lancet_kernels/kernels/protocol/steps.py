@@ -15,6 +15,7 @@ from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
 from lancet_kernels.kernels.protocol.schedule import (
     BASE,
+    NUM_PUTS,
     base_ptr,
     chunk_number,
     group,
@@ -25,6 +26,8 @@ from lancet_kernels.kernels.protocol.schedule import (
 
 # Ready words that a look takes in, one for each thread of a warp.
 READY_WORDS = tl.constexpr(32)
+# Put tasks of a chunk; of a small one some have no rows.
+PARTS = tl.constexpr(8)
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def wait_free(peer, epoch, sizes, of_pass, released_ptr, BACKWARD: tl.constexpr)
     if BACKWARD:
         free = device.word(epoch - 1, 0)
         seen = device.wait(
-            released_ptr + peer, free, sizes.max_polls, of_pass.report, sizes.rank, peer, WAIT_RELEASE, peer
+            released_ptr + peer, free, sizes.timeout_us, of_pass.report, sizes.rank, peer, WAIT_RELEASE, peer
         )
         return seen >= free
     else:
@@ -63,11 +66,12 @@ def base_of(of_pass, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def chunk_rows(expert, m, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl.constexpr):
-    """-> begin, end, row, first_send and signal of the rows of this PE for `expert` that lie in its tile m.
+def chunk_rows(expert, m, part, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl.constexpr):
+    """-> begin, end, row, first_send, signal and parts of the rows of this PE for `expert` in its tile m.
 
-    They are begin to end of those for the expert; i of these is first_send + i in the order of sending, and
-    comes to row + i of the peer's rows. signal: their word of `arrived`.
+    Those of the part are begin to end of those for the expert; i of these is first_send + i in the order of
+    sending, and comes to row + i of the peer's rows. signal: the word of `arrived` of the whole chunk. parts:
+    how many have rows.
     """
     experts = sizes.W * sizes.L
     count, before, first_send = segment(table_ptr, sizes.W, experts, sizes.rank, expert)
@@ -77,48 +81,70 @@ def chunk_rows(expert, m, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl.const
     row += before
     if not BACKWARD:
         row += tl.load(base_ptr(table_ptr, sizes.W, experts) + expert // sizes.L)
-    return begin, end, row.to(tl.int64), first_send, (first_tile + m) * sizes.W + sizes.rank
+    PART: tl.constexpr = (BM + PARTS - 1) // PARTS
+    parts = tl.cdiv(end - begin, PART)
+    begin += part * PART
+    end = tl.minimum(begin + PART, end)
+    return begin, end, row.to(tl.int64), first_send, (first_tile + m) * sizes.W + sizes.rank, parts
+
+
+@triton.jit
+def num_put_tasks(of_pass):
+    return tl.load(of_pass.table + NUM_PUTS) * PARTS
 
 
 @triton.jit
 def put_task(i, of_pass, sizes):
-    """-> expert and tile of the i-th put of this PE."""
-    p = tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i
-    return tl.load(p), tl.load(p + sizes.chunks)
+    """-> expert and tile of the chunk that the i-th put task of this PE is of, and which part of it."""
+    p = tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i // PARTS
+    return tl.load(p), tl.load(p + sizes.chunks), i % PARTS
 
 
 @triton.jit
-def put_chunk(
-    expert, m, epoch, of_pass, sizes, sending, arrivals, stages,
+def finish_put(i, parts, signal, peer, epoch, of_pass, arrivals, NVSHMEM: tl.constexpr):
+    """PUT i is stored at the peer: the last part of its chunk signals, as in `return_tile`."""
+    device.quiet(NVSHMEM)
+    if tl.atomic_add(of_pass.sent + i // PARTS, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        word = device.word(epoch, 0)
+        device.put_signal(arrivals.arrived, arrivals.arrived_peers, peer, signal, word, NVSHMEM)
+
+
+@triton.jit
+def put_part(
+    i, epoch, of_pass, sizes, sending, arrivals, stages,
     BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
+    """PUT i: send a part of a chunk, rows for one expert that lie in one tile, to their final place.
 
     In a backward the weight of each row goes with it. Where no pointer reaches the peer rows go through
     `stages`. Where the peer has not released rows in time nothing is put.
-    Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
-    to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
+    Example: BM = 16, 5 rows from first_send = 4 on, behind 14 rows of other sources: parts have 2 rows. Of
+    tile 0 part 0 has rows 4 and 5, which go to rows 14 and 15 of the expert; of tile 1 part 0 has 6 and 7.
     """
+    expert, m, part = put_task(i, of_pass, sizes)
     peer = expert // sizes.L
     D = sizes.D
     if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BACKWARD):
-        begin, end, row, first_send, signal = chunk_rows(expert, m, sizes, of_pass.table, BACKWARD, BM)
-        for r in range(begin, end, ROWS):
-            stage_ptr = None
-            if NVSHMEM:
-                stage_ptr = stages.rows + tl.cast(first_send + r, tl.int64) * D
-            device.put_rows(
-                arrivals.rows, arrivals.rows_peers, peer, (row + r) * D, sending.rows,
-                sending.token + first_send + r, tl.minimum(end - r, ROWS), D, NVSHMEM, ROWS, BLOCK, stage_ptr,
-            )  # fmt: skip
-        if BACKWARD:
-            device.put_words(
-                arrivals.weights, arrivals.weights_peers, peer, row + begin,
-                sending.weights + first_send + begin, end - begin, NVSHMEM, BM,
-            )  # fmt: skip
-        word = device.word(epoch, 0)
-        device.put_signal(arrivals.arrived, arrivals.arrived_peers, peer, signal, word, NVSHMEM)
+        begin, end, row, first_send, signal, parts = chunk_rows(
+            expert, m, part, sizes, of_pass.table, BACKWARD, BM
+        )
+        if begin < end:
+            for r in range(begin, end, ROWS):
+                stage_ptr = None
+                if NVSHMEM:
+                    stage_ptr = stages.rows + tl.cast(first_send + r, tl.int64) * D
+                device.put_rows(
+                    arrivals.rows, arrivals.rows_peers, peer, (row + r) * D, sending.rows,
+                    sending.token + first_send + r, tl.minimum(end - r, ROWS), D, NVSHMEM, ROWS, BLOCK,
+                    stage_ptr,
+                )  # fmt: skip
+            if BACKWARD:
+                device.put_words(
+                    arrivals.weights, arrivals.weights_peers, peer, row + begin,
+                    sending.weights + first_send + begin, end - begin, NVSHMEM, BM,
+                )  # fmt: skip
+            finish_put(i, parts, signal, peer, epoch, of_pass, arrivals, NVSHMEM)
 
 
 @triton.jit
@@ -137,8 +163,8 @@ def wait_rows(
     index = tile * sizes.W + i_w
     word = device.word(epoch, 0)
     here = device.wait_all(
-        arrived_ptr + index, in_tile(count, before, m, BM), word, sizes.max_polls, of_pass.report, sizes.rank,
-        i_w, WAIT_ROWS, index, NVSHMEM,
+        arrived_ptr + index, in_tile(count, before, m, BM), word, sizes.timeout_us, of_pass.report,
+        sizes.rank, i_w, WAIT_ROWS, index, NVSHMEM,
     )  # fmt: skip
     device.fence_tma(TMA)
     return here
@@ -159,7 +185,7 @@ def wait_ready(tile, columns, of_pass, sizes, TMA: tl.constexpr):
     """
     expected = tl.cast(columns, tl.int64)
     seen = device.wait(
-        of_pass.ready + tile, expected, sizes.max_polls, of_pass.report, sizes.rank, sizes.rank, WAIT_READY,
+        of_pass.ready + tile, expected, sizes.timeout_us, of_pass.report, sizes.rank, sizes.rank, WAIT_READY,
         tile,
     )  # fmt: skip
     device.fence_tma(TMA)
@@ -182,7 +208,7 @@ def wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA: tl.constex
         if here:
             i = first + i_tile
             here = device.wait_all(
-                of_pass.ready + first_tile + i, i < tl.cdiv(rows, blocks.BM), columns, sizes.max_polls,
+                of_pass.ready + first_tile + i, i < tl.cdiv(rows, blocks.BM), columns, sizes.timeout_us,
                 of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i,
             )  # fmt: skip
     device.fence_tma(TMA)

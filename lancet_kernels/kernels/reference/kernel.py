@@ -10,8 +10,8 @@ import triton.language as tl
 
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
-from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES, VOID
-from lancet_kernels.kernels.protocol.steps import put_chunk, put_task
+from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
+from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_part
 from lancet_kernels.kernels.protocol.tasks import (
     DENSE,
     TILE_IN,
@@ -39,7 +39,7 @@ def _perform(
     # Of a pass whose counts did not come, or did not fit, nothing is true.
     sound = ((device.failed(of_pass.report) == 0) & (tl.load(of_pass.table + VOID) == 0)).to(tl.int32)
     num_tiles = tl.load(of_pass.table + NUM_TILES)
-    num_puts = tl.load(of_pass.table + NUM_PUTS)
+    num_puts = num_put_tasks(of_pass)
     num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD)
     num_tasks = tl.minimum(num_puts + num_gemms, limit)
     # What a tile of the second GEMM needs is then behind what other programs are still at.
@@ -47,9 +47,8 @@ def _perform(
     i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
         if i < num_puts:
-            expert, m = put_task(i, of_pass, sizes)
-            put_chunk(
-                expert, m, epoch, of_pass, sizes, sending, arrivals, stages,
+            put_part(
+                i, epoch, of_pass, sizes, sending, arrivals, stages,
                 BACKWARD, NVSHMEM, blocks.BM, PUT_ROWS, PUT_BLOCK,
             )  # fmt: skip
         else:
@@ -77,12 +76,12 @@ def _perform(
 # Not a variant for each size, and none in which a 1 is a constant.
 @triton.jit(
     do_not_specialize=[
-        "rank", "W", "L", "R", "tiles", "chunks", "max_polls", "num_problems", "dense_tiles", "limit",
+        "rank", "W", "L", "R", "tiles", "chunks", "timeout_us", "num_problems", "dense_tiles", "limit",
     ]
 )  # fmt: skip
 def overlap_kernel(
     of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr,
-    rank, W, L, D, F, R, tiles, chunks, max_polls, num_problems, dense_tiles, limit,
+    rank, W, L, D, F, R, tiles, chunks, timeout_us, num_problems, dense_tiles, limit,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, NVSHMEM: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr,
@@ -99,7 +98,7 @@ def overlap_kernel(
     # Not assigned to a name, which would make tensors of constants.
     _perform(
         of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr,
-        Sizes(rank, W, L, D, F, H, R, tiles, chunks, max_polls),
+        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us),
         Blocks(BM, BN, BN_IN, BK, BW),
         num_problems, dense_tiles, limit, BACKWARD, ACT, NVSHMEM, TMA, PUT_ROWS, PUT_BLOCK,
     )  # fmt: skip

@@ -114,8 +114,15 @@ def test_passes_that_reuse_banks_give_the_same_bits():
 
 # (function, old text, new text): what is wrong, and must not pass unseen.
 MUTANTS = {
-    "a signal is sent before the barrier": [
-        (device.put_signal, "    tl.debug_barrier()\n", ""),
+    "rows are counted as sent before the barrier": [
+        (device.quiet, "    tl.debug_barrier()\n    if", "    if"),
+    ],
+    "a chunk is signalled before all its parts": [
+        (steps.finish_put, "== parts - 1", "== 0"),
+    ],
+    "parts are counted without release": [
+        (steps.finish_put, 'sem="acq_rel"', 'sem="relaxed"'),
+        (device.put_signal, 'sem="release"', 'sem="relaxed"'),
     ],
     "a column is counted as ready before the barrier": [
         (steps.finish_ready, "    tl.debug_barrier()\n", ""),
@@ -174,6 +181,7 @@ MUTANTS = {
 DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
 # What only another case, or more programs, can show.
 CASES = {
+    "rows are counted as sent before the barrier": (TINY, {"programs": 2}),
     "a stage is released before its product has been waited for": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
 }

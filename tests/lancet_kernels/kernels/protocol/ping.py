@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.compiling.specimen import Specimen
-from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.protocol import device
 
 
@@ -23,7 +22,7 @@ def ping(
     region_ptr, peers_ptr,  # [>= ROWS, D] on every PE, int64 [W]
     signals_ptr, signal_peers_ptr, index,  # int64 on every PE, int64 [W]
     out_ptr, report_ptr,  # [ROWS, D], int64 [8]
-    to, origin, rank, num_rows, epoch, max_polls,
+    to, origin, rank, num_rows, epoch, timeout_us,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TMA: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +42,7 @@ def ping(
     )  # fmt: skip
     device.put_signal(signals_ptr, signal_peers_ptr, to, index, device.word(epoch, num_rows), NVSHMEM)
     seen = device.wait(
-        signals_ptr + index, device.word(epoch, 0), max_polls, report_ptr, rank, origin, 0, index, NVSHMEM
+        signals_ptr + index, device.word(epoch, 0), timeout_us, report_ptr, rank, origin, 0, index, NVSHMEM
     )
     device.fence_tma(TMA)
     arrived = tl.where(device.failed(report_ptr), 0, (seen & 0xFFFFFFFF).to(tl.int32))
@@ -75,7 +74,7 @@ def arguments_of(region: Tensor, signals: Tensor, row: list[int], **others: Any)
     given |= {"region_ptr": region, "peers_ptr": nowhere}
     given |= {"signals_ptr": signals, "signal_peers_ptr": nowhere, "index": 1}
     given |= {"out_ptr": torch.full_like(region, torch.nan), "report_ptr": words}
-    given |= {"to": 0, "origin": 0, "rank": 0, "epoch": 1, "max_polls": runtime.max_polls(5.0)}
+    given |= {"to": 0, "origin": 0, "rank": 0, "epoch": 1, "timeout_us": 5_000_000}
     return given | {"D": width, "ROWS": num_rows, "BLOCK": 4, "TMA": False, "NVSHMEM": True} | others
 
 
@@ -84,7 +83,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
     words = ("peers_ptr", "signals_ptr", "signal_peers_ptr", "report_ptr")
     arguments: dict[str, Any] = {name: torch.empty(0, dtype=torch.int64) for name in words}
     arguments |= dict.fromkeys(("index", "to", "origin", "rank", "num_rows", "epoch"), 3)
-    arguments |= {"row_ptr": torch.empty(0, dtype=torch.int32), "max_polls": 1 << 40}
+    arguments |= {"row_ptr": torch.empty(0, dtype=torch.int32), "timeout_us": 1 << 40}
     arguments |= {"D": 256, "ROWS": 4, "BLOCK": 256}
     variants = [("bf16", "pointers", ""), ("fp32", "pointers", ""), ("bf16", "nvshmem", "")]
     if arch >= 90:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lancet_kernels.kernels.protocol import tasks
+from lancet_kernels.kernels.protocol import steps, tasks
 
 PUT, TILE_IN, TILE_OUT, WGRAD, DENSE = (
     getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE".split()
 )
-GROUP = tasks.GROUP.value
+GROUP, PARTS = tasks.GROUP.value, steps.PARTS.value
 REDUCE = DENSE + 1  # the kernel behind the launch, which adds up what comes back, as one task
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -70,13 +70,24 @@ class Routed:
         expert = rank * self.local + local
         return [source for source in range(self.world) if m in self.touched(source, expert)]
 
+    def parts(self, source: int, expert: int, m: int) -> int:
+        """In how many parts the rows of a source for an expert that lie in its tile m are put."""
+        before = sum(count[expert] for count in self.counts[:source])
+        rows = range(before, before + self.counts[source][expert])
+        rows = [i for i in rows if i // self.block_m == m]
+        return -(-len(rows) // -(-self.block_m // PARTS))
+
     def puts(self, rank: int) -> list[tuple[Key, Task]]:
         """(key, task) in order: by local expert and tile, to rank + 1 first and to the PE itself last."""
         found = []
         for expert in range(self.world * self.local):
             peer, local = divmod(expert, self.local)
             step = (peer - rank - 1) % self.world
-            found += [((local, m), step, (PUT, expert, m)) for m in self.touched(rank, expert)]
+            found += [
+                ((local, m), step, (PUT, expert, m, part))
+                for m in self.touched(rank, expert)
+                for part in range(PARTS)
+            ]
         return [(key, task) for key, _, task in sorted(found)]
 
 

@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 
-from lancet_kernels.kernels import runtime
 from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 
 D, ROWS = 8, 4
@@ -43,7 +42,7 @@ def test_rows_reach_another():
     regions, signals = memories(2)
     signals[0][1] = 6 << 32 | 2
     begin = time.monotonic()
-    others = {"to": 1, "origin": 1, "epoch": 7, "max_polls": runtime.max_polls(0.5)}
+    others = {"to": 1, "origin": 1, "epoch": 7, "timeout_us": 500_000}
     source, out, report = launch(regions, signals, [4, 2], **others)
     assert time.monotonic() - begin > 0.2, "it waited about as long as it was asked to"
     assert torch.equal(regions[1][:2], source[[4, 2]])

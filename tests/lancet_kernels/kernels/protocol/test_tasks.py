@@ -23,7 +23,7 @@ from lancet_kernels.kernels.protocol import schedule
 from lancet_kernels.kernels.protocol.arguments import Blocks, PassState, Sizes
 from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
-from lancet_kernels.kernels.protocol.steps import put_task
+from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_task
 from lancet_kernels.kernels.protocol.tasks import gemm_task, num_gemm_tasks
 from tests.examples import examples
 from tests.lancet_kernels.kernels.protocol.task_lists import (
@@ -41,7 +41,7 @@ from tests.lancet_kernels.kernels.protocol.task_lists import (
 )
 
 # Which of which, index, m, n a kind has.
-FIELDS = {PUT: (1, 2), TILE_IN: (1, 3), TILE_OUT: (1, 3), WGRAD: (0, 1, 2, 3), DENSE: (1, 2, 3)}
+FIELDS = {PUT: (1, 2, 3), TILE_IN: (1, 3), TILE_OUT: (1, 3), WGRAD: (0, 1, 2, 3), DENSE: (1, 2, 3)}
 NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
 Fact = tuple[str | int, ...]
 Lists = list[list[list[Task]]]  # [rank][launch]
@@ -61,7 +61,9 @@ class Pass:
     def _list(self, rank: int, shape: LaunchShape) -> list[Task]:
         wgrads = [(WGRAD, which, local, 0, 0) for which in range(2) for local in range(self.routed.local)]
         dense = [(shape.dense_tiles, 1)] if shape.dense_tiles else []
-        return task_list(self.routed, rank, shape, dense, wgrads if shape.wgrad else [])
+        listed = task_list(self.routed, rank, shape, dense, wgrads if shape.wgrad else [])
+        # Without the parts of puts that have no rows: they do nothing.
+        return [task for task in listed if task[0] != PUT or task[3] < self.routed.parts(rank, *task[1:3])]
 
 
 @st.composite
@@ -96,24 +98,24 @@ BN, BN_IN = 16, 8
 
 
 @triton.jit
-def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr):
-    schedule._offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM, BE)
+def offsets_kernel(
+    counts_ptr, table_ptr, report_ptr, rank, W, L, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr
+):
+    schedule._offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, BM, BE, BW)
 
 
 @triton.jit
 def _list_tasks(
     of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag, sizes, blocks, HAS_WGRAD: tl.constexpr
 ):
-    num_puts, num_tiles = (
-        tl.load(of_pass.table + schedule.NUM_PUTS),
-        tl.load(of_pass.table + schedule.NUM_TILES),
-    )
+    num_puts, num_tiles = num_put_tasks(of_pass), tl.load(of_pass.table + schedule.NUM_TILES)
     num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, HAS_WGRAD)
     for i in range(num_puts):
-        expert, m = put_task(i, of_pass, sizes)
+        expert, m, part = put_task(num_puts * 0 + i, of_pass, sizes)
         tl.store(out_ptr + 5 * i, 0)
         tl.store(out_ptr + 5 * i + 2, expert)
         tl.store(out_ptr + 5 * i + 3, m)
+        tl.store(out_ptr + 5 * i + 4, part)
     out_ptr += 5 * num_puts
     i = num_gemms * 0
     while i < num_gemms:
@@ -140,7 +142,7 @@ def list_tasks_kernel(
 
 
 def device_table(
-    routed: Routed, rank: int, room: tuple[int, ...] | None = None
+    routed: Routed, rank: int, room: tuple[int, ...] | None = None, numbered: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """-> the table, the report, and room for tiles and puts. room: of each PE; base is ten times the PE."""
     world, local, block_m = routed.world, routed.local, routed.block_m
@@ -155,11 +157,10 @@ def device_table(
     table = guarded[16:-16]
     table.zero_()
     report = torch.zeros(8, dtype=torch.int64)
-    blocks = {"BM": block_m, "BE": triton.next_power_of_2(experts)}
+    blocks = {"BM": block_m, "BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(world)}
     offsets_kernel[(1,)](said, table, report, rank, world, local, **blocks)
-    schedule_kernel[(local,)](
-        table, rank, world, local, tiles, chunks, **blocks, BW=triton.next_power_of_2(world), BT=4
-    )
+    if numbered:
+        schedule_kernel[(local,)](table, rank, world, local, tiles, chunks, **blocks, BT=4)
     assert (guarded[:16] == -7).all()
     assert (guarded[-16:] == -7).all()
     return table, report, tiles, chunks
@@ -177,7 +178,7 @@ def device_list(
     expected = task_list(routed, rank, shape, dense, wgrad_tasks(routed, sizes) if shape.wgrad else [])
     out = torch.zeros(len(expected) + 1, 5, dtype=torch.int32)
     list_tasks_kernel[(1,)](
-        PassState(None, table, None, None, None), torch.tensor(problems) if problems else None, out,
+        PassState(None, table, None, None, None, None), torch.tensor(problems) if problems else None, out,
         len(dense), first, shape.lag, rank, routed.world, routed.local, *sizes, tiles, chunks,
         HAS_WGRAD=shape.wgrad, BM=block_m, BN=BN, BN_IN=BN_IN,
     )  # fmt: skip
@@ -236,7 +237,16 @@ def test_example_in_the_docstring() -> None:
         assert not report.any()
     assert found["put_expert"][:6] == [0, 3, 0, 3, 4, 1]
     assert found["put_tile"][:6] == [0, 0, 1, 1, 0, 1]
-    assert task_list(EXAMPLE, 1, LaunchShape())[3] == (PUT, 3, 1)
+    assert task_list(EXAMPLE, 1, LaunchShape())[3 * 8] == (PUT, 3, 1, 0)
+
+
+def test_offsets_of_more_counts_than_are_read_at_once() -> None:
+    counts = torch.randint(0, 3, (3, 3 * 700), generator=torch.Generator().manual_seed(0))
+    table, *_ = device_table(Routed(tuple(map(tuple, counts.tolist())), 700, 16), 1, numbered=False)
+    found = table[8 : 8 + 3 * counts.numel()].view(3, *counts.shape)
+    assert torch.equal(found[0], counts.int())
+    assert torch.equal(found[1], (counts.cumsum(0) - counts).int())
+    assert torch.equal(found[2], (counts.cumsum(1) - counts).int())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -301,9 +311,13 @@ def makes(task: Task, rank: int, shape: LaunchShape, routed: Routed, done: dict[
     """What is true after the task, as the kernel signals it."""
     kind, *numbers = task
     if kind == PUT:
-        expert, m = numbers
+        # The last part of a chunk signals; those without rows do nothing.
+        expert, m, part = numbers
         peer, local = divmod(expert, routed.local)
-        yield "arrived", peer, routed.tiles(peer).index((local, m)), rank
+        fact, parts = ("chunk", rank, expert, m), routed.parts(rank, expert, m)
+        done[fact] = done.get(fact, 0) + (part < parts)
+        if part < parts and done[fact] == parts:
+            yield "arrived", peer, routed.tiles(peer).index((local, m)), rank
     elif kind == TILE_IN:
         yield "ready", rank, *numbers
     elif kind == TILE_OUT:
@@ -379,7 +393,7 @@ def test_puts_stand_first(one: Pass) -> None:
     """As the proof wants them; and every task is there once."""
     for rank, (listed, _) in enumerate(one.lists()):
         assert len(set(listed)) == len(listed)
-        puts = {task for _, task in one.routed.puts(rank)}
+        puts = {task for _, task in one.routed.puts(rank) if task in listed}
         assert set(listed[: len(puts)]) == puts == {task for task in listed if task[0] == PUT}
 
 
@@ -434,9 +448,19 @@ def test_tiles_by_source_instead_of_by_key_get_stuck() -> None:
     assert run(one, own_first) == ["PE 0 is stuck in TILE_IN(0, 0)", "PE 1 is stuck in TILE_IN(0, 0)"]
 
 
+def test_a_second_gemm_less_than_a_group_behind_gets_stuck() -> None:
+    class Hasty(LaunchShape):
+        lag = 0
+
+    routed = Routed(((6, 18),), 2, 2)
+    one, hasty = (Pass(routed, [shape(tiles_in=2)]) for shape in (LaunchShape, Hasty))
+    assert not run(one, one.lists())
+    assert run(hasty, hasty.lists()) == ["PE 0 is stuck in TILE_OUT(5, 0)"]
+
+
 def test_a_missing_put_gets_stuck() -> None:
     lists = WHOLE.lists()
-    lists[0][0].remove((PUT, 3, 1))
+    lists[0][0].remove((PUT, 3, 1, 0))
     stuck = run(WHOLE, lists)
     assert any(text.startswith("PE 1 is stuck in TILE_IN") for text in stuck)
 
