@@ -45,12 +45,17 @@ Order of tasks. Programs claim numbers from one counter (of the Hopper kernel fr
     [puts][independent GEMMs][tiles][weight gradients]
 
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
-first, the PE itself last. The tiles of the two GEMMs take turns: those of the second one come `lag` tiles
-behind those of the first. What comes back is added up by a kernel of its own (`combine.py`).
+first, the PE itself last. Each chunk is 8 puts of an eighth of a tile's rows, the last of which signals: so
+132 programs that begin together have 17 chunks on their way and not 132. At D = 4096 in bfloat16 these are 17
+MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all arrive at its end, 0.3 ms. The
+tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first. What comes back is added
+up by a kernel of its own (`combine.py`).
 
 Why one resident program per PE is enough. A put waits for releases of earlier uses only. As they stand first,
 all puts of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows is
-made by tasks with smaller numbers of its own PE. So all tiles end, and with them what `combine.py` waits for.
+made by tasks with smaller numbers of its own PE: a tile of the second GEMM for its columns of the first one,
+which are all claimed when its group is, at most 7 tiles further; the lag is 8 or more. So all tiles end, and
+with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 

@@ -1,15 +1,18 @@
-"""A rehearsal for an H100 on a machine without a GPU: a program, run by test_rehearsal.py.
+"""Two programs for an H100 on a machine without a GPU, run by test_rehearsal.py: a rehearsal; and, with the
+argument "variants", the variants of kernels that passes ask for.
 
 A driver that is there in name only lets Triton compile for sm_90; loading is noted instead of done.
 """
 
 import json
+import sys
 from dataclasses import replace
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 
 class NoGpu:
@@ -23,15 +26,10 @@ class NoGpu:
         return GPUTarget("cuda", 90, 32)
 
 
-def main() -> None:
-    driver.set_active(NoGpu())
-    loaded = []
-    CompiledKernel._init_handles = lambda kernel: loaded.append(kernel)
-
+def virtual_run():
+    """Two PEs with the plain kernel as a GPU has it."""
     from lancet_kernels.kernels import runtime
     from lancet_kernels.kernels.overlap_config import overlap_tile
-    from lancet_kernels.kernels.protocol.exchange import release_kernel
-    from lancet_kernels.kernels.rehearsal import rehearsal
     from tests.lancet_kernels.kernels import virtual_pass
     from tests.lancet_kernels.kernels.overlap_cases import Case
 
@@ -42,18 +40,52 @@ def main() -> None:
         default(*args, **named), gemm=tile, programs=66, tma=True
     )
     case = Case(world=2, tokens=40, capacity=30, width=64, hidden=32, dtype=torch.bfloat16)
-    run = virtual_pass.VirtualPass(case, torch.device("cpu"))
+    return virtual_pass.VirtualPass(case, torch.device("cpu"))
+
+
+def rehearse() -> dict:
+    from lancet_kernels.kernels.protocol.exchange import release_kernel
+    from lancet_kernels.kernels.rehearsal import rehearsal
+
+    loaded = []
+    CompiledKernel._init_handles = lambda kernel: loaded.append(kernel)
+    run = virtual_run()
     with rehearsal(release_kernel):
         for _ in range(2):
             run.pes.each(run.play)
-    found = {
+    return {
         "launches": [kernel.name for kernel in loaded],
         "kernels": sorted({(kernel.name, kernel.hash): kernel.name for kernel in loaded}.values()),
         "sent": not all(bool(exchange.rows.local.isnan().all()) for exchange in run.exchanges),
         "epochs": [int(layer.forward._epoch) for layer in run.layers],
     }
-    print(json.dumps(found))
+
+
+def variants() -> dict:
+    """Those of the first pass of a layer; and those of later ones, open at once, and of another layer."""
+    from lancet_kernels.kernels.kernel_launch import compile_launch, recorded
+
+    def asked_for(play) -> list:
+        asked = set()
+        JITFunction._do_compile = lambda kernel, key, *_: asked.add(f"{kernel.fn.__name__} {key}")
+        with recorded() as launches:
+            play()
+        for launch in launches:
+            compile_launch(launch)
+        return sorted(asked)
+
+    run, other = virtual_run().layers[0], virtual_run().layers[1]
+
+    def later() -> None:
+        for layer in (run, other):
+            passes = [layer.run_forward() for _ in range(layer.forward.passes)]
+            assert len({saved.use.place for _, saved in passes}) == 2
+            for _, saved in passes:
+                layer.run_backward(saved)
+
+    return {"first": asked_for(run.run), "later": asked_for(later)}
 
 
 if __name__ == "__main__":
-    main()
+    driver.set_active(NoGpu())
+    print(json.dumps(variants() if "variants" in sys.argv else rehearse()))

@@ -30,6 +30,16 @@ def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> N
     assert found["epochs"] == [2, 2]
 
 
+def test_later_passes_and_other_layers_compile_nothing() -> None:
+    said = printed(
+        "-m", "tests.lancet_kernels.kernels.rehearse_without_gpu", "variants", TRITON_INTERPRET="0"
+    )
+    found = json.loads(said.splitlines()[-1])
+    # Overlap and combine of both directions; counts, schedule and release.
+    assert len(found["first"]) == 7
+    assert found["later"] == found["first"]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="what is noted is launched here in the interpreter")
 def test_exchanges_are_prepared_by_a_pass_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

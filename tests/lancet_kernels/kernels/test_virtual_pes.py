@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.kernel_launch import recorded
 from lancet_kernels.kernels.rehearsal import rehearsal
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
@@ -207,3 +208,12 @@ def assert_skipped(run: VirtualPass, passes: int) -> None:
         assert not exchange.taken.any()
     for layer in run.layers:
         assert layer.backward.released.local.max() >> 32 == passes, "the skipped passes are released"
+
+
+@pytest.mark.parametrize(("world", "programs"), [(1, 4 * 66), (2, 66)])
+def test_combine_leaves_room_for_the_launches_of_other_pes(world: int, programs: int) -> None:
+    run = VirtualPass(replace(ODD, world=world), torch.device("cpu"))
+    layer = replace(run.layers[0], config=replace(run.layers[0].config, programs=66))
+    with recorded() as launches:
+        layer.run_forward()
+    assert [noted.grid for noted in launches[-2:]] == [(66,), (programs,)]

@@ -7,7 +7,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     wait released        device.wait in steps.wait_free: the peer is through with the backward before this one
     put counts           device.put_values in schedule.exchange_counts_kernel; "signal counted" follows
     wait counted         device.wait_all there; "read counts" is what _offsets loads
-    put rows             device.put_rows and put_words in steps.put_chunk, to places that follow from
+    put rows             device.put_rows and put_words in steps.put_part, to places that follow from
                          the counts, and from where the peer has room (`Script.base`)
     put results          the stores of gemm.store_to_rows (TILE_OUT) to the results of the sources, and
                          of steps.return_dots beside them
@@ -15,7 +15,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in steps.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and backward_tile (TILE_IN) after wait_rows
-    count itself         tl.atomic_add(sem="acq_rel") on done_ptr in steps.return_tile
+    count itself         tl.atomic_add(sem="acq_rel") on done in steps.return_tile, on sent in finish_put
     wait returned        device.wait_all in combine_results_kernel; "read results" is what follows
     backward             whatever reads rows of the use later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these; of a forward
@@ -35,6 +35,8 @@ exchanges their results (`ResultBuffers`).
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 from tests.lancet_kernels.kernels.protocol.weak_memory import (
@@ -62,7 +64,8 @@ class Config:
         stream: passes of the layer on every PE, or one string for each PE.
         units: of rows from a source to a peer, at most. per_tile: units of a tile.
         warps: parts of a unit, each stored by another warp.
-        tiles: columns of a tile of results, each made by another task. programs: resident on each PE.
+        tiles: columns of a tile of results, each made by another task. parts: each unit of a chunk is put by
+            another task. programs: resident on each PE.
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
@@ -76,6 +79,7 @@ class Config:
     per_tile: int = 2
     warps: int = 1
     tiles: int = 1
+    parts: bool = False
     programs: int = 1
     gradients: bool = False
     sparse: bool = False
@@ -333,13 +337,15 @@ class Script:
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
         arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
         tasks = [
-            self._send(rank, epoch, peer, tile)
+            task
             for tile in range(max(map(len, arrivals.values())))
             for peer in peers
             if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
+            for task in self._send(rank, epoch, peer, tile)
         ]
-        for tile, units in enumerate(arrivals[rank]):
-            tasks += self._tiles(rank, epoch, tile, units)
+        # One group: column by column.
+        by_tile = [self._tiles(rank, epoch, tile, units) for tile, units in enumerate(arrivals[rank])]
+        tasks += [task for column in zip(*by_tile, strict=True) for task in column]
         tasks.append(self._combine(rank, epoch))
         if config.broken == "flag reset" and epoch > 1:
             tiles = range(-(-config.units * config.ranks // config.per_tile))
@@ -349,26 +355,46 @@ class Script:
             tasks.insert(0, [(PAUSE, None, f"begins epoch {epoch}"), (RESET, flags, text)])
         return tasks
 
-    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[Step]:
-        """PUT of the units that lie in one tile of the peer."""
-        config, task, base = self.config, Task(self), self.base(peer, epoch)
-        self._credit(task, rank, epoch, peer)
-        shift = 0
+    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[list[Step]]:
+        """PUTs of the units that lie in one tile of the peer; the last one signals."""
+        config, base, shift = self.config, self.base(peer, epoch), 0
         if config.broken == "offsets of the last epoch":
             shift = sum(
                 config.filled(epoch - 1, source, peer) - config.filled(epoch, source, peer)
                 for source in range(rank)
             )
-        for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
-            if source == rank:
+        own = [
+            (i, unit) for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]) if source == rank
+        ]
+        parts = [[each] for each in own] if config.parts else [own]
+        tasks, signals = [], []
+        for part in parts:
+            task = Task(self)
+            self._credit(task, rank, epoch, peer)
+            for i, unit in part:
                 row = base + tile * config.per_tile + i + shift
                 task.put(("rows", peer, row), self.tag(epoch, rank, unit), f"PE {peer}'s rows[{row}]")
-        task.fence()
-        if config.broken == "counter without epoch":
-            task.signal(("arrived", peer, tile, 0), 1 << LOW, add=True)
-        else:
-            task.signal(("arrived", peer, tile, rank), self.word(epoch))
-        return task.steps
+            task.fence()
+            self._count(task, ("sent", rank, epoch, peer, tile), len(parts))
+            if config.broken == "counter without epoch":
+                task.signal(("arrived", peer, tile, 0), 1 << LOW, add=True)
+            else:
+                signals.append(task.signal(("arrived", peer, tile, rank), self.word(epoch)))
+            tasks.append(task.steps)
+        self._publish(signals)
+        return tasks
+
+    def _count(self, task: Task, key: Key, tasks: int) -> None:
+        """The task ends here unless it is the last of so many."""
+        if tasks > 1:
+            task.steps.append((LAST, (self.place(*key), tasks), f"counts itself in {key[0]}{list(key[1:])}"))
+
+    def _publish(self, signals: list[Message]) -> None:
+        """Whichever task sends the signal has taken in, by the counter, what the others stored."""
+        if not self.config.broken.startswith("relaxed counter"):
+            covers = functools.reduce(operator.or_, (signal.covers for signal in signals), 0)
+            for signal in signals:
+                signal.covers = covers
 
     def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
         """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources."""
@@ -383,21 +409,14 @@ class Script:
                 text = f"PE {source}'s results[{row}, {column}]"
                 task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
             task.fence()
-            if len(tasks) > 1:
-                counter = self.place("done", rank, epoch, tile)
-                task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
+            self._count(task, ("done", rank, epoch, tile), len(tasks))
             for source in dict.fromkeys(source for source, _ in units):
                 key = "returned", source, config.chunk(epoch, source, rank, tile)
                 signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
             if config.broken == "results before arrival":
                 self._wait_and_read(task, rank, epoch, tile, units)
-        if config.broken != "relaxed counter":
-            for each in signals.values():
-                covers = 0
-                for signal in each:
-                    covers |= signal.covers
-                for signal in each:
-                    signal.covers = covers
+        for each in signals.values():
+            self._publish(each)
         return [task.steps for task in tasks]
 
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:

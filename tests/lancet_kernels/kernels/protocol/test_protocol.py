@@ -42,11 +42,16 @@ RIGHT = [
     (1_641, Config(NESTED, ranks=3, units=2, awaited=True)),
     (1_500, Config(NESTED, ranks=3, units=2, sparse=True, awaited=True)),
     (4_036, Config(THREE_NESTED, ranks=3, programs=2, awaited=True)),
-    (62_852, Config(BY_TURNS, units=2, tiles=2, sparse=True, programs=2)),
+    (49_944, Config(BY_TURNS, units=2, tiles=2, sparse=True, programs=2)),
     (4_643, Config(NESTED, units=3, per_tile=4, sparse=True)),
-    (9_457, Config(NESTED, units=3, tiles=2, programs=2, awaited=True)),
+    (4_177, Config(NESTED, units=3, tiles=2, programs=2, awaited=True)),
     (3_150, Config(BY_TURNS, ranks=3, units=2, programs=2, sparse=True, awaited=True)),
-    (1_721, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, awaited=True)),
+    (1_621, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, awaited=True)),
+    (18_601, Config(THREE_NESTED, units=2, parts=True)),
+    (32_915, Config(THREE_NESTED, units=2, parts=True, programs=2)),
+    (188, Config(NESTED, units=3, per_tile=4, parts=True, sparse=True, programs=2, awaited=True)),
+    (6_533, Config(NESTED, gradients=True, units=2, parts=True, programs=2, awaited=True)),
+    (689, Config(BY_TURNS, ranks=3, units=2, per_tile=3, parts=True, awaited=True)),
     (23_793, Config(NESTED, ranks=4, units=1, per_tile=3, awaited=True)),
 ]
 
@@ -59,6 +64,7 @@ CAUGHT = {
     "relaxed signal": (EARLY_READ, Config(THREE_NESTED)),
     # The columns of a tile count themselves without publishing what they stored.
     "relaxed counter": (EARLY_READ, Config(THREE_NESTED, tiles=2, programs=2)),
+    "relaxed counter of parts": (EARLY_READ, Config(THREE_NESTED, units=2, parts=True)),
     # A pass takes rows that another one, whose backward is to come, has.
     "rows in one place": (OVERWRITE, Config(THREE_NESTED)),
     "flag reset": (DEADLOCK, Config(THREE_NESTED)),
@@ -90,7 +96,7 @@ CAUGHT = {
 def name(config: Config) -> str:
     said = [config.stream.replace(" ", "")]
     said += [f"{getattr(config, what)}{what}" for what in ("ranks", "units", "tiles", "programs", "warps")]
-    said += [what for what in ("gradients", "sparse", "awaited") if getattr(config, what)]
+    said += [what for what in ("parts", "gradients", "sparse", "awaited") if getattr(config, what)]
     return "-".join(said)
 
 
