@@ -3,9 +3,9 @@
     TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 5000
 
 Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
-has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
-rows of several sources. Up to three passes are open at once, and end in any order. Naps fall before passes,
-between tasks and before releases; nothing else keeps ranks in step.
+has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold rows of several
+sources; groups have 2 tiles. Up to three passes are open at once, and end in any order. Naps fall before
+passes, between tasks and before releases; nothing else keeps ranks in step.
 
 Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
 sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -33,6 +34,7 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
+from lancet_kernels.kernels.protocol import tasks
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.reference import kernel as overlap_kernel
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
@@ -276,6 +278,8 @@ class Fuzz:
         with (
             mock.patch.object(Exchange, "_give_back", look_and_give),
             mock.patch.object(overlap_kernel, "gemm_task", nap_and_find),
+            # An expert here has not 8 tiles, but several groups of 2.
+            mock.patch.object(tasks, "GROUP", tl.constexpr(2)),
             mock.patch.object(interpreter.interpreter_builder, "options", options),
         ):
             yield

@@ -3,8 +3,6 @@
 However a rank is delayed the bits are the same; what comes too late is an error or NaN, never a wrong number.
 """
 
-import contextlib
-import itertools
 import os
 import random
 import signal
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.reference.kernel import COUNTER
+from lancet_kernels.kernels.protocol.steps import PARTS
 from lancet_kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
@@ -37,78 +35,6 @@ from tests.refusals import refusal
 
 SHORT_S = 0.1  # for waits that nobody ends
 TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16)
-
-
-class OneByOne:
-    """Stands for the overlap kernel: a launch for each task, and a nap between some of them."""
-
-    def __init__(self, seed: int, nap_s: float) -> None:
-        self.random, self.nap_s, self.tasks = random.Random(seed), nap_s, 0
-        self.kernel = overlap.overlap_kernel
-
-    def __getitem__(self, grid: tuple[int]) -> object:
-        return self.launch
-
-    def nap(self) -> None:
-        if self.random.random() < 0.4:
-            time.sleep(self.random.random() * self.nap_s)
-
-    def launch(self, **options) -> None:
-        words, counter = options["of_pass"].words, COUNTER.value
-        for i in itertools.count():
-            self.nap()
-            words[counter] = i
-            self.kernel[(1,)](**options | {"limit": i + 1})
-            # A program that has found a task claims another number after it.
-            if words[counter] == i + 1:
-                break
-            self.tasks += 1
-
-
-@contextlib.contextmanager
-def delays(seed: int, nap_s: float = 0.02):
-    """Inside, this rank may be late before any task, and before it gives rows back."""
-    kernel, give_back = OneByOne(seed, nap_s), Exchange._give_back
-
-    def late(self, *args, **options):
-        kernel.nap()
-        give_back(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "overlap_kernel", kernel)
-        patch.setattr(Exchange, "_give_back", late)
-        yield kernel
-
-
-def delayed_on_rank(case: Case, seeds: int) -> None:
-    with GuardedMemory(timeout_s=30) as memory:
-        layer = make_layer(memory, "layer", case)
-        with poisoned_buffers():
-            expected = layer.run()
-            # Rank 1 is seconds late with its forward, rank 0 with its backward.
-            time.sleep(2.0 * (memory.rank == 1))
-            out, saved = layer.run_forward()
-            time.sleep(2.0 * (memory.rank == 0))
-            check_same(answer_of(out, layer.run_backward(saved)), expected, "late by seconds")
-            for seed in range(seeds):
-                with delays(100 * seed + memory.rank) as kernel:
-                    check_same(layer.run(), expected, f"delays of seed {seed}")
-                # At least the weight gradients of each expert, tokens or not.
-                assert kernel.tasks >= 2 * case.local
-        layer.check()
-        memory.check_guards()
-        memory.barrier()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_many_delays_change_no_bit(pool, ranks):
-    for case in (
-        Case(world=ranks, choose="one"),
-        Case(world=ranks),
-        Case(world=ranks, local=1, choose="few", uneven=True, activation="swiglu"),
-    ):
-        pool.run(delayed_on_rank, case, 20, ranks=ranks, timeout_s=600)
 
 
 @pytest.mark.long
@@ -379,10 +305,10 @@ def test_a_late_rank_is_an_error_on_both_sides(pool, at, changes, what, other):
 
 
 def killed_on_rank() -> list[str]:
-    """After a good pass PE 1 dies, before any task of its second one or after one. -> what PE 0 is told."""
+    """After a good pass PE 1 dies, before any task of its second one or after a put. -> what PE 0 is told."""
     told = []
     with SharedMemory(timeout_s=30) as memory:
-        for tasks in (0, 1):
+        for tasks in (0, PARTS.value):
             layer = make_layer(memory, f"layer {tasks}", ALL_TO_ALL)
             layer.run()
             memory.barrier()
@@ -404,9 +330,8 @@ def start_and_die(layer: Layer, tasks: int) -> int:
     """A child of this process, which maps the same memory, plays the PE and dies after so many tasks."""
     child = os.fork()
     if child == 0:
-        kernel, begun = OneByOne(seed=0, nap_s=0.0), []
-        kernel.nap = lambda: begun.append(1) if len(begun) < tasks else os.kill(os.getpid(), signal.SIGKILL)
-        overlap.overlap_kernel = kernel
+        overlap.ALL_TASKS = tasks
+        overlap._combine = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         try:
             layer.run_forward()
         finally:
@@ -418,7 +343,9 @@ def start_and_die(layer: Layer, tasks: int) -> int:
 def test_a_killed_rank_is_named(pool):
     told, _ = pool.run(killed_on_rank)
     assert told[0].startswith("layer 0.forward: PE 0 waited for PE 1 to send its rows (dispatch) more than")
-    assert told[1].startswith("layer 1.forward: PE 0 waited for PE 1 to return results (combine) more than")
+    assert told[1].startswith(
+        f"layer {PARTS.value}.forward: PE 0 waited for PE 1 to return results (combine) more than"
+    )
     assert all("seen 1; PE 1 is late, dead, or in another layer" in each for each in told)
 
 

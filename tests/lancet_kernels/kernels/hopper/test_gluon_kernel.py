@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton.language as tl
 
 from lancet_kernels.kernels.runtime import INTERPRETED
 
@@ -19,7 +20,7 @@ from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer
 from lancet_kernels.kernels.hopper.config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.protocol import device, steps
+from lancet_kernels.kernels.protocol import device, steps, tasks
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
 from tests.lancet_kernels.kernels.hopper.gluon_passes import (
@@ -34,6 +35,14 @@ from tests.lancet_kernels.kernels.hopper.gluon_passes import (
 from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
 
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """An expert here has not 8 tiles, but several groups of 2."""
+    monkeypatch.setattr(tasks, "GROUP", tl.constexpr(2))
+
+
 TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16, dtype=BF16)
 ODD = Case(width=24, hidden=40, dtype=BF16)
 

@@ -10,7 +10,6 @@ PUT, TILE_IN, TILE_OUT, WGRAD, DENSE = (
     getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE".split()
 )
 GROUP, PARTS = tasks.GROUP.value, steps.PARTS.value
-REDUCE = DENSE + 1  # the kernel behind the launch, which adds up what comes back, as one task
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
 
@@ -63,19 +62,6 @@ class Routed:
         """The tiles of an expert in which rows of a source lie."""
         before = sum(count[expert] for count in self.counts[:source])
         return {i // self.block_m for i in range(before, before + self.counts[source][expert])}
-
-    def sources(self, rank: int, tile: int) -> list[int]:
-        """Whose rows lie in a tile of a PE."""
-        local, m = self.tiles(rank)[tile]
-        expert = rank * self.local + local
-        return [source for source in range(self.world) if m in self.touched(source, expert)]
-
-    def parts(self, source: int, expert: int, m: int) -> int:
-        """In how many parts the rows of a source for an expert that lie in its tile m are put."""
-        before = sum(count[expert] for count in self.counts[:source])
-        rows = range(before, before + self.counts[source][expert])
-        rows = [i for i in rows if i // self.block_m == m]
-        return -(-len(rows) // -(-self.block_m // PARTS))
 
     def puts(self, rank: int) -> list[tuple[Key, Task]]:
         """(key, task) in order: by local expert and tile, to rank + 1 first and to the PE itself last."""

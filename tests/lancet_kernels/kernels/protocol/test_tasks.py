@@ -1,16 +1,10 @@
-"""Tasks of fused launches: the device finds those of the rules, and any routing finishes, wherever it stops.
+"""Tasks of fused launches: the device finds those of the rules, and none waits for one behind it.
 
-What a task waits for is said here as the kernel does it (`protocol/steps.py`). Facts only ever become true,
-and a task that may run may also run later. So with one program per PE all orders in which the PEs take turns
-end in the same place, and one walk decides for all of them. That a bank is released in time, and counts are
-those of the epoch, depends on earlier launches only: `test_protocol.py`.
+That rows are released in time, and counts are those of the epoch, depends on earlier launches only:
+`test_protocol.py`.
 """
 
 from __future__ import annotations
-
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -29,7 +23,6 @@ from tests.examples import examples
 from tests.lancet_kernels.kernels.protocol.task_lists import (
     DENSE,
     PUT,
-    REDUCE,
     TILE_IN,
     TILE_OUT,
     WGRAD,
@@ -42,28 +35,6 @@ from tests.lancet_kernels.kernels.protocol.task_lists import (
 
 # Which of which, index, m, n a kind has.
 FIELDS = {PUT: (1, 2, 3), TILE_IN: (1, 3), TILE_OUT: (1, 3), WGRAD: (0, 1, 2, 3), DENSE: (1, 2, 3)}
-NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
-Fact = tuple[str | int, ...]
-Lists = list[list[list[Task]]]  # [rank][launch]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One use of an exchange: the counts, and the launch of every PE."""
-
-    routed: Routed
-    shapes: list[LaunchShape]  # [rank]
-
-    def lists(self) -> Lists:
-        """For each PE, the tasks of the launch, and those of the kernel behind it."""
-        return [[self._list(rank, shape), [(REDUCE, 0)]] for rank, shape in enumerate(self.shapes)]
-
-    def _list(self, rank: int, shape: LaunchShape) -> list[Task]:
-        wgrads = [(WGRAD, which, local, 0, 0) for which in range(2) for local in range(self.routed.local)]
-        dense = [(shape.dense_tiles, 1)] if shape.dense_tiles else []
-        listed = task_list(self.routed, rank, shape, dense, wgrads if shape.wgrad else [])
-        # Without the parts of puts that have no rows: they do nothing.
-        return [task for task in listed if task[0] != PUT or task[3] < self.routed.parts(rank, *task[1:3])]
 
 
 @st.composite
@@ -77,19 +48,6 @@ def routings(draw: st.DrawFn, most_experts: int = 4) -> Routed:
         hot = draw(st.integers(0, world * local - 1))
         counts = [[sum(count) if e == hot else 0 for e in range(len(count))] for count in counts]
     return Routed(tuple(map(tuple, counts)), local, draw(st.sampled_from([1, 4, 16])))
-
-
-@st.composite
-def passes(draw: st.DrawFn, most_experts: int = 4) -> Pass:
-    """Fillers differ by PE."""
-    routed = draw(routings(most_experts))
-    sizes = {name: draw(st.integers(1, 3)) for name in ("tiles_in", "tiles_out")}
-    wgrad, programs = draw(st.booleans()), draw(st.integers(1, 6))
-    shapes = [
-        LaunchShape(**sizes, wgrad=wgrad, dense_tiles=draw(st.integers(0, 5)), programs=programs)
-        for _ in range(routed.world)
-    ]
-    return Pass(routed, shapes)
 
 
 # ---- what the device finds
@@ -287,208 +245,39 @@ def test_passes_take_the_largest_gap(data: st.DataObject) -> None:
             taken[free[0]] = torch.tensor([base, base + data.draw(st.integers(1, room))])
 
 
-# ---- they finish
+# ---- one program finishes
 
 
-def waits(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator[Fact]:
-    """What the kernel waits for in this task."""
-    kind, *numbers = task
-    if kind == TILE_IN:
-        yield from (("arrived", rank, numbers[0], source) for source in routed.sources(rank, numbers[0]))
-    elif kind == TILE_OUT:
-        yield from (("ready", rank, numbers[0], n) for n in range(shape.tiles_in))
-    elif kind == WGRAD:
-        for tile, (local, _) in enumerate(routed.tiles(rank)):
-            if local == numbers[1]:
-                yield from (("ready", rank, tile, n) for n in range(shape.tiles_in))
-    elif kind == REDUCE:
-        # Of the tokens in the block, which may sit anywhere: any chunk that this PE has sent.
-        for expert in range(routed.world * routed.local):
-            yield from (("returned", rank, expert, m) for m in routed.touched(rank, expert))
+def too_early(routed: Routed, rank: int, shape: LaunchShape) -> list[Task]:
+    """Tasks that stand before one that they wait for (`protocol/steps.py`); puts wait for none."""
+    tiles = routed.tiles(rank)
+    wgrads = [(WGRAD, which, local, 0, 0) for which in range(2) for local in range(routed.local)]
+    listed = task_list(routed, rank, shape, wgrads=wgrads if shape.wgrad else [])
+    at = {task: i for i, task in enumerate(listed)}
+    assert len(at) == len(listed)
+    puts = [at[task] for _, task in routed.puts(rank)]
+    found = [task for task in listed if task[0] != PUT and at[task] < max(puts, default=-1)]
+    for task in listed:
+        needed = [task[1]] if task[0] == TILE_OUT else []
+        if task[0] == WGRAD:
+            needed = [tile for tile, (local, _) in enumerate(tiles) if local == task[2]]
+        if any(at[TILE_IN, tile, n] > at[task] for tile in needed for n in range(shape.tiles_in)):
+            found.append(task)
+    return found
 
 
-def makes(task: Task, rank: int, shape: LaunchShape, routed: Routed, done: dict[Fact, int]) -> Iterator[Fact]:
-    """What is true after the task, as the kernel signals it."""
-    kind, *numbers = task
-    if kind == PUT:
-        # The last part of a chunk signals; those without rows do nothing.
-        expert, m, part = numbers
-        peer, local = divmod(expert, routed.local)
-        fact, parts = ("chunk", rank, expert, m), routed.parts(rank, expert, m)
-        done[fact] = done.get(fact, 0) + (part < parts)
-        if part < parts and done[fact] == parts:
-            yield "arrived", peer, routed.tiles(peer).index((local, m)), rank
-    elif kind == TILE_IN:
-        yield "ready", rank, *numbers
-    elif kind == TILE_OUT:
-        # The last column of a tile signals.
-        fact = "tile", rank, numbers[0]
-        done[fact] = done.get(fact, 0) + 1
-        if done[fact] == shape.tiles_out:
-            local, m = routed.tiles(rank)[numbers[0]]
-            for source in routed.sources(rank, numbers[0]):
-                yield "returned", source, rank * routed.local + local, m
-
-
-Needs = Callable[[Task, int, LaunchShape, Routed], Iterator[Fact]]
-
-
-def run(one: Pass, lists: Lists, programs: int = 1, seed: int = 0, needs: Needs = waits) -> list[str]:
-    """Let all programs take turns until none can go on. -> the tasks that are stuck, none if all are done.
-
-    Raises AssertionError if a task runs before what it reads is there.
-    """
-    turns = random.Random(seed)
-    facts: set[Fact] = set()
-    done: dict[Fact, int] = {}
-    launch = [0] * len(lists)
-    claimed = [0] * len(lists)
-    held: list[list[Task]] = [[] for _ in lists]
-    moved = True
-    while moved:
-        moved = False
-        for rank in turns.sample(range(len(lists)), len(lists)):
-            while launch[rank] < len(lists[rank]):
-                shape, todo = one.shapes[rank], lists[rank][launch[rank]]
-                while len(held[rank]) < programs and claimed[rank] < len(todo):
-                    held[rank].append(todo[claimed[rank]])
-                    claimed[rank] += 1
-                if not held[rank]:
-                    launch[rank], claimed[rank] = launch[rank] + 1, 0
-                    continue
-                able = [task for task in held[rank] if facts.issuperset(needs(task, rank, shape, one.routed))]
-                if not able:
-                    break
-                task = turns.choice(able)
-                missing = set(waits(task, rank, shape, one.routed)) - facts
-                assert not missing, f"PE {rank} runs {named(task)} before {sorted(missing)}"
-                held[rank].remove(task)
-                facts.update(makes(task, rank, shape, one.routed, done))
-                moved = True
-                # With several programs the others may come between any two tasks.
-                if programs > 1:
-                    break
-    return [f"PE {rank} is stuck in {named(task)}" for rank, left in enumerate(held) for task in left]
-
-
-def named(task: Task) -> str:
-    return f"{NAMES.get(task[0], task[0])}{task[1:]}".replace(",)", ")")
-
-
-@given(one=passes())
+@given(routed=routings(), sizes=st.tuples(*[st.integers(1, 3)] * 2), programs=st.integers(1, 6))
 @examples(200)
-def test_one_program_per_pe_finishes(one: Pass) -> None:
-    assert not run(one, one.lists())
+def test_every_wait_is_for_an_earlier_task(routed: Routed, sizes: tuple[int, int], programs: int) -> None:
+    """Or for rows, which come: puts stand first. So one program per PE comes to the end."""
+    for rank in range(routed.world):
+        assert not too_early(routed, rank, LaunchShape(*sizes, wgrad=True, programs=programs))
 
 
-@given(one=passes(most_experts=3), programs=st.integers(2, 5), seed=st.integers(0, 1000))
-@examples(100)
-def test_several_programs_finish_and_read_nothing_too_early(one: Pass, programs: int, seed: int) -> None:
-    assert not run(one, one.lists(), programs, seed)
-
-
-@given(one=passes())
-@examples(100)
-def test_puts_stand_first(one: Pass) -> None:
-    """As the proof wants them; and every task is there once."""
-    for rank, (listed, _) in enumerate(one.lists()):
-        assert len(set(listed)) == len(listed)
-        puts = {task for _, task in one.routed.puts(rank) if task in listed}
-        assert set(listed[: len(puts)]) == puts == {task for task in listed if task[0] == PUT}
-
-
-# The same check must see what is wrong.
-
-WHOLE = Pass(
-    Routed(((9, 3, 0, 6), (2, 7, 5, 4)), 2, 4),
-    [LaunchShape(tiles_in=2, tiles_out=2, wgrad=True, dense_tiles=2)] * 2,
-)
-
-
-def first(*kinds: int) -> Callable[[Task, int], int]:
-    """A sort key: these kinds before all others."""
-    return lambda task, rank: 0 if task[0] in kinds else 1
-
-
-def last(own: bool) -> Callable[[Task, int], int]:
-    """A sort key: puts to itself (or those to peers) behind everything else, the other puts first."""
-    return lambda task, rank: 1 if task[0] != PUT else 2 if (task[1] // 2 == rank) == own else 0
-
-
-# Each sorts the lists by (task, rank); the order within equal keys stays.
-WRONG_ORDERS: dict[str, Callable[[Task, int], int]] = {
-    "tiles before puts": first(TILE_IN),
-    "second GEMM before the first": first(PUT, TILE_OUT),
-    "weight gradients before the first GEMM": first(PUT, WGRAD),
-    "puts to itself after the tiles": last(own=True),
-    "puts to peers after the tiles": last(own=False),
-    "second chunks after the tiles": lambda task, rank: int(task[0] == PUT and task[2] == 1),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG_ORDERS)
-def test_wrong_order_gets_stuck(mistake: str) -> None:
-    key = WRONG_ORDERS[mistake]
-    lists = [
-        [sorted(todo, key=lambda task, rank=rank: key(task, rank)) for todo in launches]
-        for rank, launches in enumerate(WHOLE.lists())
-    ]
-    assert lists != WHOLE.lists()
-    assert not run(WHOLE, WHOLE.lists())
-    assert run(WHOLE, lists)
-
-
-def test_tiles_by_source_instead_of_by_key_get_stuck() -> None:
-    """Own rows first, as padded segments allowed: a tile may wait for a put behind a tile that waits."""
-    routed = Routed(((4, 4), (4, 4)), 1, 8)
-    one = Pass(routed, [LaunchShape()] * 2)
-    assert not run(one, one.lists())
-    own_first = [[sorted(todo, key=lambda t, r=rank: t[0] == PUT and t[1] != r) for todo in launches]
-                 for rank, launches in enumerate(one.lists())]  # fmt: skip
-    assert run(one, own_first) == ["PE 0 is stuck in TILE_IN(0, 0)", "PE 1 is stuck in TILE_IN(0, 0)"]
-
-
-def test_a_second_gemm_less_than_a_group_behind_gets_stuck() -> None:
+def test_a_second_gemm_less_than_a_group_behind_waits_for_later_tasks() -> None:
     class Hasty(LaunchShape):
         lag = 0
 
     routed = Routed(((6, 18),), 2, 2)
-    one, hasty = (Pass(routed, [shape(tiles_in=2)]) for shape in (LaunchShape, Hasty))
-    assert not run(one, one.lists())
-    assert run(hasty, hasty.lists()) == ["PE 0 is stuck in TILE_OUT(5, 0)"]
-
-
-def test_a_missing_put_gets_stuck() -> None:
-    lists = WHOLE.lists()
-    lists[0][0].remove((PUT, 3, 1, 0))
-    stuck = run(WHOLE, lists)
-    assert any(text.startswith("PE 1 is stuck in TILE_IN") for text in stuck)
-
-
-@pytest.mark.parametrize("kind", [TILE_IN, TILE_OUT, WGRAD, REDUCE])
-def test_a_missing_wait_reads_too_early(kind: int) -> None:
-    """Some turn of several programs takes the task before what it reads is there."""
-
-    def careless(task: Task, *rest) -> Iterator[Fact]:
-        return iter(()) if task[0] == kind else waits(task, *rest)
-
-    def runs() -> None:
-        for seed in range(50):
-            run(WHOLE, WHOLE.lists(), programs=16, seed=seed, needs=careless)
-
-    with pytest.raises(AssertionError, match=rf"runs {NAMES[kind]}\("):
-        runs()
-
-
-def test_a_tile_that_waits_for_one_of_its_sources_reads_too_early() -> None:
-    """Rows of several sources lie in one tile: the words of all of them count."""
-
-    def careless(task: Task, *rest) -> Iterator[Fact]:
-        yield from list(waits(task, *rest))[: 1 if task[0] == TILE_IN else None]
-
-    def runs() -> None:
-        for seed in range(50):
-            run(WHOLE, WHOLE.lists(), programs=4, seed=seed, needs=careless)
-
-    with pytest.raises(AssertionError, match=r"runs TILE_IN\("):
-        runs()
+    assert not too_early(routed, 0, LaunchShape(tiles_in=2))
+    assert too_early(routed, 0, Hasty(tiles_in=2)) == [(TILE_OUT, tile, 0) for tile in (5, 6, 7)]
