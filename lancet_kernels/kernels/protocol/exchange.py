@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
-from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
 from lancet_kernels.kernels.protocol.failure import (
     TOO_MANY_ROWS,
@@ -54,16 +54,7 @@ from lancet_kernels.kernels.protocol.failure import (
     FailureReport,
     timed_out,
 )
-from lancet_kernels.kernels.protocol.schedule import (
-    COUNT_BANKS,
-    COUNT_WORDS,
-    TILES_AT_ONCE,
-    exchange_counts_kernel,
-    most_chunks,
-    most_tiles,
-    schedule_kernel,
-    table_words,
-)
+from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then counters of claims.
@@ -184,8 +175,8 @@ class Exchange:
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
         experts = self.world * local_experts
-        self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
-        self.chunks = most_chunks(send_rows, experts, chunk_rows)
+        self.tiles = schedule.most_tiles(receive_rows, local_experts, chunk_rows)
+        self.chunks = schedule.most_chunks(send_rows, experts, chunk_rows)
         self.room = passes * receive_rows if room is None else room
         self.rows = self._region("rows", (self.room, width), dtype)
         self.row_weights = self._region("weights of rows", (receive_rows,), torch.float32)
@@ -195,7 +186,7 @@ class Exchange:
         self.results = self.buffers.results
         self.arrived = self._region("arrived", (self.tiles, self.world))
         self.returned = self._region("returned", (self.chunks,))
-        banks, words = COUNT_BANKS.value, experts + COUNT_WORDS
+        banks, words = schedule.COUNT_BANKS.value, experts + schedule.COUNT_WORDS
         self.counts = self._region("counts", (banks, self.world, words), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (self.world,))
@@ -295,7 +286,7 @@ class Exchange:
         backward = table is not None
         if table is None:
             experts = self.world * self.local_experts
-            size = table_words(self.world, experts, self.tiles, self.chunks)
+            size = schedule.table_words(self.world, experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
         use = Use(place, words, ready, done, sent, table, backward)
         self._open[place] = weakref.ref(use), words
@@ -315,14 +306,14 @@ class Exchange:
             report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
             A=self.room, passes=self.passes, place=use.place, timeout_us=self.timeout_us,
             NVSHMEM=self.nvshmem, BM=self.chunk_rows,
-            BE=triton.next_power_of_2(experts + COUNT_WORDS), BW=triton.next_power_of_2(self.world),
+            BE=triton.next_power_of_2(experts + schedule.COUNT_WORDS), BW=triton.next_power_of_2(self.world),
             BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 8},
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            chunks=self.chunks, BM=self.chunk_rows, BT=TILES_AT_ONCE, BE=triton.next_power_of_2(experts),
-            BW=triton.next_power_of_2(self.world), num_warps=4,
+            chunks=self.chunks, BM=self.chunk_rows, BT=schedule.TILES_AT_ONCE,
+            BE=triton.next_power_of_2(experts), BW=triton.next_power_of_2(self.world), num_warps=4,
         )  # fmt: skip
 
     def state(self, use: Use) -> PassState:

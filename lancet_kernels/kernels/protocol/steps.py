@@ -11,18 +11,8 @@ Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 s
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
-from lancet_kernels.kernels.protocol.schedule import (
-    BASE,
-    NUM_PUTS,
-    base_ptr,
-    chunk_number,
-    group,
-    in_tile,
-    segment,
-    tile_ptr,
-)
 
 # Ready words that a look takes in, one for each thread of a warp.
 READY_WORDS = tl.constexpr(32)
@@ -33,9 +23,9 @@ PARTS = tl.constexpr(8)
 @triton.jit
 def expert_of_tile(tile, of_pass, sizes):
     """-> the expert of a tile here, and which of its tiles it is; the expert's rows and its first one."""
-    local = tl.load(tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + tile)
+    local = tl.load(schedule.tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + tile)
     expert = sizes.rank * sizes.L + local
-    rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    rows, first_row, first_tile = schedule.group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
     return local, expert, tile - first_tile, rows, first_row
 
 
@@ -62,7 +52,7 @@ def base_of(of_pass, BACKWARD: tl.constexpr):
     if BACKWARD:
         return 0
     else:
-        return tl.load(of_pass.table + BASE)
+        return tl.load(of_pass.table + schedule.BASE)
 
 
 @triton.jit
@@ -74,13 +64,13 @@ def chunk_rows(expert, m, part, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl
     how many have rows.
     """
     experts = sizes.W * sizes.L
-    count, before, first_send = segment(table_ptr, sizes.W, experts, sizes.rank, expert)
-    _, row, first_tile = group(table_ptr, sizes.W, experts, expert)
+    count, before, first_send = schedule.segment(table_ptr, sizes.W, experts, sizes.rank, expert)
+    _, row, first_tile = schedule.group(table_ptr, sizes.W, experts, expert)
     begin = tl.maximum(m * BM - before, 0)
     end = tl.minimum((m + 1) * BM - before, count)
     row += before
     if not BACKWARD:
-        row += tl.load(base_ptr(table_ptr, sizes.W, experts) + expert // sizes.L)
+        row += tl.load(schedule.base_ptr(table_ptr, sizes.W, experts) + expert // sizes.L)
     PART: tl.constexpr = (BM + PARTS - 1) // PARTS
     parts = tl.cdiv(end - begin, PART)
     begin += part * PART
@@ -90,13 +80,13 @@ def chunk_rows(expert, m, part, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl
 
 @triton.jit
 def num_put_tasks(of_pass):
-    return tl.load(of_pass.table + NUM_PUTS) * PARTS
+    return tl.load(of_pass.table + schedule.NUM_PUTS) * PARTS
 
 
 @triton.jit
 def put_task(i, of_pass, sizes):
     """-> expert and tile of the chunk that the i-th put task of this PE is of, and which part of it."""
-    p = tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i // PARTS
+    p = schedule.tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i // PARTS
     return tl.load(p), tl.load(p + sizes.chunks), i % PARTS
 
 
@@ -159,11 +149,11 @@ def wait_rows(
     """
     if i_w is None:
         i_w = tl.arange(0, BW)
-    count, before, _ = segment(of_pass.table, sizes.W, sizes.W * sizes.L, i_w, expert, i_w < sizes.W)
+    count, before, _ = schedule.segment(of_pass.table, sizes.W, sizes.W * sizes.L, i_w, expert, i_w < sizes.W)
     index = tile * sizes.W + i_w
     word = device.word(epoch, 0)
     here = device.wait_all(
-        arrived_ptr + index, in_tile(count, before, m, BM), word, sizes.timeout_us, of_pass.report,
+        arrived_ptr + index, schedule.in_tile(count, before, m, BM), word, sizes.timeout_us, of_pass.report,
         sizes.rank, i_w, WAIT_ROWS, index, NVSHMEM,
     )  # fmt: skip
     device.fence_tma(TMA)
@@ -224,10 +214,10 @@ def _sources(expert, i, sizes, table_ptr):
     W, E = sizes.W, sizes.W * sizes.L
     source = i * 0
     for w in range(W):
-        count, before, _ = segment(table_ptr, W, E, w, expert)
+        count, before, _ = schedule.segment(table_ptr, W, E, w, expert)
         source += (i >= before + count).to(tl.int32)
     source = tl.minimum(source, W - 1)
-    _, before, first_send = segment(table_ptr, W, E, source, expert)
+    _, before, first_send = schedule.segment(table_ptr, W, E, source, expert)
     return source, (first_send + i - before).to(tl.int64)
 
 
@@ -289,7 +279,7 @@ def return_tile(
     if NVSHMEM:
         width = tl.minimum(D - n * BN, BN)
         for w in range(W):
-            count, before, first_send = segment(of_pass.table, W, E, w, expert)
+            count, before, first_send = schedule.segment(of_pass.table, W, E, w, expert)
             if tl.load(returns.rows_peers + w) == 0:
                 begin = tl.maximum(before, m * BM)
                 end = tl.minimum(before + count, (m + 1) * BM)
@@ -309,9 +299,9 @@ def return_tile(
     if done == columns - 1:
         word = device.word(epoch, 0)
         for w in range(W):
-            count, before, first_send = segment(of_pass.table, W, E, w, expert)
-            if in_tile(count, before, m, BM):
-                index = chunk_number(first_send, before, expert, m, BM)
+            count, before, first_send = schedule.segment(of_pass.table, W, E, w, expert)
+            if schedule.in_tile(count, before, m, BM):
+                index = schedule.chunk_number(first_send, before, expert, m, BM)
                 device.put_signal(returns.returned, returns.returned_peers, w, index, word, NVSHMEM)
 
 

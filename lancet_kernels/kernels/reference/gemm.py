@@ -124,51 +124,40 @@ def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
 
 
 @triton.jit
-def rows_times_weight(
+def product(
     x_ptr, w_ptr, rows, m0, n0, K, N,
-    PAIR: tl.constexpr, TMA: tl.constexpr,
+    PAIR: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """-> float32 [BM, BN] of x @ w; with PAIR of x @ w[:, :N] and x @ w[:, N:], x read once for both.
+    """-> float32 [BM, BN] of x @ w, or of x @ w^T; with PAIR of x @ w[:, :N] and x @ w[:, N:] for one x.
 
-    Without PAIR the second result is unused, and costs nothing.
+    x [rows, K]; w [K, N], [K, 2N] with PAIR, [N, K] if TRANSPOSED. Without PAIR the second result is unused,
+    and costs nothing.
     """
-    ldw = 2 * N if PAIR else N
     x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, TMA)
-    w_desc, p_w, _, i_n = _block(w_ptr, K, ldw, ldw, 0, n0, BK, BN, TMA)
+    if TRANSPOSED:
+        w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
+        step = 1
+    else:
+        ldw = 2 * N if PAIR else N
+        w_desc, p_w, _, i_n = _block(w_ptr, K, ldw, ldw, 0, n0, BK, BN, TMA)
+        step = ldw
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = acc
     for k in range(0, K, BK):
         m_k = i_k < K - k
         b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
-        m_w = m_k[:, None] & (i_n < N)[None, :]
-        acc = _dot(b_x, _load(w_desc, p_w, m_w, k, n0, TMA), acc)
-        if PAIR:
-            acc_up = _dot(b_x, _load(w_desc, p_w + N, m_w, k, N + n0, TMA), acc_up)
+        if TRANSPOSED:
+            b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
+            acc = _dot(b_x, b_w.T, acc)
+        else:
+            m_w = m_k[:, None] & (i_n < N)[None, :]
+            acc = _dot(b_x, _load(w_desc, p_w, m_w, k, n0, TMA), acc)
+            if PAIR:
+                acc_up = _dot(b_x, _load(w_desc, p_w + N, m_w, k, N + n0, TMA), acc_up)
         p_x += BK
-        p_w += BK * ldw
+        p_w += BK * step
     return acc, acc_up
-
-
-@triton.jit
-def _finish_forward(
-    acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Bias, pre-activation and activation of a block of columns; `acc_up` counts for swiglu only."""
-    PAIR: tl.constexpr = ACT == "swiglu"
-    ld_pre = 2 * N if PAIR else N
-    if bias_ptr is not None:
-        acc = _add_bias(acc, bias_ptr, n0, N, BN)
-    _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
-    if PAIR:
-        if bias_ptr is not None:
-            acc_up = _add_bias(acc_up, bias_ptr + N, n0, N, BN)
-        _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
-        acc = silu(acc) * acc_up
-    else:
-        acc = activate(acc, ACT)
-    _store(out_ptr, acc, m0, n0, rows, N, N, BM, BN)
 
 
 @triton.jit
@@ -188,16 +177,24 @@ def forward_tile(
     pre[0:3] = [[1, 2], [3, 4], [8, 12]], out = act(pre); neither's row 3 is touched.
     """
     PAIR: tl.constexpr = ACT == "swiglu"
-    acc, acc_up = rows_times_weight(
-        x_ptr, w_ptr, rows, m0, n0, K, N, PAIR, TMA, BM, BN, BK
-    )  # fmt: skip
-    quarter = quarters(acc, BM, BN)
-    quarter_up = quarters(acc_up, BM, BN)
+    WIDTH: tl.constexpr = BN // 4
+    ld_pre = 2 * N if PAIR else N
+    acc, acc_up = product(x_ptr, w_ptr, rows, m0, n0, K, N, PAIR, False, TMA, BM, BN, BK)
+    quarter, quarter_up = quarters(acc, BM, BN), quarters(acc_up, BM, BN)
     for q in tl.static_range(4):
-        _finish_forward(
-            quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N,
-            ACT, BM, BN // 4,
-        )  # fmt: skip
+        n, value = n0 + q * WIDTH, quarter[q]
+        if bias_ptr is not None:
+            value = _add_bias(value, bias_ptr, n, N, WIDTH)
+        _store(pre_ptr, value, m0, n, rows, N, ld_pre, BM, WIDTH)
+        if PAIR:
+            up = quarter_up[q]
+            if bias_ptr is not None:
+                up = _add_bias(up, bias_ptr + N, n, N, WIDTH)
+            _store(pre_ptr + N, up, m0, n, rows, N, ld_pre, BM, WIDTH)
+            value = silu(value) * up
+        else:
+            value = activate(value, ACT)
+        _store(out_ptr, value, m0, n, rows, N, N, BM, WIDTH)
 
 
 @triton.jit
@@ -206,51 +203,6 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
     i_n = n0 + tl.arange(0, BN)
     m = (i_m < rows)[:, None] & (i_n < N)[None, :]
     return tl.load(pre_ptr + i_m[:, None].to(tl.int64) * ld + i_n[None, :], mask=m, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _finish_backward(
-    acc, dots, b_weight, pre_ptr, out_ptr, hidden_ptr, rows, m0, n0, N,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The activation's backward on a block of columns, the stores, and the products. -> dots.
-
-    In this order swiglu spills least: 20 bytes (128x128x64 in bfloat16, sm_90, Triton 3.9).
-    """
-    ld = 2 * N if ACT == "swiglu" else N
-    b_pre = _load_pre(pre_ptr, m0, n0, rows, N, ld, BM, BN)
-    if ACT == "swiglu":
-        b_act = silu(b_pre)
-        _store(out_ptr + N, acc * b_weight * b_act, m0, n0, rows, N, ld, BM, BN)
-        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, ld, BM, BN)
-        b_slope = b_up * dsilu(b_pre)
-        b_act = b_act * b_up
-    else:
-        b_act = activate(b_pre, ACT)
-        b_slope = dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre)
-    _store(out_ptr, acc * b_weight * b_slope, m0, n0, rows, N, ld, BM, BN)
-    _store(hidden_ptr, b_act * b_weight, m0, n0, rows, N, N, BM, BN)
-    dots += tl.sum(acc * b_act, 1)
-    return dots
-
-
-@triton.jit
-def rows_times_transposed(
-    x_ptr, w_ptr, rows, m0, n0, K, N,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
-    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, TMA)
-    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        m_k = i_k < K - k
-        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
-        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
-        acc = _dot(b_x, b_w.T, acc)
-        p_x += BK
-        p_w += BK
-    return acc
 
 
 @triton.jit
@@ -287,20 +239,33 @@ def backward_tile(
     their sum over all tiles is dy . y, the gradient of the weight.
 
     Floor: 2 * BM * BN * K FLOPs; (BM + BN) * K elements and those of pre read, out and hidden written.
+    In this order swiglu spills least: 20 bytes (128x128x64 in bfloat16, sm_90, Triton 3.9).
 
     Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], silu, pre = [[0, 0, 9]] and weight [2]: hidden =
     [[0, 0, 18]], and 3 * 9 = 27 is returned.
     """
-    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, TMA, BM, BN, BK)
+    WIDTH: tl.constexpr = BN // 4
+    ld = 2 * N if ACT == "swiglu" else N
+    acc, _ = product(dy_ptr, w_ptr, rows, m0, n0, K, N, False, True, TMA, BM, BN, BK)
     i_m = m0 + tl.arange(0, BM)
     b_weight = tl.load(weight_ptr + i_m, mask=i_m < rows, other=0.0)[:, None]
     dots = tl.zeros((BM,), tl.float32)
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
-        dots = _finish_backward(
-            quarter[q], dots, b_weight, pre_ptr, out_ptr, hidden_ptr, rows, m0, n0 + q * (BN // 4), N,
-            ACT, BM, BN // 4,
-        )  # fmt: skip
+        n, value = n0 + q * WIDTH, quarter[q]
+        b_pre = _load_pre(pre_ptr, m0, n, rows, N, ld, BM, WIDTH)
+        if ACT == "swiglu":
+            b_act = silu(b_pre)
+            _store(out_ptr + N, value * b_weight * b_act, m0, n, rows, N, ld, BM, WIDTH)
+            b_up = _load_pre(pre_ptr + N, m0, n, rows, N, ld, BM, WIDTH)
+            b_slope = b_up * dsilu(b_pre)
+            b_act = b_act * b_up
+        else:
+            b_act = activate(b_pre, ACT)
+            b_slope = dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre)
+        _store(out_ptr, value * b_weight * b_slope, m0, n, rows, N, ld, BM, WIDTH)
+        _store(hidden_ptr, b_act * b_weight, m0, n, rows, N, N, BM, WIDTH)
+        dots += tl.sum(value * b_act, 1)
     return dots
 
 
@@ -316,16 +281,20 @@ def add_row_dots(acc, x_ptr, b_ptr, rows, m0, K, BM: tl.constexpr):
 
 
 @triton.jit
-def add_outer_products(
-    acc, x_ptr, dy_ptr, rows, m0, n0, A, B,
+def weight_gradient_tile(
+    x_ptr, dy_ptr, dw_ptr, rows, m0, n0, A, B,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """-> acc + x[:rows, m0:m0+BM]^T @ dy[:rows, n0:n0+BN], float32 [BM, BN]. Nothing happens for no rows."""
+    """dw[m0:m0+BM, n0:n0+BN] = x[:rows]^T @ dy[:rows], rounded once; x [rows, A], dy [rows, B], dw [A, B].
+
+    Zeros for no rows.
+    """
     x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, A, 0, m0, BK, BM, TMA)
     dy_desc, p_dy, _, i_n = _block(dy_ptr, rows, B, B, 0, n0, BK, BN, TMA)
     if not TMA:
         # sm_80 copies asynchronously what reaches the dot as it is; a transposed block it would not.
         p_x = x_ptr + i_r[None, :].to(tl.int64) * A + i_m[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
     for r in range(0, rows, BK):
         m_r = i_r < rows - r
         if TMA:
@@ -336,38 +305,24 @@ def add_outer_products(
         acc = _dot(b_x, b_dy, acc)
         p_x += tl.cast(A, tl.int64) * BK
         p_dy += tl.cast(B, tl.int64) * BK
-    return acc
-
-
-@triton.jit
-def add_column_sums(
-    acc, dy_ptr, rows, n0, B, BN: tl.constexpr, BK: tl.constexpr, weight_ptr=None, weighted=0
-):  # fmt: skip
-    """-> acc + the sum of dy[:rows, n0:n0+BN] over its rows, float32 [BN].
-
-    weight: float32, by which the first `weighted` rows count; the others count once. None: all do.
-    """
-    _, p_dy, i_r, i_n = _block(dy_ptr, rows, B, B, 0, n0, BK, BN, False)
-    for r in range(0, rows, BK):
-        b_dy = tl.load(p_dy, mask=(i_r < rows - r)[:, None] & (i_n < B)[None, :], other=0.0)
-        b_dy = b_dy.to(tl.float32)
-        if weight_ptr is not None:
-            b_dy *= tl.load(weight_ptr + r + i_r, mask=i_r < weighted - r, other=1.0)[:, None]
-        acc += tl.sum(b_dy, 0)
-        p_dy += tl.cast(B, tl.int64) * BK
-    return acc
-
-
-@triton.jit
-def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.constexpr):
-    """dw[m0:m0+BM, n0:n0+BN] = acc, rounded once; dw is [A, B] (or other rows of a result)."""
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
 
 
 @triton.jit
-def store_bias_gradient(dbias_ptr, acc, n0, B, BN: tl.constexpr):
-    """dbias[n0:n0+BN] = acc, rounded once."""
-    i_n = n0 + tl.arange(0, BN)
-    tl.store(dbias_ptr + i_n, acc.to(dbias_ptr.dtype.element_ty), mask=i_n < B)
+def bias_gradient_tile(
+    dy_ptr, db_ptr, weight_ptr, weighted, rows, n0, B, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """db[n0:n0+BN] = the sums of dy[:rows] over its rows, rounded once.
+
+    weight: float32, by which the first `weighted` rows count; the others count once.
+    """
+    _, p_dy, i_r, i_n = _block(dy_ptr, rows, B, B, 0, n0, BK, BN, False)
+    acc = tl.zeros((BN,), tl.float32)
+    for r in range(0, rows, BK):
+        b_dy = tl.load(p_dy, mask=(i_r < rows - r)[:, None] & (i_n < B)[None, :], other=0.0)
+        b_weight = tl.load(weight_ptr + r + i_r, mask=i_r < weighted - r, other=1.0)
+        acc += tl.sum(b_dy.to(tl.float32) * b_weight[:, None], 0)
+        p_dy += tl.cast(B, tl.int64) * BK
+    tl.store(db_ptr + i_n, acc.to(db_ptr.dtype.element_ty), mask=i_n < B)

@@ -8,19 +8,10 @@ put in `protocol/steps.py`. What a launch lacks is None, and its code is not the
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol import device, tasks
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_part
-from lancet_kernels.kernels.protocol.tasks import (
-    DENSE,
-    TILE_IN,
-    TILE_OUT,
-    WGRAD,
-    gemm_task,
-    lag_of,
-    num_gemm_tasks,
-)
 from lancet_kernels.kernels.reference.tiles import dense_tile, tile_in, tile_out, tile_wgrad
 
 # Which word of a use counts the claims.
@@ -40,10 +31,10 @@ def _perform(
     sound = ((device.failed(of_pass.report) == 0) & (tl.load(of_pass.table + VOID) == 0)).to(tl.int32)
     num_tiles = tl.load(of_pass.table + NUM_TILES)
     num_puts = num_put_tasks(of_pass)
-    num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD)
+    num_gemms = tasks.num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD)
     num_tasks = tl.minimum(num_puts + num_gemms, limit)
     # What a tile of the second GEMM needs is then behind what other programs are still at.
-    lag = lag_of(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
+    lag = tasks.lag_of(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
     i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
         if i < num_puts:
@@ -52,21 +43,21 @@ def _perform(
                 BACKWARD, NVSHMEM, blocks.BM, PUT_ROWS, PUT_BLOCK,
             )  # fmt: skip
         else:
-            task = gemm_task(
+            task = tasks.gemm_task(
                 i - num_puts, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks,
                 BACKWARD,
             )  # fmt: skip
-            if task.kind == TILE_IN:
+            if task.kind == tasks.TILE_IN:
                 tile_in(task, epoch, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, NVSHMEM, TMA)
-            if task.kind == TILE_OUT:
+            if task.kind == tasks.TILE_OUT:
                 tile_out(
                     task, epoch, of_pass, sizes, returns, stages, gemms, blocks, BACKWARD, NVSHMEM, TMA
                 )  # fmt: skip
             if BACKWARD:
-                if task.kind == WGRAD:
+                if task.kind == tasks.WGRAD:
                     tile_wgrad(task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA)
             if problems_ptr is not None:
-                if task.kind == DENSE:
+                if task.kind == tasks.DENSE:
                     dense_tile(task, problems_ptr, arrivals.rows, blocks, TMA)
         i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
     # The network may still read the stage, which is the next launch's, too.

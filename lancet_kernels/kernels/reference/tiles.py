@@ -19,35 +19,10 @@ The tiles themselves are those of `gemm.py`; what is put and waited for is in `p
 import triton
 import triton.language as tl
 
+from lancet_kernels.kernels.protocol import steps
 from lancet_kernels.kernels.protocol.schedule import group
-from lancet_kernels.kernels.protocol.steps import (
-    base_of,
-    bias_result,
-    expert_of_tile,
-    finish_ready,
-    poison_wgrad,
-    result_rows,
-    return_dots,
-    return_tile,
-    wait_expert,
-    wait_ready,
-    wait_rows,
-    wgrad_operands,
-    wgrad_result,
-)
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS
-from lancet_kernels.kernels.reference.gemm import (
-    add_column_sums,
-    add_outer_products,
-    add_row_dots,
-    backward_tile,
-    forward_tile,
-    rows_times_transposed,
-    rows_times_weight,
-    store_bias_gradient,
-    store_to_rows,
-    store_weight_gradient,
-)
+from lancet_kernels.kernels.reference import gemm
 
 
 @triton.jit
@@ -62,35 +37,35 @@ def tile_in(
     hidden[9:11, 12:16], then adds 1 to the ready word of tile 3.
     """
     D, F, H, R = sizes.D, sizes.F, sizes.H, sizes.R
-    local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
-    here = wait_rows(
+    local, expert, m, rows, first_row = steps.expert_of_tile(task.index, of_pass, sizes)
+    here = steps.wait_rows(
         task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, NVSHMEM, TMA, blocks.BM, blocks.BW,
     )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
         m0, n0 = m * blocks.BM, task.n * blocks.BN_IN
-        x_ptr = arrivals.rows + (base_of(of_pass, BACKWARD) + row) * D
-        pre_ptr = gemms.pre + (base_of(of_pass, False) + row) * H
+        x_ptr = arrivals.rows + (steps.base_of(of_pass, BACKWARD) + row) * D
+        pre_ptr = gemms.pre + (steps.base_of(of_pass, False) + row) * H
         weight_ptr = gemms.weight_in
         if BACKWARD:
-            dots = backward_tile(
+            dots = gemm.backward_tile(
                 x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, arrivals.weights + row,
                 gemms.hidden + row * H, gemms.activated + row * F, rows, m0, n0, D, F,
                 ACT, TMA, blocks.BM, blocks.BN_IN, blocks.BK,
             )  # fmt: skip
             if gemms.bias_in is not None:
                 if task.n == 0:
-                    dots = add_row_dots(dots, x_ptr, gemms.bias_in + local * D, rows, m0, D, blocks.BM)
+                    dots = gemm.add_row_dots(dots, x_ptr, gemms.bias_in + local * D, rows, m0, D, blocks.BM)
             i_m = m0 + tl.arange(0, blocks.BM)
             tl.store(gemms.row_dots + tl.cast(task.n, tl.int64) * R + row + i_m, dots, mask=i_m < rows)
         else:
             HAS_BIAS: tl.constexpr = gemms.bias_in is not None
             bias_ptr = gemms.bias_in + local * H if HAS_BIAS else None
-            forward_tile(
+            gemm.forward_tile(
                 x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr, pre_ptr, gemms.hidden + row * F,
                 rows, m0, n0, D, F, ACT, TMA, blocks.BM, blocks.BN_IN, blocks.BK,
             )  # fmt: skip
-        finish_ready(task.index, of_pass)
+        steps.finish_ready(task.index, of_pass)
 
 
 @triton.jit
@@ -106,34 +81,29 @@ def tile_out(
     row for expert 1) and to results[3, 0:4] of PE 1.
     """
     D, F, H = sizes.D, sizes.F, sizes.H
-    local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
+    local, expert, m, rows, first_row = steps.expert_of_tile(task.index, of_pass, sizes)
     columns_in = tl.cdiv(F, blocks.BN_IN)
-    if wait_ready(task.index, columns_in, of_pass, sizes, TMA):
+    if steps.wait_ready(task.index, columns_in, of_pass, sizes, TMA):
         row = first_row.to(tl.int64)
         m0, n0 = m * blocks.BM, task.n * blocks.BN
-        bias_ptr = None
-        if BACKWARD:
-            acc = rows_times_transposed(
-                gemms.hidden + row * H, gemms.weight_out + local.to(tl.int64) * D * H, rows, m0, n0, H, D,
-                TMA, blocks.BM, blocks.BN, blocks.BK,
-            )  # fmt: skip
-        else:
-            acc, _ = rows_times_weight(
-                gemms.hidden + row * F, gemms.weight_out + local.to(tl.int64) * F * D, rows, m0, n0, F, D,
-                False, TMA, blocks.BM, blocks.BN, blocks.BK,
-            )  # fmt: skip
-            if gemms.bias_out is not None:
-                bias_ptr = gemms.bias_out + local * D
+        # Of the contraction: hidden, or its gradient.
+        K = H if BACKWARD else F
+        acc, _ = gemm.product(
+            gemms.hidden + row * K, gemms.weight_out + local.to(tl.int64) * D * K, rows, m0, n0, K, D,
+            False, BACKWARD, TMA, blocks.BM, blocks.BN, blocks.BK,
+        )  # fmt: skip
+        HAS_BIAS: tl.constexpr = not BACKWARD and gemms.bias_out is not None
+        bias_ptr = gemms.bias_out + local * D if HAS_BIAS else None
         i = m0 + tl.arange(0, blocks.BM)
-        p_row, m_row = result_rows(expert, i, rows, first_row, of_pass, sizes, returns, stages, NVSHMEM)
-        store_to_rows(p_row, m_row, acc, bias_ptr, n0, D, blocks.BM, blocks.BN)
+        p_row, m_row = steps.result_rows(expert, i, rows, first_row, of_pass, sizes, returns, stages, NVSHMEM)
+        gemm.store_to_rows(p_row, m_row, acc, bias_ptr, n0, D, blocks.BM, blocks.BN)
         if BACKWARD:
             if task.n == 0:
-                return_dots(
+                steps.return_dots(
                     expert, m, rows, first_row, columns_in, of_pass, sizes, gemms.row_dots, returns, stages,
                     NVSHMEM, blocks.BM,
                 )  # fmt: skip
-        return_tile(
+        steps.return_tile(
             task.index, m, task.n, expert, first_row, epoch, of_pass, sizes, returns, stages,
             BACKWARD, NVSHMEM, blocks.BM, blocks.BN,
         )  # fmt: skip
@@ -154,25 +124,20 @@ def tile_wgrad(
     BN: tl.constexpr = blocks.BN
     expert = sizes.rank * sizes.L + task.index
     rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
-    here = wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA)
-    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
-    dw_ptr = wgrad_result(task, A, B, gradients)
+    here = steps.wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA)
+    x_ptr, dy_ptr, A, B = steps.wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
+    dw_ptr = steps.wgrad_result(task, A, B, gradients)
     m0, n0 = task.m * BM, task.n * BN
     if here:
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = add_outer_products(acc, x_ptr, dy_ptr, rows, m0, n0, A, B, TMA, BM, BN, blocks.BK)
-        store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM, BN)
+        gemm.weight_gradient_tile(x_ptr, dy_ptr, dw_ptr, rows, m0, n0, A, B, TMA, BM, BN, blocks.BK)
         if gradients.bias_in is not None:
             if task.m == 0:
                 # Of dy, each row by its weight; dh has it already.
-                p_weight = arrivals.weights + first_row
                 weighted = tl.where(task.which == 0, rows, 0)
-                sums = add_column_sums(
-                    tl.zeros((BN,), tl.float32), dy_ptr, rows, n0, B, BN, blocks.BK, p_weight, weighted
-                )  # fmt: skip
-                store_bias_gradient(bias_result(task, B, gradients), sums, n0, B, BN)
+                db_ptr, weight_ptr = steps.bias_result(task, B, gradients), arrivals.weights + first_row
+                gemm.bias_gradient_tile(dy_ptr, db_ptr, weight_ptr, weighted, rows, n0, B, BN, blocks.BK)
     else:
-        poison_wgrad(task, dw_ptr, A, B, gradients, BM, BN)
+        steps.poison_wgrad(task, dw_ptr, A, B, gradients, BM, BN)
 
 
 @triton.jit
@@ -201,8 +166,5 @@ def dense_tile(task, problems_ptr, like_ptr, blocks, TMA: tl.constexpr):
     Operands are contiguous and typed like `like_ptr`.
     """
     a_ptr, b_ptr, c_ptr, M, N, K = dense_problem(problems_ptr, task.index, like_ptr, TMA)
-    BM: tl.constexpr = blocks.BM
-    BN: tl.constexpr = blocks.BN
-    acc = tl.zeros((BM, BN), tl.float32)
-    acc = add_outer_products(acc, a_ptr, b_ptr, K, task.m * BM, task.n * BN, M, N, TMA, BM, BN, blocks.BK)
-    store_weight_gradient(c_ptr, acc, task.m * BM, task.n * BN, M, N, BM, BN)
+    m0, n0 = task.m * blocks.BM, task.n * blocks.BN
+    gemm.weight_gradient_tile(a_ptr, b_ptr, c_ptr, K, m0, n0, M, N, TMA, blocks.BM, blocks.BN, blocks.BK)

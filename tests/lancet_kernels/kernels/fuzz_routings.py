@@ -36,7 +36,6 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol import tasks
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.reference import kernel as overlap_kernel
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from tests.lancet_kernels.kernels.overlap_cases import make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, same_bits
@@ -261,7 +260,7 @@ class Fuzz:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, releases and tasks go through this object."""
-        give_back, find_task = Exchange._give_back, overlap_kernel.gemm_task
+        give_back, find_task = Exchange._give_back, tasks.gemm_task
 
         def look_and_give(exchange: Exchange, place: int, words: Tensor, *, backward: bool) -> None:
             self.look_and_poison(exchange, place, words, backward)
@@ -277,7 +276,7 @@ class Fuzz:
         options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         with (
             mock.patch.object(Exchange, "_give_back", look_and_give),
-            mock.patch.object(overlap_kernel, "gemm_task", nap_and_find),
+            mock.patch.object(tasks, "gemm_task", nap_and_find),
             # An expert here has not 8 tiles, but several groups of 2.
             mock.patch.object(tasks, "GROUP", tl.constexpr(2)),
             mock.patch.object(interpreter.interpreter_builder, "options", options),

@@ -150,7 +150,7 @@ MUTANTS = {
     ],
     "a tile does not wait for its rows": [
         (steps.wait_rows, "    return here\n", "    return here | True\n"),
-        (steps.wait_rows, "in_tile(count, before, m, BM), word", "i_w < 0, word"),
+        (steps.wait_rows, "schedule.in_tile(count, before, m, BM), word", "i_w < 0, word"),
     ],
     "the second product does not wait for the first": [
         (producer._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, True)",
