@@ -54,9 +54,9 @@ test: $(INSTALLED)
 test-all: $(ALL_INSTALLED) $(OLDEST)/.installed
 	$(BIN)/python -m pytest tests bench --benchmark-disable $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
 
-# With the Python of the machine, which has torch for its GPU; installs nothing.
+# With the Python of the machine, which has torch for its GPU; installs nothing. make gpu OUT=folder ONLY=machine,eta
 gpu:
-	@PYTHON=$(PYTHON) bench/gpu/gpu.sh
+	@$(PYTHON) bench/gpu/first_run.py $(OUT:%=--out %) $(ONLY:%=--only %) $(UNTIL:%=--until %)
 
 # mypy looks for packages in folders of their names; ours are mapped, so it gets links that are as installed.
 TYPED := build/mypy/lancet_kernels

@@ -4,7 +4,7 @@
 
 What a benchmark is compared with is in its group (kernel and workload). Without a GPU our kernels run in
 Triton's interpreter: such a time is a proof that they run and nothing else, and says so. On a GPU, `make gpu`
-measures the fused launches and the layer.
+measures the fused launches.
 """
 
 import os

@@ -1,64 +1,42 @@
-"""MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
-
-Ours, fused and unfused (`backend="torch"`: op by op); what torch alone gives,
-which is always at hand; other libraries, of which none has been run by us yet: a reader who has a GPU and
-installs one gets it in the same table. None drops a token.
-
-To bring them to a machine without a network, where there is one
-
-    pip download -d wheels --no-deps liger-cute-kernels quack-kernels
-
-and there `pip install --no-index --no-deps --target peers wheels/*.whl`, then PEERS=peers make gpu.
-"""
+"""MoE layers to compare with: what torch alone gives, always at hand; those of transformers, if installed."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.conversion.family import layout_of
+from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.ops.moe.expert_activation import activate
 from lancet_kernels.tuning.workloads import Workload
-
-OURS = {"ours, fused": "fused", "ours, unfused": "torch"}
 
 
 class Absent(Exception):
     """This peer cannot take part; the message says why."""
 
 
-class TorchGrouped(nn.Module):
-    """Rows sorted by expert through torch's grouped_mm, as torchtitan's experts do it; nothing is dropped."""
+def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[Tensor]:
+    """The experts of a layer by torch's ops, as torchtitan has them. -> y, dx, dweight, dw1, dw2."""
+    choice = routing.choice[: int(routing.count.sum())].long()
+    token = choice // routing.expert.shape[1]
+    given = x, routing.weight, experts.w1, experts.w2
+    x, weight, w1, w2 = (t.detach().clone().requires_grad_() for t in given)
 
-    def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.w = w
-        self.router = nn.Linear(w.width, w.experts, bias=False, **make)
-        self.w1 = nn.Parameter(torch.randn(w.experts, w.width, w.wide, **make) * 0.02)
-        self.w2 = nn.Parameter(torch.randn(w.experts, w.hidden, w.width, **make) * 0.02)
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        if rows.is_cuda:
+            return torch.nn.functional.grouped_mm(rows, weights, offs=routing.count.cumsum(0).int())
+        parts = rows.split(routing.count.tolist())
+        return torch.cat([part @ each for part, each in zip(parts, weights, strict=True)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.w
-        weight_TK, expert_TK = self.router(x).float().softmax(-1).topk(w.choices)
-        expert, order = expert_TK.flatten().sort(stable=True)
-        count = torch.zeros(w.experts, dtype=torch.int64, device=x.device)
-        ends = count.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0).to(torch.int32)
-        token = order // w.choices
-        # index_select and index_add are each other's backward; that of x[token] sorts.
-        hidden = activate(
-            torch.nn.functional.grouped_mm(x.index_select(0, token), self.w1, offs=ends), w.activation
-        )
-        y = torch.nn.functional.grouped_mm(hidden, self.w2, offs=ends)
-        weight = weight_TK.flatten().index_select(0, order)
-        return torch.zeros_like(x).index_add(0, token, (y * weight[:, None]).to(x.dtype))
+    # index_select and index_add are each other's backward; that of x[token] sorts.
+    hidden = activate(product(x.index_select(0, token), w1), experts.activation)
+    y = product(hidden, w2) * weight.reshape(-1)[choice, None].to(x.dtype)
+    out = torch.zeros_like(x).index_add(0, token, y)
+    return [out.detach(), *torch.autograd.grad(out, (x, weight, w1, w2), dy)]
 
 
 class _Called(nn.Module):
@@ -70,77 +48,6 @@ class _Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-class _LigerCuteExperts(torch.autograd.Function):
-    """The fused pass of liger-cute-kernels: gate and up [E, F, D], down [E, D, F], choices int32 [T, K]."""
-
-    @staticmethod
-    def forward(ctx, x, weight_TK, expert_TK, gate, up, down, library, team, keeps):
-        shape = {"num_experts": len(gate), "top_k": expert_TK.shape[1], "team_handle": team}
-        operands = expert_TK, weight_TK, gate, up, down
-        made = library.moe_fused_fwd_bf16(x, *operands, **shape)
-        ctx.library, ctx.shape, ctx.operands, ctx.made = library, shape, operands, made
-        if not keeps:
-            library.moe_pop_fwd()
-        return made[0]
-
-    @staticmethod
-    def backward(ctx, dy):
-        _, rows, results, offsets, slots, tiles, tile_rows = ctx.made
-        dx, dgate, dup, ddown, dweight = ctx.library.moe_fused_bwd_bf16(
-            dy.contiguous(), results, rows, slots, tiles, offsets, *ctx.operands, **ctx.shape,
-            fwd_tile_m=tile_rows,
-        )  # fmt: skip
-        ctx.library.moe_pop_fwd()
-        return dx, dweight, None, dgate, dup, ddown, None, None, None
-
-
-def _liger_cute(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """github.com/linkedin/Liger-Kernel: fused expert-parallel kernels, here on one rank."""
-    library = importlib.import_module("liger_cute_kernels.tvm_ffi")
-    nvshmem = importlib.import_module("liger_cute_kernels.nvshmem")
-    if w.activation != "swiglu" or dtype != torch.bfloat16:
-        raise ValueError(f"{w.activation} in {dtype}: only swiglu in bfloat16")
-    if not dist.is_initialized():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    nvshmem.init_from_pg()
-    library.moe_configure_symmetric(
-        max_tokens=w.tokens, hidden_dim=w.width, max_num_experts=w.experts, max_top_k=w.choices, num_pes=1,
-        num_hosts=1, gpus_per_host=1,
-    )  # fmt: skip
-    make: dict[str, Any] = {"device": device, "dtype": dtype}
-    layer = nn.Module()
-    router = layer.router = nn.Linear(w.width, w.experts, bias=False, **make)
-    for name, shape in (
-        ("gate", (w.hidden, w.width)),
-        ("up", (w.hidden, w.width)),
-        ("down", (w.width, w.hidden)),
-    ):
-        setattr(layer, name, nn.Parameter(torch.randn(w.experts, *shape, **make) * 0.02))
-
-    def run(x: Tensor) -> Tensor:
-        weight_TK, expert_TK = router(x).float().softmax(-1).topk(w.choices)
-        return _LigerCuteExperts.apply(
-            x, weight_TK.to(dtype).contiguous(), expert_TK.int().contiguous(), layer.gate, layer.up,
-            layer.down, library, nvshmem.team_world(), torch.is_grad_enabled(),
-        )  # fmt: skip
-
-    return _Called(run, layer)
-
-
-def quack_gemm(device: torch.device) -> Callable[..., Tensor]:
-    """quack's `gemm(A, B, out, cu_seqlens_m= or cu_seqlens_k=)`, not tuned. Raises Absent."""
-    if device.type != "cuda":
-        raise Absent("quack needs a GPU")
-    try:
-        gemm = importlib.import_module("quack.gemm_interface").gemm
-    except ImportError as error:
-        raise Absent(f"quack is not installed ({error})") from error
-    return partial(gemm, tuned=False)
-
-
-PEERS = {"torch grouped_mm": TorchGrouped, "liger-cute-kernels": _liger_cute}
 
 
 class Dense(nn.Module):
@@ -215,25 +122,3 @@ def same_weights(
         for layer in alike[1:]:
             torch.testing.assert_close(layer(x), alike[0](x), rtol=1e-3, atol=1e-4)
     return layers
-
-
-def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """-> what takes x [T, D]: of OURS or of PEERS. Raises Absent if it cannot be had here."""
-    if name not in OURS:
-        return make_peer(name, w, dtype, device)
-    return MoELayer(
-        w.width, w.hidden, w.experts, top_k=w.choices, gate="topk", capacity_factor=None,
-        activation=w.activation, backend=OURS[name], device=device, dtype=dtype,
-    )  # fmt: skip
-
-
-def make_peer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The layer of another library. Raises Absent if it is not installed, or does not take this."""
-    if device.type != "cuda":
-        raise Absent(f"{name} needs a GPU")
-    try:
-        return PEERS[name](w, dtype, device)
-    except ImportError as error:
-        raise Absent(f"{name} is not installed ({error})") from error
-    except Exception as error:
-        raise Absent(f"{name} does not take {w}: {error}") from error

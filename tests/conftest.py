@@ -49,9 +49,6 @@ ALONE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shard", default="0/1", help="i/n: run every n-th test from the i-th on, 0 is the first"
-    )
-    parser.addoption(
         "--minutes",
         type=float,
         help="start no test after so many minutes; long ones come first, one case of each before a second",
@@ -93,8 +90,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if xdist and (group := group_of(item)):
             item.add_marker(pytest.mark.xdist_group(group))
-    index, count = map(int, config.getoption("--shard").split("/"))
-    items[:] = items[index::count]
     if config.option.minutes is not None:
         seen, order = Counter(), {}
         for item in items:

@@ -166,6 +166,39 @@ def stand_ins() -> str:
     return "\n".join(_table(["step, `none` = 1", *(f"`{name}`" for name in strategies)], rows))
 
 
+FIGURES = {
+    "ms": "ms", "tflops": "TFLOP/s", "eta": "η", "predicted_ms": "predicted ms", "exposed_ms": "exposed ms",
+}  # fmt: skip
+
+
+def first_run(folder: Path = ROOT / "bench" / "results") -> str:
+    """Each committed first run on a GPU: the outcome of its steps, and their figures."""
+    texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("first-run-*.jsonl"))]
+    parts = []
+    for head, *lines in ([*map(json.loads, text.splitlines())] for text in texts):
+        run = head["run"]
+        if run["label"] != "measured":
+            continue
+        rows = [
+            (f"`{line['step']}`", what, *(f"{numbers[key]:.4g}" if key in numbers else "" for key in FIGURES))
+            for line in lines
+            for what, numbers in [(line["outcome"], {}), *_figures(line.get("result", {}))]
+        ]
+        parts += [f"{run['device']}, torch {run['torch']}, Triton {run['triton']}, {run['date']}:"]
+        parts += ["", *_table(("step", "", *FIGURES.values()), rows), ""]
+    return "\n".join(parts) or "Not measured: no GPU was at hand."
+
+
+def _figures(result: Mapping[str, object], name: str = "") -> Iterable[tuple[str, Mapping[str, float]]]:
+    """Parts of a result, at any depth, that have one of FIGURES."""
+    numbers = {key: value for key, value in result.items() if isinstance(value, (int, float))}
+    if numbers.keys() & FIGURES.keys():
+        yield name, numbers
+    for key, value in result.items():
+        if isinstance(value, dict):
+            yield from _figures(value, f"{name}, {key}" if name else key)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "command_line": command_line,
     "support": support,
@@ -176,6 +209,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "overlap_netns": partial(overlap, "netns"),
     "overlap_stands_for": partial(overlap, STANDS_FOR),
     "stand_ins": stand_ins,
+    "first_run": first_run,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

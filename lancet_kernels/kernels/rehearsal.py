@@ -61,6 +61,12 @@ def compile_together(launches: Sequence[Launch]) -> None:
                 kernel._init_handles()
 
 
+def variants() -> dict[str, int]:
+    """How many variants of each of `WAITING` this process has; in the interpreter there are none."""
+    caches = {kernel.fn.__name__: getattr(kernel, "device_caches", {}) for kernel in WAITING}
+    return {name: sum(len(of_device[0]) for of_device in cache.values()) for name, cache in caches.items()}
+
+
 def prepare(
     forward: Exchange,
     backward: Exchange,

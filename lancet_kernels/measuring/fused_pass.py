@@ -34,26 +34,34 @@ class FusedPasses:
         self.workload, self.dtype, self.device = workload, dtype, device
         self.memory = symmetric.create(None, device, TIMEOUT_S)
         self.local_experts = workload.experts // self.memory.world
-        generator = torch.Generator(device).manual_seed(self.memory.rank)
-        make = lambda *shape: (  # noqa: E731
-            torch.randn(*shape, generator=generator, device=device, dtype=torch.float32) * 0.1
-        ).to(dtype)
-        self.x, self.dy = (make(workload.tokens, workload.width) for _ in range(2))
+        self._generator = torch.Generator(device).manual_seed(self.memory.rank)
         self.experts = Experts(
-            make(self.local_experts, workload.width, workload.wide),
+            self._random(self.local_experts, workload.width, workload.wide),
             None,
-            make(self.local_experts, workload.hidden, workload.width),
+            self._random(self.local_experts, workload.hidden, workload.width),
             None,
             workload.activation,
         )
-        score = make(workload.tokens, workload.experts).float()
-        used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
-        expert, slot, weight, used = gate(
-            score, used, None, None, "topk", workload.choices, workload.capacity
-        )
-        kept = kept_counts(used, workload.capacity, 1).view(-1)
-        self.routing = Routing.of(expert, send_rows(expert, slot, kept), weight, kept)
+        self.route(workload.tokens, workload.capacity)
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator, device=self.device, dtype=torch.float32)
+        return (values * 0.1).to(self.dtype)
+
+    def route(self, tokens: int, capacity: int, skew: float = 0.0) -> None:
+        """Other tokens on this rank, at most `workload.tokens`, of which an expert takes at most `capacity`.
+
+        skew: 0: experts are alike; the larger, the more tokens go to the first ones.
+        """
+        w = self.workload
+        self.x, self.dy = (self._random(tokens, w.width) for _ in range(2))
+        score = self._random(tokens, w.experts).float()
+        score -= 0.1 * skew * torch.arange(1, w.experts + 1, device=self.device).log()
+        used = torch.zeros(w.experts, dtype=torch.int64, device=self.device)
+        expert, slot, weight, used = gate(score, used, None, None, "topk", w.choices, capacity)
+        kept = kept_counts(used, capacity, 1).view(-1)
+        self.routing = Routing.of(expert, send_rows(expert, slot, kept), weight, kept)
 
     def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
         """Forward and backward exchange; configurations with the same rows per signal share them."""

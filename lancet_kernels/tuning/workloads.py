@@ -34,8 +34,8 @@ class Workload:
 
     def small(self) -> Workload:
         """A workload of the same kind for the interpreter: a pass takes a second instead of an hour."""
-        choices = min(self.choices, 2)
-        return replace(self, tokens=32, width=32, hidden=32, experts=4, choices=choices)
+        experts, choices = min(self.experts, 4), min(self.choices, 2)
+        return replace(self, tokens=32, width=32, hidden=32, experts=experts, choices=choices)
 
     def __str__(self) -> str:
         sizes = f"T{self.tokens} D{self.width} F{self.hidden} E{self.experts} K{self.choices}"

@@ -1,41 +1,34 @@
-"""What we compare with must compute an MoE layer: the adapter always at hand, against a plain loop."""
+"""What we compare with must compute an MoE layer: torch's ops, always at hand, against a plain loop."""
 
 import pytest
 import torch
 
-from bench.peers import Absent, TorchGrouped, make_peer, quack_gemm
+from bench.peers import by_torch
+from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.ops.moe.expert_activation import activate
-from lancet_kernels.tuning.workloads import Workload
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_torch_grouped_is_an_moe_layer(activation: str) -> None:
-    w = Workload("small", tokens=40, width=32, hidden=16, experts=4, choices=2, activation=activation)
+def test_by_torch_is_an_moe_layer(activation: str) -> None:
     torch.manual_seed(0)
-    layer = TorchGrouped(w, torch.float32, torch.device("cpu"))
-    x = torch.randn(w.tokens, w.width, requires_grad=True)
-    weight_TK, expert_TK = layer.router(x).softmax(-1).topk(w.choices)
-
-    def expert(t: int, e: int) -> torch.Tensor:
-        return activate(x[t] @ layer.w1[e], activation) @ layer.w2[e]
-
+    tokens, width, hidden, experts, choices = 40, 32, 16, 4, 2
+    wide = 2 * hidden if activation == "swiglu" else hidden
+    x, dy = torch.randn(2, tokens, width, dtype=torch.float64).unbind()
+    w1, w2 = (torch.randn(experts, *shape).double() for shape in ((width, wide), (hidden, width)))
+    weight, expert = torch.randn(tokens, experts).double().softmax(-1).topk(choices)
+    expert[3, 1] = expert[3, 0]  # twice the same
+    order = expert.reshape(-1).argsort(stable=True)
+    row = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))).view_as(expert)
+    count = torch.bincount(expert.reshape(-1), minlength=experts)
+    got = by_torch(x, dy, Routing.of(expert, row, weight, count), Experts(w1, None, w2, None, activation))
+    inputs = [t.requires_grad_() for t in (x, weight, w1, w2)]
     rows = [
-        sum(weight_TK[t, k] * expert(t, e) for k, e in enumerate(expert_TK[t].tolist()))
-        for t in range(w.tokens)
+        sum(
+            weight[t, k] * (activate(x[t] @ w1[e], activation) @ w2[e])
+            for k, e in enumerate(expert[t].tolist())
+        )
+        for t in range(tokens)
     ]
-    y, expected = layer(x), torch.stack(rows)
-    torch.testing.assert_close(y, expected)
-    dy, inputs = torch.randn_like(y), (x, *layer.parameters())
-    gradients = (torch.autograd.grad(out, inputs, dy, retain_graph=True) for out in (y, expected))
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_a_peer_that_cannot_be_had_says_why() -> None:
-    w = Workload("small", 8, 8, 8, 2, 1)
-    with pytest.raises(Absent, match="liger-cute-kernels needs a GPU"):
-        make_peer("liger-cute-kernels", w, torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(Absent, match="liger-cute-kernels is not installed"):
-        make_peer("liger-cute-kernels", w, torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(Absent, match="quack is not installed"):
-        quack_gemm(torch.device("cuda"))
+    y = torch.stack(rows)
+    for mine, expected in zip(got, (y, *torch.autograd.grad(y, inputs, dy)), strict=True):
+        torch.testing.assert_close(mine, expected)

@@ -37,7 +37,7 @@ WORK += [(replace(case, world=world), {}) for case in LARGE.values() for world i
 WORK += [(replace(LARGE["gelu"], world=world), {"dense": True}) for world in WORLDS]
 GELU, ODD = LARGE["gelu"], Case()
 # The Hopper kernel: tiles that end before a tile's columns do, several tiles of an expert, tiles of several
-# sources. Compiling takes most of the time that `make gpu` has, so that the others are long.
+# sources. Compiling takes most of the time that the first run on a GPU has, so that the others are long.
 HOPPER_WORK = few_of(
     [
         pytest.param((GELU, {}), id="gelu"),

@@ -1,0 +1,374 @@
+"""What the steps of `first_run` do. Each yields results as they come; on a CPU it is small, and interpreted.
+
+python -m bench.gpu.steps eta cuda
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+
+from bench.gpu.first_run import FACT
+from bench.peers import by_torch
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.hopper import launch as hopper_launch
+from lancet_kernels.kernels.overlap import default_overlap_config
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
+from lancet_kernels.kernels.rehearsal import prepare, rehearsal, variants
+from lancet_kernels.measuring.fused_pass import FusedPasses, most_rows
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.workloads import WORKLOADS, Workload
+
+Results = Iterator[dict]
+# How far the norm of a tensor may be off, and its worst element by the root of the mean square. Rounding to
+# bfloat16 gives 0.005 and 0.04 in one computation, a row that is missing 3 in the worst element.
+ALLOWED = {torch.bfloat16: (1.5e-2, 0.25), torch.float32: (1e-4, 1e-3)}
+MIDDLE = Workload("middle", 8192, 2048, 1024, 16, 4, "swiglu")
+SPEEDS = {
+    "speed_sonic": WORKLOADS["wide"],
+    "speed_mixtral": Workload("mixtral", 4096, 4096, 14336, 8, 2, "swiglu"),
+    "speed_qwen3": Workload("qwen3-30b", 16384, 2048, 768, 128, 8, "swiglu"),
+    # 32 of its 256 experts, with the rows that 8 ranks of 8,192 tokens send to one of them.
+    "speed_deepseek": Workload("deepseek-v3", 16384, 7168, 2048, 32, 4, "swiglu"),
+}
+PES = "test_virtual_pes.py"
+# Tests of kernels by step: a file, what is chosen of it on a GPU, and on a CPU.
+TESTS = {
+    "virtual_pes": (PES, "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks"),
+    "virtual_pes_more": (PES, "is_as or passes or graph or rehearsal", "forward_and_backward"),
+    "sanitizer": ("test_sanitizer_gpu.py", "memcheck", "memcheck"),
+}
+
+
+class Layer:
+    """A layer's experts and rows, and the configuration of its passes, whose kernels are compiled."""
+
+    def __init__(self, workload: Workload, device: torch.device, programs: int | None = None) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.workload = w = workload if self.on_gpu else workload.small()
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.passes = p = FusedPasses(w, self.dtype, device)
+        config = default_overlap_config(w.width, w.hidden, w.activation, self.dtype, device)
+        self.config = replace(config, programs=programs or config.programs)
+        prepare(*p.exchanges(self.config), p.x, p.routing, p.experts, self.config)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def compare(self) -> dict:
+        """Forward and backward against the same by torch's ops and autograd."""
+        begin = time.monotonic()
+        y, saved = self.passes.begin(self.config)
+        self.synchronize()
+        print("the forward came back", flush=True)
+        made = self.passes.backward(self.config, saved)
+        self.synchronize()
+        seconds = time.monotonic() - begin
+        for exchange in self.passes.exchanges(self.config):
+            exchange.check()
+        got = {"y": y, "dx": made.dx, "dweight": made.dweight, "dw1": made.dw1, "dw2": made.dw2}
+        expected = by_torch(self.passes.x, self.passes.dy, self.passes.routing, self.passes.experts)
+        found = agreement(got, dict(zip(got, expected, strict=True)), self.dtype)
+        about = {"sizes": str(self.workload), "bodies": self.config.bodies, "programs": self.config.programs}
+        return {**about, "seconds": seconds, **found}
+
+
+def agreement(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict:
+    """How far tensors computed in `dtype` are off, by name: norm and worst element. NaN is never right."""
+    off = {}
+    for name, tensor in got.items():
+        wanted = expected[name].float()
+        error = (tensor.float() - wanted).nan_to_num(nan=math.inf)
+        scale = max(wanted.norm().item(), 1e-30)
+        worst = error.abs().max().item() if error.numel() else 0.0
+        off[name] = error.norm().item() / scale, worst * wanted.numel() ** 0.5 / scale
+    norm, worst = ALLOWED[dtype]
+    return {"right": all(a < norm and b < worst for a, b in off.values()), "off": off}
+
+
+def machine(device: torch.device) -> Results:
+    """The ceilings: what cuBLAS multiplies and memory copies here."""
+    clock, (size, room) = Clock(device), (8192, 2**30) if device.type == "cuda" else (512, 2**24)
+    x, y = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    a, b = (torch.empty(room, dtype=torch.uint8, device=device) for _ in range(2))
+    times = clock.rounds({"matmul": lambda: x @ y, "copy": lambda: a.copy_(b)}, 15, 3)
+    ms = {name: statistics.median(values) for name, values in times.items()}
+    yield {"matmul": {"tflops": 2 * size**3 / ms["matmul"] * 1e-9}, "copy_gb_s": 2 * room / ms["copy"] * 1e-6}
+    if shutil.which("nvidia-smi"):
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu,memory.total"
+        command = ["nvidia-smi", query, "--format=csv,noheader", "--id=0"]
+        yield {"nvidia-smi": subprocess.run(command, capture_output=True, text=True, timeout=20).stdout}
+
+
+def one_program(device: torch.device) -> Results:
+    """Does the kernel run at all: one program does everything, so no race between programs can hang it."""
+    yield Layer(Workload("tiny", 300, 256, 192, 4, 2, "swiglu"), device, programs=1).compare()
+
+
+def all_programs(device: torch.device) -> Results:
+    for activation in ("swiglu", "gelu"):
+        yield {activation: Layer(replace(MIDDLE, activation=activation), device).compare()}
+
+
+def speed(workload: Workload, device: torch.device) -> Results:
+    """Forward and backward, beside the bare products of the same rows by torch's grouped_mm."""
+    layer = Layer(workload, device)
+    yield layer.compare()
+    passes, config, w, experts = layer.passes, layer.config, layer.workload, layer.passes.experts
+    rows = int(passes.routing.count.sum())
+    a, h, p = (torch.randn(rows, n, device=device).to(layer.dtype) for n in (w.width, w.hidden, w.wide))
+    mm = partial(torch.nn.functional.grouped_mm, offs=passes.routing.count.cumsum(0).int())
+    saved: list = []
+    runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: saved.append(passes.begin(config)[1]),
+        "backward": lambda: passes.backward(config, saved.pop()),
+        "grouped_mm forward": lambda: (mm(a, experts.w1), mm(h, experts.w2)),
+        "grouped_mm backward": lambda: (mm(a, experts.w2.mT), mm(p, experts.w1.mT), mm(h.mT, a), mm(a.mT, p)),
+    }
+    rounds, warmup = (15, 3) if layer.on_gpu else (1, 0)
+    for name, values in Clock(device).rounds(runs, rounds, warmup).items():
+        ms = sorted(values)
+        flops = 2.0 * rows * w.width * (w.wide + w.hidden) * (2 if "backward" in name else 1)
+        figures = {"ms": ms[rounds // 2], "least_ms": ms[0], "most_ms": ms[-1]}
+        yield {name: figures | {"tflops": flops / ms[rounds // 2] * 1e-9}}
+
+    def both() -> None:
+        runs["forward"]()
+        runs["backward"]()
+
+    begin = time.process_time()
+    for _ in range(rounds):
+        both()
+    yield {"host_ms": (time.process_time() - begin) / rounds * 1e3}
+    layer.synchronize()
+    with torch.profiler.profile() as profile:
+        both()
+        layer.synchronize()
+    kernels = {each.key[:60]: each.device_time_total for each in profile.key_averages()}
+    yield {"kernels_us": {name: us for name, us in kernels.items() if us}}
+
+
+def eta(device: torch.device) -> Results:
+    """How much of the shorter of puts and GEMMs is hidden: max(puts, GEMMs) / both, at four speeds of puts.
+
+    One PE. A narrow window of puts stands for a slow wire; its speed is measured, in a launch without GEMMs.
+    Puts of the backward are not measured alone, for its weight gradients wait for tiles: they are as many.
+    """
+    layer = Layer(Workload("eta", 16384, 2048, 768, 64, 8, "swiglu"), device)
+    # Rows and elements of a step of a put; how many steps a program has on the way (0: the default).
+    windows = {"full": (2, 1024, 0), "fast": (1, 1024, 3), "middle": (1, 1024, 2), "slow": (1, 512, 2)}
+    slots, widest = hopper_launch.put_slots, triton.next_power_of_2(layer.workload.width)
+    configs = {
+        name: replace(layer.config, put_rows=rows, put_block=min(elements, widest))
+        for name, (rows, elements, _) in windows.items()
+    }
+
+    def narrow(name: str):
+        count = windows[name][2]
+        return mock.patch.object(hopper_launch, "put_slots", lambda *sizes: count or slots(*sizes))
+
+    with rehearsal():
+        for name, config in configs.items():
+            with narrow(name):
+                layer.passes.forward_backward(config)
+    gigabytes = int(layer.passes.routing.count.sum()) * layer.workload.width * layer.dtype.itemsize * 1e-9
+    for name, layer.config in configs.items():
+        with narrow(name):
+            both, gemms = launch_ms(layer, puts=True, tiles=True), launch_ms(layer, puts=False, tiles=True)
+            (put,) = launch_ms(layer, puts=True, tiles=False)
+            result = {"put_ms": put, "put_gb_s": gigabytes / put * 1e3, **layer.compare()}
+        for direction, ms, gemm in zip(("forward", "backward"), both, gemms, strict=True):
+            hidden = (gemm + put - ms) / min(gemm, put)
+            result[direction] = {"ms": ms, "gemm_ms": gemm, "eta": max(gemm, put) / ms, "hidden": hidden}
+        yield {name: result}
+
+
+def launch_ms(layer: Layer, *, puts: bool, tiles: bool) -> list[float]:
+    """Milliseconds of the overlap launch of a forward and, with tiles, a backward that do only this."""
+    forward, backward = layer.passes.exchanges(layer.config)
+    rounds, warmup = (9, 2) if layer.on_gpu else (1, 0)
+    with shortened(Clock(layer.device), puts, tiles) as ms:
+        for _ in range(rounds + warmup):
+            for exchange in (forward, backward):
+                # Without puts all rows count as arrived.
+                exchange.arrived.local.fill_(0 if puts else 2**62)
+            _, saved = layer.passes.begin(layer.config)
+            if tiles:
+                layer.passes.backward(layer.config, saved)
+            forward.release(saved.use)
+    for exchange in (forward, backward):
+        exchange.arrived.local.zero_()
+        exchange.check()
+    directions = 2 if tiles else 1
+    return [statistics.median(ms[directions * warmup + i :: directions]) for i in range(directions)]
+
+
+@contextmanager
+def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
+    """Inside, passes only put, or only multiply, and add nothing up; -> ms of their overlap launches."""
+    launch, schedule, ms = overlap._launch, Exchange.schedule, []
+
+    def timed(*arguments: Any) -> None:
+        ms.append(clock.once(partial(launch, *arguments)))
+
+    def without(exchange: Exchange, use, count: Tensor) -> None:
+        schedule(exchange, use, count)
+        for word, wanted in ((NUM_PUTS, puts), (NUM_TILES, tiles)):
+            if not wanted:
+                use.table[word.value] = 0
+
+    patch = mock.patch.object
+    with patch(overlap, "_launch", timed), patch(Exchange, "schedule", without), patch(overlap, "_combine"):
+        yield ms
+
+
+def shapes(device: torch.device) -> Results:
+    """Other activations, one expert, many; tokens that are another number in each pass, and favour some."""
+    silu = Workload("silu", 1000, 512, 576, 4, 2, "silu")
+    one = replace(MIDDLE, name="one expert", experts=1, choices=1)
+    for workload in (silu, one, replace(MIDDLE, name="many experts", experts=256)):
+        yield {workload.name: Layer(workload, device).compare()}
+    layer = Layer(MIDDLE, device)
+    most = layer.workload.tokens
+    for tokens, skew in ((most, 1.0), (most, 4.0), (most // 3, 1.0), (1, 0.0), (0, 0.0), (most, 0.5)):
+        layer.passes.route(tokens, most, skew)
+        yield {f"{tokens} tokens, skew {skew:g}": layer.compare()}
+
+
+def passes(device: torch.device) -> Results:
+    """Open passes of two layers through one exchange; a third that may not, and one that does not fit."""
+    layer = Layer(MIDDLE, device)
+    yield {"alone": layer.compare()}
+    p, config, w = layer.passes, layer.config, layer.workload
+    compiled = variants()
+    mine, other = p.experts, replace(p.experts, w1=p.experts.w1.flip(0), w2=p.experts.w2.flip(0))
+    p.experts = other
+    _, second = p.begin(config)
+    p.experts = mine
+    y, first = p.begin(config)
+    yield {"third": refused(lambda: p.begin(config))}
+    dx = p.backward(config, first).dx
+    p.experts = other
+    p.backward(config, second)
+    p.experts = mine
+    expected = dict(zip(("y", "dx"), by_torch(p.x, p.dy, p.routing, mine), strict=False))
+    yield {"two open": agreement({"y": y, "dx": dx}, expected, layer.dtype)}
+    yield {"variants": {"right": variants() == compiled, **variants()}}
+    sizes = most_rows(w, 1) | {"receive_rows": int(p.routing.count.sum()) // 2, "local_experts": w.experts}
+    rows: dict[str, Any] = {"width": w.width, "dtype": layer.dtype, "chunk_rows": config.gemm.block_m}
+    small = Exchange(p.memory, "too small", **sizes | rows)
+    y, _ = overlap.moe_forward(small, p.x, p.routing, mine, config)
+    yield {"does not fit": refused(small.check), "after it": layer.compare()}
+    yield {"of what did not fit": {"right": bool(y.isnan().any())}}
+
+
+def refused(call: Callable[[], object]) -> dict:
+    try:
+        return {"right": False, "gave": str(call())}
+    except UserError as error:
+        return {"right": True, "said": str(error)}
+
+
+def planned_step(device: torch.device) -> Results:
+    """GPT2-S-MoE of the paper, as one of 16 ranks on an emulated wire: what each strategy exposes."""
+    model = "--model gpt2-s-moe --batch 24 --dtype bfloat16 --rounds 8"
+    if device.type == "cpu":
+        model = "--model gpt2-tiny-moe --batch 2 --device cpu --rounds 1 --warmup 0"
+    step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet,auto {model}"
+    figures = json.loads(said_by("-m", "lancet_kernels.cli", *step.split(), "--json"))
+    yield {"link_gbps": figures["link_gbps"], "prediction_error": figures["prediction_error"]}
+    for name, ms in figures["iteration_ms"].items():
+        exposed = figures["account_ms"][name].get("exposed all_to_all")
+        yield {name: {"ms": ms, "predicted_ms": figures["predicted_ms"].get(name), "exposed_ms": exposed}}
+
+
+def said_by(*arguments: str) -> str:
+    """What Python prints for these arguments; where it fails this step does."""
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def run_tests(file: str, on_gpu: str, on_cpu: str, device: torch.device) -> Results:
+    """Each test by its own outcome, as soon as it has one."""
+    chosen = ("gpu", on_gpu) if device.type == "cuda" else ("not gpu and not long", on_cpu)
+    # While a kernel spins, loading a module would wait for it.
+    command = ["env", "CUDA_MODULE_LOADING=EAGER", sys.executable, "-m", "pytest", "-v", "--color=no"]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        f"tests/lancet_kernels/kernels/{file}",
+        "-m",
+        chosen[0],
+        "-k",
+        chosen[1],
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout or ():
+        print(line, end="", flush=True)
+        if match := re.match(r"\S+::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+            yield {match[1]: {"right": match[2] in ("PASSED", "SKIPPED"), "outcome": match[2].lower()}}
+    yield {"pytest": {"right": process.wait() == 0, "exit": process.returncode}}
+
+
+def counters(device: torch.device) -> Results:
+    """What tensor cores, L2 and memory do in the overlap launches of a forward and a backward."""
+    metrics = (
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__t_sector_hit_rate.pct",
+        "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum",
+    )  # fmt: skip
+    if shutil.which("ncu") is None:
+        yield {"ncu": "not on this machine"}
+        return
+    command = ["ncu", "--clock-control", "none", "--kernel-name", "regex:overlap_kernel", "--csv"]
+    command += ["--launch-count", "2", "--metrics", ",".join(metrics)]
+    command += [sys.executable, "-m", "bench.gpu.steps", "all_programs", str(device)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout[-8000:], done.stderr[-2000:])
+    lines = [line.strip('"').split('","') for line in done.stdout.splitlines() if line.startswith('"')]
+    yield {"exit": done.returncode, "metrics": [line[-3:] for line in lines]}
+
+
+def ranks_on_one_gpu(device: torch.device) -> Results:
+    """Two ranks that share the GPU, over torch's symmetric memory."""
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    where = "one-gpu" if device.type == "cuda" else "cpu"
+    yield json.loads(said_by(*ranks, "-m", "bench.gpu.several_ranks", where).splitlines()[-1])
+
+
+def main(name: str, device: str) -> None:
+    alone = (machine, one_program, all_programs, planned_step, eta, counters, shapes, passes)
+    run: dict[str, Callable[[torch.device], Results]] = {
+        **{step.__name__: step for step in (*alone, ranks_on_one_gpu)},
+        **{step: partial(speed, workload) for step, workload in SPEEDS.items()},
+        **{step: partial(run_tests, *tests) for step, tests in TESTS.items()},
+    }
+    for result in run[name](torch.device(device)):
+        # Four digits of each number.
+        short = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
+        print(FACT + json.dumps(short), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
