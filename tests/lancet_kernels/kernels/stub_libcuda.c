@@ -1,7 +1,12 @@
 /* A libcuda that checks what it is given by the rules of CUDA's driver API, notes it in $STUB_LOG, and runs nothing.
  *
  * Enough of the API for the launchers of Triton 3.6 to 3.9; it looks like an H100. A rule that is broken is an
- * error of the call, as with the driver, and a line "broken ..." of the log.
+ * error of the call, as with the driver, and a line of the log:
+ *
+ *     load NAME
+ *     map SIZE SIZE STRIDE BOX BOX SWIZZLE         innermost first; the stride in bytes
+ *     launch NAME GRID THREADS SHARED PARAMETER... as many as $STUB_PARAMETERS says, their first eight bytes
+ *     broken WHAT
  */
 #include "cuda.h"
 #include <stdint.h>
@@ -115,9 +120,9 @@ CUresult cuTensorMapEncodeTiled(
   if (box[0] * bytes > widest) return broken("map: inner box wider than the swizzle");
   if (fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && type < CU_TENSOR_MAP_DATA_TYPE_FLOAT16)
     return broken("map: integers filled with NaN");
-  fprintf(notes(), "map %u %llu %llu %llu %u %u %d\n", rank, (unsigned long long)dims[0],
-          (unsigned long long)(rank > 1 ? dims[1] : 1), (unsigned long long)(rank > 1 ? strides[0] : 0), box[0],
-          rank > 1 ? box[1] : 1, (int)swizzle);
+  if (rank == 2)
+    fprintf(notes(), "map %llu %llu %llu %u %u %d\n", (unsigned long long)dims[0], (unsigned long long)dims[1],
+            (unsigned long long)strides[0], box[0], box[1], (int)swizzle);
   memset(map, 0, sizeof *map);
   return CUDA_SUCCESS;
 }
@@ -127,6 +132,13 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   if (!config->gridDimX || !config->gridDimY || !config->gridDimZ) return broken("launch: empty grid");
   if (threads < 1 || threads > 1024) return broken("launch: threads of a block");
   if (config->sharedMemBytes > 232448) return broken("launch: shared memory");
-  fprintf(notes(), "launch %s %u %u %u\n", (char *)function, config->gridDimX, threads, config->sharedMemBytes);
+  fprintf(notes(), "launch %s %u %u %u", (char *)function, config->gridDimX, threads, config->sharedMemBytes);
+  const char *parameters = getenv("STUB_PARAMETERS");
+  for (int i = 0; parameters && i < atoi(parameters); i++) {
+    unsigned long long value;
+    memcpy(&value, params[i], sizeof value);
+    fprintf(notes(), " %llx", value);
+  }
+  fputc('\n', notes());
   return CUDA_SUCCESS;
 }

@@ -1,43 +1,11 @@
-"""What a rehearsal does on a machine without a GPU: it compiles and loads, and runs nothing."""
-
-import json
-from pathlib import Path
+"""What preparing exchanges does on a machine without a GPU; `test_launch_on_stub.py` has what compiles."""
 
 import pytest
-import torch
 
 from lancet_kernels.kernels import rehearsal, runtime
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import check_same, make_layer
-from tests.processes import printed
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="test_virtual_pes.py rehearses for the GPU that is here"
-)
-def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> None:
-    # An empty cache, so that everything is compiled anew.
-    program = "tests.lancet_kernels.kernels.rehearse_without_gpu"
-    said = printed("-m", program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    found = json.loads(said.splitlines()[-1])
-    # Seven of a pass, forward, backward and release, of two PEs, twice: all PEs share the kernels.
-    counting = ["exchange_counts_kernel", "release_kernel", "schedule_kernel"]
-    assert found["kernels"] == sorted(["combine_results_kernel", "overlap_kernel"] * 2 + counting)
-    assert len(found["launches"]) == 28
-    assert not found["sent"]
-    assert found["epochs"] == [2, 2]
-
-
-def test_later_passes_and_other_layers_compile_nothing() -> None:
-    said = printed(
-        "-m", "tests.lancet_kernels.kernels.rehearse_without_gpu", "variants", TRITON_INTERPRET="0"
-    )
-    found = json.loads(said.splitlines()[-1])
-    # Overlap and combine of both directions; counts, schedule and release.
-    assert len(found["first"]) == 7
-    assert found["later"] == found["first"]
 
 
 @pytest.mark.long
