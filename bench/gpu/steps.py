@@ -290,7 +290,7 @@ def refused(call: Callable[[], object]) -> dict:
 
 def planned_step(device: torch.device) -> Results:
     """GPT2-S-MoE of the paper, as one of 16 ranks on an emulated wire: what each strategy exposes."""
-    model = "--model gpt2-s-moe --batch 24 --dtype bfloat16 --rounds 8"
+    model = "--model gpt2-s-moe --batch 24 --rounds 8"
     if device.type == "cpu":
         model = "--model gpt2-tiny-moe --batch 2 --device cpu --rounds 1 --warmup 0"
     step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet,auto {model}"

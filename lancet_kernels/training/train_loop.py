@@ -16,7 +16,6 @@ from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import UserError
@@ -149,6 +148,9 @@ class _Progress:
     """What a person sees of the steps, on the first rank: a bar on a terminal, else a line now and then."""
 
     def __init__(self, first: int, options: TrainOptions, shown: bool) -> None:
+        # Imported here, so that the other commands work where it is not installed.
+        from tqdm import tqdm
+
         on_terminal = sys.stderr.isatty()
         self._first, self._last = first, options.steps
         self._every = options.log_every if shown and not on_terminal else 0
