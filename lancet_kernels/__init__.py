@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
 else:
-    # Imported on first use, because they import the solver and torch's tracer.
+    # Imported on first use, because they import torch's tracer.
     _HOMES = {
         "CaptureError": "graph.capture.capture",
         "CausalLMStep": "conversion.causal_lm",

@@ -6,7 +6,6 @@
 DIR/first-run-DEVICE-DATE.jsonl has a line as soon as a step ends; the .log beside it all that steps said. A
 step that hangs or crashes costs its limit and no more: what it said before is in its line. It runs from a
 checkout with the Python that calls it (3.10 or newer, torch, Triton, numpy, pytest), and installs nothing.
-PYTHONPATH may name a folder with what is lacking: `planned_step` needs ortools.
 
 Exit code: 0 all that ran is right; 1 a step failed, hung, or is wrong; 2 what it needs is missing, in a line.
 """

@@ -117,7 +117,7 @@ def example() -> str:
 
 def versions() -> str:
     """What `constraints.txt` pins, that users of the library need."""
-    wanted = ("torch", "triton", "numpy", "ortools", "matplotlib", "tqdm", "transformers")
+    wanted = ("torch", "triton", "numpy", "matplotlib", "tqdm", "transformers")
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     return "\n".join(_table(("package", "version"), [(name, pinned[name]) for name in wanted]))
 

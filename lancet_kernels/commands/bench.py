@@ -238,7 +238,7 @@ def _chosen_speed(argv: Sequence[str], options: BenchOptions) -> float:
 
 
 def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
-    # Imported here, because it imports the solver and torch's tracer.
+    # Imported here, because it imports torch's tracer.
     from lancet_kernels.measuring import step_bench
     from lancet_kernels.schedules.strategies import PlanningOptions
 

@@ -27,7 +27,7 @@ _MACHINE = (
 ).split()
 """Facts that torch collects; the others have paths in them, or pages of text."""
 _PACKAGES = (
-    "triton numpy ortools matplotlib transformers accelerate safetensors tokenizers "
+    "triton numpy matplotlib transformers accelerate safetensors tokenizers "
     "nvidia-nvshmem-cu12 nvidia-nvshmem-cu13 nvshmem4py-cu12 nvshmem4py-cu13 cuda-python"
 ).split()
 _SHOWN = (

@@ -142,7 +142,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Plan, print the result, and write the requested files. -> exit code."""
-    # Imported here, because it imports the solver.
+    # Imported here, because it imports torch's tracer.
     from lancet_kernels.simulation.simulate import simulate_setting
 
     options: PlanOptions = to_options(PlanOptions, arguments)

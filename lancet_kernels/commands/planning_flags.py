@@ -38,7 +38,7 @@ class PlanningFlags:
 
     def partition(self) -> PartitionOptions:
         """Raises: UserError for an environment variable that is used and is not a valid number."""
-        # Imported here, because it imports the solver.
+        # Imported here, because most commands do not plan.
         from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 
         return PartitionOptions.from_environment(self.most_parts, self.group_ms, self.longest_range_ms)

@@ -312,7 +312,7 @@ class _Step(nn.Module):
 def _plan(rank: Rank) -> Difference:
     """A step planned for a slow link, so that ranges are cut: the same loss and gradients as the plain
     module."""
-    # Imported here, because these import the solver and torch's tracer.
+    # Imported here, because these import torch's tracer.
     from lancet_kernels.graph.costs.clusters import load_cluster
     from lancet_kernels.optimization.optimize import optimize
 

@@ -77,7 +77,7 @@ def _report(options: TrainOptions, summary: dict) -> str:
   routing      {dropped:.1%} dropped, load-balance loss {balance_loss:.3f}
   written to   {runs}/{run}""".format(**summary, emulated=emulated, runs=options.runs)
     if "comparison" in summary:
-        # Imported here, because it imports the solver and torch's tracer.
+        # Imported here, because it imports torch's tracer.
         from lancet_kernels.measuring.step_bench import table
 
         text += f"\n{table(summary['comparison'])}\ntimeline in {summary['comparison']['timeline']}"

@@ -65,7 +65,7 @@ class Trainer:
         Args: cache: the plan file, so that a resumed run has the same plan, and sums in the same order.
         """
         if self.options.strategy != "none":
-            # Imported here, because the solver and torch's tracer take a second to import.
+            # Imported here, because torch's tracer takes a second to import.
             from lancet_kernels.optimization.optimize import optimize
             from lancet_kernels.schedules.strategies import PlanningOptions
 
@@ -145,7 +145,7 @@ class Trainer:
 
         The link is that of the run, or one on which all-to-all takes 40 % of a blocking iteration.
         """
-        # Imported here, because the solver and torch's tracer take a second to import.
+        # Imported here, because torch's tracer takes a second to import.
         from lancet_kernels.measuring import step_bench
         from lancet_kernels.schedules.strategies import PlanningOptions
 

@@ -157,7 +157,7 @@ def whole_forward(
     too_long = longest_range_ms is not None and sum(ms) > longest_range_ms
     if too_long or len(sends) < 4 or program_gates(program, length) > WHOLE_FORWARD_LAYERS:
         return None
-    # The solver cannot do more with a longer range, so the first that works is found by halving.
+    # A longer range is no easier to cut, so the first that works is found by halving.
     starts = range(sends[0] + 1)
     first = bisect_left(starts, True, key=lambda i: costs.inference.forms(i, sends[-1]) is not None)
     if first > sends[0]:

@@ -1,4 +1,4 @@
-"""A machine with torch, Triton and numpy alone plans and trains, as long as nothing is cut."""
+"""A machine with torch, Triton and numpy alone plans and trains."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from lancet_kernels import optimize
 from tests.planned_steps import StepCase, build_step
 
 step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=4))
-planned = optimize(step, inputs, strategy="lancet-dw", cluster="p3dn")
+planned = optimize(step, inputs, strategy=sys.argv[1], cluster="p3dn")
 planned(*inputs)[0].backward()
 assert all(p.grad.isfinite().all() for p in step.parameters())
 print(planned.plan.strategy)
@@ -21,5 +21,6 @@ print(planned.plan.strategy)
 
 
 @pytest.mark.long
-def test_without_the_solver_and_the_pictures() -> None:
-    assert printed("-c", BARE).split() == ["lancet-dw"]
+@pytest.mark.parametrize("strategy", ["lancet", "auto"])
+def test_without_solvers_and_pictures(strategy: str) -> None:
+    assert printed("-c", BARE, strategy).split() == [strategy]

@@ -38,7 +38,7 @@ def test_the_reference_describes_the_public_names() -> None:
 
 
 def test_importing_it_is_cheap() -> None:
-    """Neither the solver nor torch's tracer, nor what only launchers and kernels need."""
+    """Neither torch's tracer, nor what only launchers and kernels need."""
     heavy = ("ortools", "torch._dynamo", "torch._inductor", "triton", "matplotlib", "transformers")
     code = f"import sys, lancet_kernels; print([name for name in {heavy} if name in sys.modules])"
     assert printed("-c", code) == "[]\n"

@@ -1,4 +1,4 @@
-"""How far from the best order is a schedule? The optimum of small programs, by CP-SAT.
+"""The optimum of small programs, by CP-SAT: the best order, and what may be cut at most.
 
 Every instruction is an interval; compute and the link each run one at a time. All-reduces only delay who
 waits for them: they give way to all-to-alls, so leaving them off the link makes the optimum a lower bound.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from lancet_kernels.graph.costs.costs import Cost, durations
+from lancet_kernels.graph.program.forms import WHOLE
 from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.schedules.partition.axes import PREFER_CUT, AxisInference, _cost
 
 UNITS_PER_MS = 1_000_000
 """The solver works in whole nanoseconds."""
@@ -62,3 +64,27 @@ def optimal_order(program: Program, cost: Cost, *, seconds: float = 10.0) -> Opt
         solver.best_objective_bound / UNITS_PER_MS,
         status == cp_model.OPTIMAL,
     )
+
+
+def most_cut(inference: AxisInference, first: int, last: int) -> int | None:
+    """What the best forms of a range are worth, as `AxisInference` counts; None: there are none."""
+    tables = inference._tables(first, last)
+    if tables is None:
+        return None
+    instructions = inference.program.instructions
+    inside = {t for i in range(first, last + 1) for t in instructions[i].outputs}
+    model, variable, cut = cp_model.CpModel(), {}, []
+    for i, table in tables.items():
+        operands = *instructions[i].inputs, *instructions[i].outputs
+        for t in operands:
+            if t not in variable:
+                costs = [_cost(form) for form in inference._possible(t, t in inside)]
+                variable[t] = model.new_int_var_from_domain(cp_model.Domain.from_values(costs), t)
+        cut.append(model.new_bool_var(instructions[i].name))
+        rows = [(1, *map(_cost, row)) for row in table]
+        if instructions[i].kind is not Kind.ALL_TO_ALL:
+            rows.append((0, *[_cost(WHOLE)] * len(operands)))
+        model.add_allowed_assignments([cut[-1], *(variable[t] for t in operands)], rows)
+    model.maximize(PREFER_CUT * sum(cut) - sum(variable.values()))
+    solver = cp_model.CpSolver()
+    return round(solver.objective_value) if solver.solve(model) == cp_model.OPTIMAL else None

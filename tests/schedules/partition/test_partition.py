@@ -13,7 +13,7 @@ from lancet_kernels.graph.costs.costs import CostModel, durations
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.order.ordering import issue_early
-from lancet_kernels.schedules.partition.axes import AxisInference
+from lancet_kernels.schedules.partition.axes import PREFER_CUT, AxisInference, _cost
 from lancet_kernels.schedules.partition.partition_range import (
     PartitionOptions,
     choose_ranges,
@@ -27,6 +27,7 @@ from tests.examples import examples
 from tests.grids import few_of
 from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, nth, program, tiny_step
+from tests.schedules.optimum import most_cut
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:
@@ -94,6 +95,30 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     # An irregular tensor cannot come from outside: the experts alone can only be cut into windows of slots.
     assert inference.forms(*moe_block(p, "lancet.all_to_all")) is None
     assert inference.forms(at[nth(p, NORM, 4)], at[nth(p, "aten.nll_loss_forward")]) is None
+
+
+def test_no_solver_cuts_more():
+    """Of ranges of all lengths around all-to-alls, forward and backward."""
+    p = tiny_step()
+    inference = AxisInference(p)
+    compared = 0
+    for middle in [i for i, x in enumerate(p.instructions) if x.kind is Kind.ALL_TO_ALL]:
+        for before, behind in itertools.product(range(0, 12, 3), range(1, 12, 3)):
+            first, last = max(0, middle - before), min(len(p.instructions) - 1, middle + behind)
+            tables, best = inference._tables(first, last), most_cut(inference, first, last)
+            if tables is None:
+                assert best is None
+                continue
+            tensors = {t for i in tables for t in inference._operands(i)}
+            inside = {t for i in tables for t in p.instructions[i].outputs}
+            forms = inference._best(tables, {t: inference._possible(t, t in inside) for t in tensors})
+            if forms is None:
+                assert best is None
+                continue
+            cut = sum(tuple(forms[t] for t in inference._operands(i)) in table for i, table in tables.items())
+            assert PREFER_CUT * cut - sum(_cost(forms[t]) for t in tensors) == best
+            compared += 1
+    assert compared > 10
 
 
 @pytest.mark.long
