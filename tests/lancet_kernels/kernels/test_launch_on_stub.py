@@ -51,7 +51,7 @@ def test_overlap_kernels_are_launched_as_they_are_meant(launched: dict) -> None:
 
 
 def test_descriptors_are_of_the_operands_as_matrices(launched: dict) -> None:
-    """Of rows, first weights, hidden, second weights; backward: dy, second weights, dh, first weights.
+    """They are rows, first weights, hidden, second weights; backward: dy, second weights, dh, first weights.
 
     Columns, rows, and bytes from row to row. D = 128, F = 192, 2 experts here, 256 rows in a pass; there is
     room for two forwards. That boxes, strides and addresses keep to the rules the driver has checked.
@@ -119,7 +119,7 @@ GOOD |= {"steps": [1, 1], "swizzle": 3}
 def test_the_driver_refuses_a_tensor_map_that_breaks_a_rule(
     driver: ctypes.CDLL, changes: dict, broken: str
 ) -> None:
-    """Of bfloat16, as the documentation of cuTensorMapEncodeTiled has the rules."""
+    """The rules are those of the documentation of cuTensorMapEncodeTiled; here for bfloat16."""
     log = Path(os.environ["STUB_LOG"])
     before = len(log.read_text()) if log.exists() else 0
     given = GOOD | changes

@@ -98,7 +98,7 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
 
 
 def test_no_solver_cuts_more():
-    """Of ranges of all lengths around all-to-alls, forward and backward."""
+    """Compared are ranges of all lengths around all-to-alls, forward and backward."""
     p = tiny_step()
     inference = AxisInference(p)
     compared = 0
