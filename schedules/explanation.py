@@ -87,7 +87,7 @@ def measured_choice(chosen: str, measured: Mapping[str, float], plain: bool) -> 
 
 
 def nothing_travels_text(predicted: Prediction, plain: bool) -> str:
-    """Of a step without communication. Args: plain: the module runs as it is."""
+    """What to say of a step without communication. Args: plain: the module runs as it is."""
     runs = "the module runs as it is" if plain else "the plan only orders computation"
     return (
         f"Nothing travels in this step of {predicted.iteration_ms:.2f} ms, so there is nothing to hide: "

@@ -24,7 +24,7 @@ from lancet_kernels.ops.comm.waiting import Waitable
 _SLOTS = 4096
 """More messages than can be under way at a time."""
 _MOST_TIMES = 1 << 16
-"""Of collectives whose times nobody reads, only so many are kept."""
+"""Times that nobody reads: only so many are kept."""
 
 
 class CudaStreams:
@@ -47,7 +47,7 @@ class CudaStreams:
         self._ended.append(transfer)
 
     def times(self) -> list[TransferTimes]:
-        """Those of the collectives that ended since the last call. Waits for the device."""
+        """The times of the collectives that ended since the last call. Waits for the device."""
         if self._ended:
             torch.cuda.synchronize()
         times = [transfer.times() for transfer in self._ended]
@@ -66,7 +66,7 @@ class TransferTimes(NamedTuple):
 
 @dataclass
 class _Events:
-    """Of one transfer: it starts, it is complete, a wait for it starts, that wait ends."""
+    """When one transfer starts, is complete, is first waited for, and when that wait ends."""
 
     begin: torch.cuda.Event
     arrived: torch.cuda.Event
@@ -117,7 +117,7 @@ class CudaTransfer:
         self._streams.ended(self)
 
     def times(self) -> TransferTimes:
-        """Of one that has ended."""
+        """How long it took, after it has ended."""
         events = self._events
         travelled_ms = events.begin.elapsed_time(events.arrived)
         return TransferTimes(
