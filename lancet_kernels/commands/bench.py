@@ -96,7 +96,12 @@ class BenchOptions(PlanningFlags):
     rounds: int = option(12, "measured iterations of every contender, in turn", parse=positive_int)
     warmup: int = option(2, "iterations of each before the measured ones", parse=non_negative_int)
     model: str = option(BENCH_MODEL, f"of {OVERLAP}: one of {', '.join(MODELS)}", metavar="NAME")
-    gate: str = option("switch", f"of {OVERLAP}: as in lancet train", metavar="GATE")
+    gate: str | None = option(
+        None,
+        f"of {OVERLAP}: as in lancet train (default: switch; with --stands-for random, since ranks that are "
+        "alike have balanced routing)",
+        metavar="GATE",
+    )
     batch: int = option(8, f"of {OVERLAP}: sequences per rank", parse=positive_int)
     sequence: int | None = option(
         None, f"of {OVERLAP}: tokens per sequence (default: the model's)", parse=positive_int
@@ -108,7 +113,7 @@ class BenchOptions(PlanningFlags):
         """The same model and data as options of `lancet train`."""
         return TrainOptions(
             model=self.model,
-            gate=self.gate,
+            gate=self.chosen_gate,
             ranks=self.stands_for or self.ranks,
             batch=self.batch,
             sequence=self.sequence,
@@ -121,6 +126,11 @@ class BenchOptions(PlanningFlags):
         if self.device != "auto":
             return self.device
         return "cuda" if torch.cuda.is_available() and not self.on_cpu_link else "cpu"
+
+    @property
+    def chosen_gate(self) -> str:
+        """That of the library's own model."""
+        return self.gate or ("switch" if self.stands_for is None else "random")
 
     @property
     def emulated(self) -> bool:
@@ -298,7 +308,7 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
         config = asdict(trainer.model.config)
         sizes = {key: value for key, value in config.items() if key not in ("name", "gate", "sequence")}
         about: dict[str, object] = {"model": options.model, "sizes": sizes | {"sequence": trainer.sequence}}
-        about |= {"gate": options.gate, "batch": options.batch}
+        about |= {"gate": options.chosen_gate, "batch": options.batch}
         return trainer.module, trainer.batch(1), about
     from lancet_kernels.simulation.own_step import call_make_step, load_function
 
