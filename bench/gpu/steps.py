@@ -234,7 +234,7 @@ def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
         schedule(exchange, use, count)
         for word, wanted in ((NUM_PUTS, puts), (NUM_TILES, tiles)):
             if not wanted:
-                use.table[word.value] = 0
+                use.state.table[word.value] = 0
 
     patch = mock.patch.object
     with patch(overlap, "_launch", timed), patch(Exchange, "schedule", without), patch(overlap, "_combine"):

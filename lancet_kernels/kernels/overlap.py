@@ -180,7 +180,7 @@ def moe_backward(
             expected="one that is open",
             do="release a pass after its only backward",
         )
-    use = backward.begin(saved.use.table)
+    use = backward.begin(saved.use.state.table)
     # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
     dh = saved.pre.new_empty(forward.receive_rows, saved.pre.shape[1])
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
@@ -266,7 +266,7 @@ def _launch(
     gemm, stage = cut.gemm, exchange.buffers.stage
     problems, dense_tiles = dense_table(dense, gemm, exchange.memory.device)
     arguments: dict[str, Any] = {
-        "of_pass": exchange.state(use), "arrivals": exchange.arrivals, "returns": exchange.returns,
+        "of_pass": use.state, "arrivals": exchange.arrivals, "returns": exchange.returns,
         "stages": None if stage is None else Stages(stage.rows.local, stage.results.local, stage.dots.local),
         "sending": sending, "gemms": gemms, "gradients": gradients, "problems_ptr": problems,
         "rank": exchange.rank, "W": exchange.world, "L": exchange.local_experts, "D": exchange.width,
@@ -295,7 +295,7 @@ def _combine(
     on_each = 1 if exchange.memory.shares_device else combine.PROGRAMS
     launch(
         combine_results_kernel, (on_each * config.programs,),
-        of_pass=exchange.state(use), returns=exchange.returns, expert_ptr=routing.expert,
+        of_pass=use.state, returns=exchange.returns, expert_ptr=routing.expert,
         row_ptr=routing.row, weight_ptr=routing.weight if dweight is None else None, out_ptr=out,
         dweight_ptr=dweight,
         rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,

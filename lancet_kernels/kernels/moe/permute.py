@@ -35,19 +35,6 @@ VALUES, WARPS = 2048, 4
 
 
 @triton.jit
-def _put_choice(
-    b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D,
-    K: tl.constexpr,
-):  # fmt: skip
-    offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-    if weight_ptr is not None:
-        b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
-        b_x = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty)
-    m = m_kept[:, None] & m_d[None, :]
-    tl.store(rows_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
-
-
-@triton.jit
 def permute_kernel(
     x_ptr, row_ptr, weight_ptr, rows_ptr, T, D,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -69,12 +56,15 @@ def permute_kernel(
     b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
     if weight_ptr is not None and x_ptr.dtype.element_ty != tl.float64:
         b_x = b_x.to(tl.float32)
-    if K <= UNROLLED:
-        for k in tl.static_range(K):
-            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K)
-    else:
-        for k in range(K):
-            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K)
+    for first in range(0, K, UNROLLED):
+        for j in tl.static_range(UNROLLED if K > UNROLLED else K):
+            k = first + j
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t & (t * 0 + k < K), D)
+            b_row = b_x
+            if weight_ptr is not None:
+                b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
+                b_row = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty)
+            tl.store(rows_ptr + offset[:, None] + i_d[None, :], b_row, mask=m_kept[:, None] & m_d[None, :])
 
 
 @triton.jit
@@ -96,13 +86,10 @@ def combine_kernel(
     i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
     m_t, m_d = t < T, i_d < D
     acc = tl.zeros([BT, BD], tl.float64 if rows_ptr.dtype.element_ty == tl.float64 else tl.float32)
-    if K <= UNROLLED:
-        for k in tl.static_range(K):
-            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d)
-    else:
-        for k in range(K):
-            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+    for first in range(0, K, UNROLLED):
+        for j in tl.static_range(UNROLLED if K > UNROLLED else K):
+            k = first + j
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t & (t * 0 + k < K), D)
             acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d)
     b_out = round_to(acc, out_ptr.dtype.element_ty)
     tl.store(out_ptr + t[:, None] * D + i_d[None, :], b_out, mask=m_t[:, None] & m_d[None, :])

@@ -17,20 +17,18 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
                               results with their dots, on their way out
 
-A use of the exchange (a forward pass with its backward, or one backward) has an epoch, 1, 2, 3, ... Signals
-only grow and nothing is zeroed in flight. Whatever a PE puts to a peer, the peer has said before that it is
-there: in a forward by its counts of that epoch, which come behind all that it did before and say where it
-has room; in a backward by releasing the one before, since all backwards put their rows to the same place.
-A PE returns results of an epoch only after it saw the source's rows of that epoch, and the source sends those
-in a launch behind the one that read its last results. That holds for passes through any exchange, so all
-layers have one region of results (`ResultBuffers`). All of it needs passes one behind the other, in one
-stream, or in streams that wait for each other.
+The passes of an exchange (forwards, or backwards) have epochs, 1, 2, 3, ... Signals only grow and nothing is
+zeroed in flight. Whatever a PE puts to a peer, the peer has said before that it is there: in a forward by its
+counts of that epoch, which come behind all that it did before and say where it has room; in a backward by
+releasing the one before, since all backwards put their rows to the same place. A PE returns results of an
+epoch only after it saw the source's rows of that epoch, and the source sends those in a launch behind the one
+that read its last results. That holds for passes through any exchange, so all layers have one region of
+results (`ResultBuffers`). All of it needs passes one behind the other in a stream, or in streams that wait
+for each other.
 
 The epoch lives in device memory, and so does what rows are taken: a captured CUDA graph counts on in every
-replay. The host only checks that no more uses are open than there are places to note their rows in.
-
-Nothing here depends on how many tokens there are, as long as they send at most S rows and the experts of
-each PE receive at most R.
+replay. The host only checks that no more passes are open than there are places to note their rows in. Nothing
+here depends on how many tokens there are, within S and R.
 """
 
 from __future__ import annotations
@@ -48,40 +46,20 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
-from lancet_kernels.kernels.protocol.failure import (
-    TOO_MANY_ROWS,
-    WAIT_READY,
-    FailureReport,
-    timed_out,
-)
+from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_READY, FailureReport, timed_out
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
-# use.words: the epoch, then counters of claims.
-EPOCH, USE_WORDS = 0, 8
 
-
-@dataclass
+@dataclass(eq=False)
 class Use:
-    """One pass through the exchange: its epoch, counters and table, in fresh device memory.
+    """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is.
 
-    Attributes:
-        place: which of the open uses it is.
-        words: int64 [8], the epoch, then counters of claims.
-        ready: int64 [tiles], finished column tiles of the first GEMM by tile.
-        done: int64 [tiles], finished column tiles of the second GEMM by tile.
-        sent: int64 [chunks], finished parts of each chunk that is put.
-        table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
-            that of its forward.
-        backward: of a forward that has another use.
+    A backward's table is that of its forward.
     """
 
     place: int
-    words: Tensor
-    ready: Tensor
-    done: Tensor
-    sent: Tensor
-    table: Tensor
+    state: PassState
     backward: bool
     open: bool = True
 
@@ -178,6 +156,7 @@ class Exchange:
         self.tiles = schedule.most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = schedule.most_chunks(send_rows, experts, chunk_rows)
         self.room = passes * receive_rows if room is None else room
+        self._own: list[Region] = []
         self.rows = self._region("rows", (self.room, width), dtype)
         self.row_weights = self._region("weights of rows", (receive_rows,), torch.float32)
         self.buffers = buffers or ResultBuffers(
@@ -219,7 +198,8 @@ class Exchange:
         )
 
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
-        return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
+        self._own.append(self.memory.allocate(f"{self.name}.{what}", shape, dtype))
+        return self._own[-1]
 
     @property
     def timeout_us(self) -> int:
@@ -229,24 +209,12 @@ class Exchange:
     @property
     def nbytes(self) -> int:
         """Bytes of its own regions, and of what forwards keep beside rows, on this PE."""
-        own = (
-            self.rows,
-            self.row_weights,
-            self.arrived,
-            self.returned,
-            self.counts,
-            self.counted,
-            self.released,
-        )
-        kept = sum(tensor.nbytes for tensor in self._kept.values())
-        return kept + sum(region.local.nbytes for region in own)
+        return sum(t.nbytes for t in (*self._kept.values(), *(region.local for region in self._own)))
 
     def kept(self, columns: int) -> Tensor:
         """[A, columns], of this PE alone: what forwards keep of each row beside it. One for all layers."""
         if columns not in self._kept:
-            self._kept[columns] = torch.empty(
-                self.room, columns, dtype=self.dtype, device=self.memory.device
-            )  # fmt: skip
+            self._kept[columns] = self.rows.local.new_empty(self.room, columns)
         return self._kept[columns]
 
     def _free_place(self) -> int | None:
@@ -278,17 +246,16 @@ class Exchange:
             self._give_back(place, self._open[place][1], backward=table is not None)
         self.begun += 1
         self._epoch += 1
-        words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
-        words[EPOCH : EPOCH + 1].copy_(self._epoch)
+        words = torch.zeros(8, dtype=torch.int64, device=self.memory.device)
+        words[:1].copy_(self._epoch)
         # Each begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
         even = -(-self.tiles // 2) * 2
         ready, done, sent = words.new_zeros(2 * even + self.chunks).split((even, even, self.chunks))
         backward = table is not None
         if table is None:
-            experts = self.world * self.local_experts
-            size = schedule.table_words(self.world, experts, self.tiles, self.chunks)
+            size = schedule.table_words(self.world, self.world * self.local_experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(place, words, ready, done, sent, table, backward)
+        use = Use(place, PassState(words, table, ready, done, sent, self.report), backward)
         self._open[place] = weakref.ref(use), words
         return use
 
@@ -300,9 +267,9 @@ class Exchange:
         experts = self.world * self.local_experts
         launch(
             exchange_counts_kernel, (1,),
-            use_ptr=use.words, kept_ptr=count, counts_ptr=self.counts.local,
+            use_ptr=use.state.words, kept_ptr=count, counts_ptr=self.counts.local,
             counts_peers_ptr=self.counts.peers, counted_ptr=self.counted.local,
-            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken, table_ptr=use.table,
+            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken, table_ptr=use.state.table,
             report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
             A=self.room, passes=self.passes, place=use.place, timeout_us=self.timeout_us,
             NVSHMEM=self.nvshmem, BM=self.chunk_rows,
@@ -311,14 +278,10 @@ class Exchange:
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
-            table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
+            table_ptr=use.state.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
             chunks=self.chunks, BM=self.chunk_rows, BT=schedule.TILES_AT_ONCE,
             BE=triton.next_power_of_2(experts), BW=triton.next_power_of_2(self.world), num_warps=4,
         )  # fmt: skip
-
-    def state(self, use: Use) -> PassState:
-        """The use as kernels are given it."""
-        return PassState(use.words, use.table, use.ready, use.done, use.sent, self.report)
 
     def release(self, use: Use) -> None:
         """This PE is through with the rows and results of the use; again is harmless."""
@@ -333,7 +296,7 @@ class Exchange:
                 )
             use.open = False
             del self._open[use.place]
-            self._give_back(use.place, use.words, backward=use.backward)
+            self._give_back(use.place, use.state.words, backward=use.backward)
 
     def _give_back(self, place: int, words: Tensor, *, backward: bool) -> None:
         """Make room where the rows of a forward were, in stream order; tell every PE of a backward."""

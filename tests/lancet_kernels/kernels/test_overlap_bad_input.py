@@ -228,7 +228,7 @@ def test_open_passes_share_the_room_and_the_one_that_lacks_it_is_an_error():
             check_same(answer_of(passes[gone][0], layer.run_backward(passes[gone][1])), expected, "first")
             passes.append(layer.run_forward())
             # Room for one, where the other one went: here a hole before the others, there behind them.
-            assert passes[2][1].use.table[BASE.value] == (0, rows)[gone]
+            assert passes[2][1].use.state.table[BASE.value] == (0, rows)[gone]
             layer.forward.check()
             for out, saved in (passes[1 - gone], passes[2]):
                 check_same(answer_of(out, layer.run_backward(saved)), expected, "others")
