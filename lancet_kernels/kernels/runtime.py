@@ -6,6 +6,7 @@ not for speed: it runs the same kernels, one program after another, on CPU tenso
 
 import time
 
+import numpy as np
 import torch
 import triton
 
@@ -16,6 +17,19 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
     prepare_once_per_launch()
+
+
+def check_interpreter(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> None:
+    """Raise UserError if Triton's interpreter does not run with this numpy: that of 3.6 turns arrays of one
+    element into numbers, which numpy 2.4 and newer refuse."""
+    release = tuple(map(int, numpy_version.split(".")[:2]))
+    if triton_version.startswith("3.6.") and release >= (2, 4):
+        raise UserError(
+            "TRITON_INTERPRET=1",
+            got=f"Triton {triton_version} with numpy {numpy_version}",
+            expected="numpy older than 2.4, or Triton 3.7 or newer",
+            do="pip install 'numpy<2.4'",
+        )
 
 
 # Set while launches are noted instead of run (`kernel_launch.recorded`): any device will do.
@@ -31,6 +45,8 @@ def check_runs_on(what: str, device: torch.device) -> None:
     """The same for what will be on a device."""
     if anywhere:
         return
+    if INTERPRETED:
+        check_interpreter()
     if INTERPRETED and device.type != "cpu":
         raise UserError(
             what,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.interpreter import prepare_once_per_launch
 
@@ -67,3 +68,12 @@ def test_to_ask_twice_changes_nothing() -> None:
     before = interpreter._patch_lang
     prepare_once_per_launch()
     assert interpreter._patch_lang is before
+
+
+def test_a_numpy_that_the_interpreter_does_not_take_is_refused() -> None:
+    for triton_version, numpy_version in (("3.6.0", "2.3.5"), ("3.6.0", "1.26.4"), ("3.7.0", "2.4.0")):
+        runtime.check_interpreter(triton_version, numpy_version)
+    with pytest.raises(
+        UserError, match=r"got Triton 3\.6\.0 with numpy 2\.5\.1, expected numpy older than 2\.4"
+    ):
+        runtime.check_interpreter("3.6.0", "2.5.1")
