@@ -63,22 +63,26 @@ def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
     if recorder is not None and (not recorder[0] or kernel in recorder[0]):
         recorder[1].append(Launch(kernel, grid, options))
         return
-    device = next(_tensors(options.values())).device
-    with on_device(device):
+    with _linked(options):
         if options.get("NVSHMEM"):
-            options |= {"extern_libs": _libraries(device)}
             init_module(kernel.warmup(grid=grid, **options))
         kernel[grid](**options)
 
 
 def compile_launch(noted: Launch) -> Any:
     """-> the compiled kernel of a launch that was noted, which stays in Triton's cache."""
-    options = noted.arguments
+    with _linked(noted.arguments):
+        return noted.kernel.warmup(grid=noted.grid, **noted.arguments)
+
+
+@contextmanager
+def _linked(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, the device of the first tensor is the current one; what may use NVSHMEM gets its bitcode."""
     device = next(_tensors(options.values())).device
     with on_device(device):
         if options.get("NVSHMEM"):
-            options |= {"extern_libs": _libraries(device)}
-        return noted.kernel.warmup(grid=noted.grid, **options)
+            options["extern_libs"] = _libraries(device)
+        yield
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -44,9 +44,7 @@ LOOKS = tl.constexpr(1 if runtime.INTERPRETED else 64)
 def remote_pointer(region_ptr, peers_ptr, peer):
     """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it.
 
-    The compiler knows nothing about the alignment of an address from a table, and would store element by
-    element; bases are multiples of 16 bytes (`memory.ALIGNMENT`). The hint must be where the pointer is
-    created.
+    Bases are multiples of 16 bytes (`memory.ALIGNMENT`): not knowing it, the compiler stores by elements.
     """
     return tl.multiple_of(tl.load(peers_ptr + peer).to(region_ptr.dtype), 16)
 
@@ -64,9 +62,8 @@ def put_rows(
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    Over NVSHMEM the rows go through `stage`, [ROWS, D] for this call alone, which must stay until `quiet`.
-    It is symmetric memory: a network card reads only what is registered with it, which what torch allocates
-    is not.
+    Over NVSHMEM the rows go through `stage`, [ROWS, D] of symmetric memory for this call alone, which must
+    stay until `quiet`: a network card reads only what is registered with it.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -128,22 +125,9 @@ def put_words(
 
 
 @triton.jit
-def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
-    """Start copying one row to the same symmetric address on a peer that no pointer reaches.
-
-    source: symmetric memory of this PE, like put_rows' stage.
-    """
-    if NVSHMEM:
-        nvshmem_device.put_row(target_ptr, source_ptr, num_elements, peer)
-
-
-@triton.jit
 def quiet(NVSHMEM: tl.constexpr):
-    """Everything this program has put has arrived: another program may signal it, and its source may change.
-
-    Puts through a pointer have read their source when the program goes on; the network reads it later. So a
-    program that has put rows calls this before it ends, or the next kernel could overwrite them.
-    """
+    """Everything this program has put has arrived: another program may signal it, and its source may change,
+    which the network, other than a put through a pointer, reads later."""
     tl.debug_barrier()
     if NVSHMEM:
         nvshmem_device.quiet()
@@ -166,8 +150,7 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 def failed(report_ptr):
     """Has any wait of this PE timed out? Then results are invalid.
 
-    An atomic is executed by one thread, which broadcasts the value: with loads, threads could see different
-    values while another program reports, and diverge before a barrier.
+    An atomic, since one thread executes it and all are told: by loads they could diverge before a barrier.
     """
     free = tl.cast(0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
@@ -297,14 +280,12 @@ def opaque(value):
     """
     if INTERPRETED:
         return value
-    elif value.dtype == tl.int64:
-        return tl.inline_asm_elementwise(
-            "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
-        )
     else:
+        WIDE: tl.constexpr = value.dtype == tl.int64
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-        )
+            "mov.b64 $0, $1;" if WIDE else "mov.b32 $0, $1;", "=l,l" if WIDE else "=r,r", [value],
+            dtype=value.dtype, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

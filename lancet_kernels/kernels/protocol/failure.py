@@ -75,12 +75,7 @@ class FailureReport:
 
 
 def timed_out(
-    name: str,
-    failure: Failure,
-    timeout_s: float,
-    expected: str,
-    seen: str,
-    memory: str,
+    name: str, failure: Failure, timeout_s: float, expected: str, seen: str, memory: str
 ) -> CommunicationError:
     """The error to raise. expected, seen: in words. memory: the kind of symmetric memory."""
     return CommunicationError(

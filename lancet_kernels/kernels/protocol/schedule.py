@@ -26,10 +26,9 @@ PE 0 receives 11 rows in 4 tiles. Tile 0 is rows 0 to 3: two of PE 0 and two of 
 9 and 10: one of each source.
 
 How rows are said to have arrived. One signal word for each (tile, source), holding the epoch; a tile looks at
-those of the sources that the counts name, all at once. The other way, a counter for each tile that every put
-adds to, would be one word to look at, but could not say which PE is missing, would have to be reset between
-epochs or be compared with a sum over all earlier routings, and would be off for ever after a single put that
-came twice or not at all. Words by source only grow, and are right again with the next epoch.
+those of the sources that the counts name, all at once. One counter for each tile, that every put adds to,
+could not say which PE is missing, would have to be reset between epochs, and would be off for ever after a
+single put that came twice or not at all. Words by source only grow, and are right again with the next epoch.
 
 Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
 of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where

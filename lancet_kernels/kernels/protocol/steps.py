@@ -11,7 +11,7 @@ Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 s
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.protocol import device, schedule
+from lancet_kernels.kernels.protocol import device, nvshmem_device, schedule
 from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
 
 # Ready words that a look takes in, one for each thread of a warp.
@@ -286,12 +286,12 @@ def return_tile(
                 for i in range(begin, end):
                     target = tl.cast(first_send + i - before, tl.int64) * D + n * BN
                     staged = tl.cast(first_row + i, tl.int64) * D + n * BN
-                    device.put_row(returns.rows + target, stages.results + staged, width, w, NVSHMEM)
+                    nvshmem_device.put_row(returns.rows + target, stages.results + staged, width, w)
                 if BACKWARD:
                     if (n == 0) & (begin < end):
-                        device.put_row(
+                        nvshmem_device.put_row(
                             returns.dots + first_send + begin - before, stages.dots + first_row + begin,
-                            end - begin, w, NVSHMEM,
+                            end - begin, w,
                         )  # fmt: skip
     # Not a fence: the program that signals may be another one.
     device.quiet(NVSHMEM)
