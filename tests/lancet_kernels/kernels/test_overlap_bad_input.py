@@ -79,28 +79,12 @@ BAD_TENSORS = {
     ),
 }
 BAD_ROUTING = {
-    "more rows than choices": (
-        "count",
-        lambda t: t.add_(9),
-        r"routing: got \d+ choices with a row and counts",
-    ),
-    "count negative": ("count", lambda t: t.fill_(-1), "count in the routing: got -1"),
-    "expert that is none": ("expert", lambda t: t.fill_(3), "expert of a token that is not dropped .*got 3"),
-    "a row beyond the counts": (
-        "row",
-        lambda t: t.fill_(12),
-        r"row in the routing: got 12, expected 0 to \d+",
-    ),
-    "rows of other experts": (
-        "row",
-        lambda t: t.flip(0).contiguous(),
-        r"routing: got (\d+) choices with a row",
-    ),
-    "choices of other rows": (
-        "choice",
-        lambda t: t.roll(1),
-        r"routing: got (\d+) choices with a row and counts of \1 rows, not the same ones",
-    ),
+    "more rows than choices": ("count", lambda t: t.add_(9)),
+    "count negative": ("count", lambda t: t.fill_(-1)),
+    "expert that is none": ("expert", lambda t: t.fill_(3)),
+    "a row beyond the counts": ("row", lambda t: t.fill_(12)),
+    "rows of other experts": ("row", lambda t: t.flip(0).contiguous()),
+    "choices of other rows": ("choice", lambda t: t.roll(1)),
 }
 
 
@@ -117,9 +101,9 @@ def test_bad_tensors_are_refused_before_anything_is_sent(layer, what):
 
 @pytest.mark.parametrize("what", BAD_ROUTING)
 def test_bad_routing_is_refused_on_a_cpu(layer, what):
-    name, change, message = BAD_ROUTING[what]
+    name, change = BAD_ROUTING[what]
     layer.routing = replace(layer.routing, **{name: change(getattr(layer.routing, name).clone())})
-    refused(layer, message)
+    refused(layer, r"routing: got \d+ choices with a row and counts of -?\d+ rows, not the same ones")
 
 
 def refused(layer: Layer, message: str) -> None:
