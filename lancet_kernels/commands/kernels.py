@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from lancet_kernels.compiling.specimen import Specimen
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-COLUMNS = ("registers", "spills", "stack", "shared_bytes", "wgmma", "tma", "tcgen05", "seconds")
+COLUMNS = (
+    "registers", "spills", "stack", "shared_bytes", "wgmma", "tma", "tcgen05", "in_flight", "serialized",
+    "seconds",
+)  # fmt: skip
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -28,8 +31,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "kernels",
         help="compile every kernel for a GPU architecture, without having one",
         description="Compile every kernel in every configuration, and show registers, spills, shared memory "
-        "and instructions. Fails if a kernel spills more than a few bytes, exceeds a limit, or lacks "
-        "required wgmma or TMA instructions.",
+        "and instructions. Fails if a kernel spills more than a few bytes, exceeds a limit, lacks "
+        "required wgmma or TMA instructions, or waits for each matrix product before the next one.",
     )
     command.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm_90", help="GPU architecture (default: sm_90)"
@@ -142,6 +145,8 @@ def _table(rows: Sequence[Row], arch: str) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, tuple) or value is None:
+        return " ".join(value or ["-"])
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import create_function_from_signature
 
+from lancet_kernels.compiling.machine_code import ProductLoop, product_loops, serialized
 from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode, runtime
@@ -48,6 +49,8 @@ class CompiledKernel:
         stack: all bytes of local memory of one thread.
         shared_bytes: of one program.
         wgmma, tma, tcgen05: does the machine code have these instructions?
+        serialized: codes of the assembler's warnings that products wait for each other; of sm_90.
+        loops: around wgmma.
         seconds: compile time; near zero if the kernel was in Triton's cache.
     """
 
@@ -60,7 +63,14 @@ class CompiledKernel:
     wgmma: bool
     tma: bool
     tcgen05: bool
+    serialized: tuple[str, ...]
+    loops: tuple[ProductLoop, ...]
     seconds: float
+
+    @property
+    def in_flight(self) -> int | None:
+        """Products that every loop leaves running when it starts the next one; None: there is no loop."""
+        return min((loop.in_flight for loop in self.loops), default=None)
 
 
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
@@ -85,17 +95,21 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
     compiled, options = _compile(specimen, arch)
     registers, stack = _resources(compiled)
     instructions = _tool("-sass", compiled.asm["cubin"])
+    wgmma = bool(WGMMA.search(instructions))
+    # Triton keeps no log: where there is something to say, the assembler runs a second time.
+    log = _assembler_log(compiled.asm["ptx"], options, arch) if stack or wgmma else ""
     return CompiledKernel(
         arch=f"sm_{arch}",
         registers=registers,
-        # A kernel that spills has a stack, so only then the assembler runs a second time.
-        spills=_spills(compiled.asm["ptx"], options, arch) if stack else 0,
+        spills=_spills(log) if stack else 0,
         stack=stack,
         shared_bytes=compiled.metadata.shared,
         threads=(specimen.total_warps or compiled.metadata.num_warps) * 32,
-        wgmma=bool(WGMMA.search(instructions)),
+        wgmma=wgmma,
         tma=bool(TMA.search(instructions)),
         tcgen05=bool(TCGEN05.search(instructions)),
+        serialized=serialized(log),
+        loops=product_loops(instructions),
         seconds=time.perf_counter() - start,
     )
 
@@ -118,6 +132,10 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
         reasons.append("no wgmma")
     if arch == 90 and specimen.tma and not compiled.tma:
         reasons.append("no TMA")
+    if compiled.serialized:
+        reasons.append(f"products wait for each other ({', '.join(compiled.serialized)} of ptxas)")
+    if specimen.in_flight and (compiled.in_flight or 0) < specimen.in_flight:
+        reasons.append(f"{compiled.in_flight or 0} products in flight, fewer than {specimen.in_flight}")
     return reasons
 
 
@@ -179,13 +197,18 @@ def _resources(compiled: Any) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _spills(ptx: str, options: dict[str, Any], arch: int) -> int:
-    """Spilled bytes that the assembler reports, when it runs again with the same options as in Triton."""
+def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
+    """What the assembler says when it runs again with the same options as in Triton."""
     backend = make_backend(_target(arch))
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         backend.make_cubin(ptx, {}, backend.parse_options(options), arch)
-    functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
-    assert functions, log.getvalue()
+    return log.getvalue()
+
+
+def _spills(log: str) -> int:
+    """Spilled bytes in the assembler's log."""
+    functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert functions, log
     return sum(max(int(stores), int(loads)) for stores, loads in functions)

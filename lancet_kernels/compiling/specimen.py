@@ -22,7 +22,8 @@ class Specimen:
         kernel: the `triton.jit` or `gluon.jit` function.
         arguments: of its launch by name, options included; tensors are empty (`of`).
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
-        wgmma, tma: what the machine code of sm_90 must contain.
+        wgmma, tma: what the machine code of sm_90 must contain. in_flight: products that each of its loops
+            must leave running while it starts the next.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Specimen:
     total_warps: int = 0
     wgmma: bool = False
     tma: bool = False
+    in_flight: int = 0
 
     @classmethod
     def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:

@@ -130,6 +130,7 @@ def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) 
         total_warps=total_warps(given["num_warps"]) if hopper else 0,
         wgmma=arch == 90 and case.dtype.itemsize == 2,
         tma=hopper or given["TMA"],
+        in_flight=int(hopper),
     )
 
 

@@ -12,12 +12,13 @@ comes after a barrier of the partition. What is stored here and loaded by TMA, `
 generic to the async proxy: a fence of the writer before the release, and one of the producer after the
 acquire. There are no TMA stores, which a release would not cover.
 
-The loop over the contraction, in machine code (Triton 3.9.0, sm_90, 2026-11-24; `compile_gluon.py` of the
-tests counts): 56 instructions a step of 64 in a forward, 62 or 68 in a backward, 4 of them HGMMA; no local
-memory. One barrier of the 256 threads: one of them arrives on `empty` for all. In a backward also a MEMBAR
-and a fence of the async proxy: of a `view` the compiler does not see that TMA has filled it. With Triton
-3.6.0 59 to 67 instructions and a second barrier, before the wait for the operands. All of it, tens of
-cycles, runs while the product of the step before does: 128 x 256 x 64 at 4,096 FLOP a cycle is 1,024.
+The loop over the contraction, in machine code (sm_90, 2026-11-26; `lancet kernels` says so of each variant,
+and fails where it is not so): a product is always in flight, as each step waits for the one before its own.
+Triton 3.9: 56 instructions a step of 64 in a forward, 62 in a backward, 4 of them HGMMA; no local memory.
+One barrier of the 256 threads: one of them arrives on `empty` for all. In a backward also a MEMBAR and a
+fence of the async proxy: of a `view` the compiler does not see that TMA has filled it. With Triton 3.6 59 to
+62 instructions and a second barrier, before the wait for the operands. All of it, tens of cycles, runs while
+the product of the step before does: 128 x 256 x 64 at 4,096 FLOP a cycle is 1,024.
 
 Why both warpgroups have one tile. With a tile each, one's epilogue would hide behind the other's products.
 But 128 x 256 accumulators fill the registers of two warpgroups, so a tile would be 128 x 128 or 64 x 256,

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lancet_kernels.kernels.hopper.shim import barrier, load_tile, view
+from lancet_kernels.kernels.protocol.device import opaque
 from lancet_kernels.kernels.protocol.tasks import Task
 
 # A task in its ring: its five fields, steps, and whether its operands are there.
@@ -121,6 +122,10 @@ def multiply_steps(
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
         it += 1
+    if not (A_DOWN or B_DOWN):
+        # Behind the loop of dX, and not of dW: LLVM joins equal ends of two loops, and ptxas, which then sees
+        # accumulators copied before the wait, lets every product wait (C7515; Triton 3.6, 3.9, 2026-11-26).
+        it = opaque(it)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=steps > 0)
     return acc, it

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from lancet_kernels.compiling.specimen import Specimen
 
@@ -33,6 +36,27 @@ def refused(source_ptr, out_ptr, N: tl.constexpr):
     tl.static_assert(N > 10**6, "N is too small for this kernel")
 
 
+@gluon.jit
+def products(out_ptr, steps, TOUCH: gl.constexpr, LEFT: gl.constexpr):
+    """A sum of products [64, 16], of which LEFT go on while the next starts. TOUCH: whose accumulators are
+    changed meanwhile, so that ptxas lets each wait."""
+    A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    B: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], A)
+    b = gl.allocate_shared_memory(gl.bfloat16, [64, 16], B)
+    acc = gl.zeros((64, 16), gl.float32, MMA)
+    for _ in range(steps):
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=LEFT, deps=(acc,))
+        if TOUCH:
+            acc += 1.0
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    i_m = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    i_n = gl.arange(0, 16, gl.SliceLayout(0, MMA))
+    gl.store(out_ptr + i_m[:, None] * 16 + i_n[None, :], acc)
+
+
 class Deadly:
     """Ends the process that looks at it, as LLVM does when an assertion of its own fails."""
 
@@ -45,6 +69,14 @@ class Deadly:
 
 
 deadly = Deadly()
+
+
+def loops_of_products() -> Iterator[Specimen]:
+    """One that is pipelined, one that ptxas serializes, and one that waits by itself."""
+    for name, touch, left in (("pipelined", False, 1), ("serialized", True, 1), ("waiting", False, 0)):
+        sizes = {"steps": 5, "TOUCH": touch, "LEFT": left, "num_warps": 4}
+        arguments = {"out_ptr": torch.empty(0, dtype=torch.float32)} | sizes
+        yield Specimen(name, "test", products, arguments, wgmma=True, in_flight=1)
 
 
 def specimens(arch: int) -> Iterator[Specimen]:

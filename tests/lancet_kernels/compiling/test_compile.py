@@ -122,7 +122,7 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert "spills test: spills" in err
 
 
-GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, 0.0)
+GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, (), (), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, 0.0)
         ({"arch": "sm_80", "shared_bytes": 167000}, ["167000 bytes of shared memory, more than 166912"]),
         ({"wgmma": False, "tma": False}, ["no wgmma", "no TMA"]),
         ({"wgmma": False, "tma": False, "arch": "sm_100"}, []),
+        ({"serialized": ("C7515",)}, ["products wait for each other (C7515 of ptxas)"]),
         ({"registers": 168, "threads": 384}, []),
         ({"registers": 169, "threads": 384}, ["67584 registers in a program, more than 65536"]),
     ],
