@@ -24,21 +24,21 @@ from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 
-# Warps that copy, in one warpgroup with the one that loads by TMA.
+# Warps that copy, in one warpgroup with the one that loads by TMA and the one that signals.
 COPY_WARPS = 2
 # Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
-# Registers of a thread of the producer and the copy warps, one warpgroup; the consumers share the rest, 208.
+# Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
 # More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
 # a wgmma with as many accumulators.
 COPY_REGISTERS = 88
-# Tasks that the producer may be ahead by.
+# Tasks that are handed over and not stored yet. A third one would wait for stages of operands anyway.
 TASKS = 2
-# Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
+# Shared memory of a program; what of it epilogues, mbarriers, tasks and targets take, compiled, rounded up.
 SHARED_BYTES = 227 * 1024
-EPILOGUE_BYTES = 17 * 1024
+EPILOGUE_BYTES = 18 * 1024
 HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
@@ -63,7 +63,7 @@ def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
 
 
 def total_warps(num_warps: int) -> int:
-    """Warps of a program with `num_warps` consumers: producer and copy warps count as a whole warpgroup."""
+    """Warps of a program with `num_warps` consumers: the others are one warpgroup."""
     return num_warps + 4
 
 

@@ -7,10 +7,10 @@ A tile is stored a quarter of its columns at a time. The accumulators' layout ha
 thread, so a quarter goes through shared memory into the layout ROWS, 16 bytes a thread and at least 128
 of a row together: results that go to peers cross NVLink in whole packets.
 
-Stores are ordinary ones of all threads; the release that publishes them (`finish_ready`, `return_tile`)
-comes after a barrier of the partition. What is stored here and loaded by TMA, `hidden`, changes from the
-generic to the async proxy: a fence of the writer before the release, and one of the producer after the
-acquire. There are no TMA stores, which a release would not cover.
+Stores are ordinary ones of all threads; the release that publishes them comes from the signal warp
+(`signals.py`), which also says where each row of a tile goes, for all kinds but TILE_IN. What is stored here
+and loaded by TMA, `hidden`, changes from the generic to the async proxy: a fence before the release, and one
+of the producer after the acquire. There are no TMA stores, which a release would not cover.
 
 The loop over the contraction, in machine code (sm_90, 2026-11-26; `lancet kernels` says so of each variant,
 and fails where it is not so): a product is always in flight, as each step waits for the one before its own.
@@ -32,26 +32,22 @@ L2 gives more; then clusters that share loads come before tiles that need more o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancet_kernels.kernels.hopper.pipeline import await_task, multiply_steps, take_task, views_of
+from lancet_kernels.kernels.hopper.pipeline import (
+    await_task,
+    multiply_steps,
+    read_task,
+    result_columns,
+    views_of,
+)
+from lancet_kernels.kernels.hopper.shim import barrier
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
-from lancet_kernels.kernels.protocol.steps import (
-    base_of,
-    bias_result,
-    expert_of_tile,
-    finish_ready,
-    poison_wgrad,
-    result_rows,
-    return_dots,
-    return_tile,
-    wgrad_operands,
-    wgrad_result,
-)
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
+from lancet_kernels.kernels.protocol.steps import base_of, bias_result, expert_of_tile, wgrad_operands
+from lancet_kernels.kernels.protocol.tasks import TILE_IN, TILE_OUT, WGRAD
 from lancet_kernels.kernels.reference.gemm import DOT_BLOCK, activate, dgelu, dsilu, quarters, silu
-from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
 @gluon.jit
@@ -92,16 +88,16 @@ def _rows(ptr, row, width):
 
 @gluon.jit
 def _store_tile(
-    acc, p_row, m_row, bias_ptr, n0, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr,
+    acc, p_row, m_row, bias_ptr, bias_columns, n0, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr,
     QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """acc [BM, BN], plus bias [N] or None, to columns n0 on of rows N wide, that may be anywhere."""
+    """acc [BM, BN], plus bias [bias_columns] or None, to columns n0 on of rows N wide, which lie anywhere."""
     WIDTH: gl.constexpr = BN // 4
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(4):
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if bias_ptr is not None:
-            value = _add_bias(value, bias_ptr, n0 + q * WIDTH, N, WIDTH, QUARTER)
+            value = _add_bias(value, bias_ptr, n0 + q * WIDTH, bias_columns, WIDTH, QUARTER)
         _store(p_row, m_row, value, n0 + q * WIDTH, N, WIDTH, ROWS)
 
 
@@ -185,17 +181,20 @@ def _add_row_dots(acc, p_row, m_row, b_ptr, K, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_bias_gradient(
-    db_ptr, dy_ptr, weight_ptr, weighted, rows, n0, B, BN: gl.constexpr, WARPS: gl.constexpr
+    db_ptr, dy_ptr, weight_ptr, weighted, rows, n0, B, sound, BN: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """db[n0:n0+BN] = the sums of dy [rows, B] down its columns, in a second look at what is in L2.
 
-    weight: float32, by which the first `weighted` rows count; the others count once.
+    weight: float32, by which the first `weighted` rows count; the others count once. NaN if not sound.
     """
     wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     DEPTH: gl.constexpr = 2 * WARPS
     i_n = n0 + gl.arange(0, BN, gl.SliceLayout(0, wide))
     i_row = gl.arange(0, DEPTH, gl.SliceLayout(1, wide))
     sums = gl.zeros((DEPTH, BN), gl.float32, wide)
+    if sound == 0:
+        sums += float("nan")
+        rows = 0
     for r in range(0, rows, DEPTH):
         p = dy_ptr + (r + i_row)[:, None].to(gl.int64) * B + i_n[None, :]
         m = (i_row < rows - r)[:, None] & (i_n < B)[None, :]
@@ -209,7 +208,7 @@ def _finish_in(
     acc, task, of_pass, sizes, arrivals, gemms, blocks,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
+    """TILE_IN: the epilogue of its direction."""
     BM: gl.constexpr = blocks.BM
     BN: gl.constexpr = blocks.BN
     sizes = opaque_sizes(sizes)
@@ -229,12 +228,14 @@ def _finish_in(
             acc, gemms.pre, gemms.hidden, gemms.activated, row, base, b_weight, i < rows, n0, F, ACT, BM, BN,
             NARROW, SLICE,
         )  # fmt: skip
-        dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if gemms.bias_in is not None:
             if task.n == 0:
+                more = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, NARROW))
                 p_row = arrivals.rows + row.to(gl.int64) * D
-                dots = _add_row_dots(dots, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
-        gl.store(gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
+                more = _add_row_dots(more, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
+                dots += gl.convert_layout(more, gl.SliceLayout(1, SLICE))
+        p_dot = gemms.row_dots + gl.cast(task.n, gl.int64) * R + first_row + i_weight
+        gl.store(p_dot, dots, mask=i_weight < rows)
     else:
         HAS_BIAS: gl.constexpr = gemms.bias_in is not None
         bias_ptr = gemms.bias_in + local * sizes.H if HAS_BIAS else None
@@ -245,65 +246,48 @@ def _finish_in(
             acc, gemms.pre, gemms.hidden, first_row + i, base, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS,
             QUARTER,
         )  # fmt: skip
-    device.fence_tma(True)
-    finish_ready(task.index, of_pass)
 
 
 @gluon.jit
-def _finish_out(
-    acc, task, epoch, of_pass, sizes, returns, gemms, blocks,
-    BACKWARD: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+def _finish_rest(
+    acc, j, task, of_pass, sizes, returns, gemms, rings, blocks,
+    BACKWARD: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """TILE_OUT: to the sources; with the last column of the tile, signal them."""
+    """What is no TILE_IN: to rows at the addresses that the signal warp has put down; 0: there is no row."""
     BM: gl.constexpr = blocks.BM
     BN: gl.constexpr = blocks.BN
-    sizes = opaque_sizes(sizes)
-    local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
-    i_m = _row_indices(BM, ROWS, 4 * WARPS)
-    p_row, m_row = result_rows(expert, m * BM + i_m, rows, first_row, of_pass, sizes, returns, None, False)
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     HAS_BIAS: gl.constexpr = not BACKWARD and gemms.bias_out is not None
-    bias_ptr = gemms.bias_out + local * sizes.D if HAS_BIAS else None
-    _store_tile(acc, p_row, m_row, bias_ptr, task.n * BN, sizes.D, BM, BN, ROWS, QUARTER)
-    if BACKWARD:
-        if task.n == 0:
-            return_dots(
-                expert, m, rows, first_row, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, gemms.row_dots,
-                returns, None, False, BM, i_m,
-            )  # fmt: skip
-    return_tile(
-        task.index, m, task.n, expert, first_row, epoch, of_pass, sizes, returns, None,
-        BACKWARD, False, BM, BN,
-    )  # fmt: skip
+    bias_ptr = None
+    bias_columns = 0
+    if HAS_BIAS:
+        if task.kind == TILE_OUT:
+            here = opaque_sizes(sizes)
+            local, _, _, _, _ = expert_of_tile(task.index, of_pass, here)
+            bias_columns += here.D
+            bias_ptr = gemms.bias_out + local * here.D
+        else:
+            bias_ptr = gemms.bias_out
+    mbarrier.wait(rings.targets_full.index(j % TASKS), (j // TASKS) & 1)
+    address = rings.targets.load(gl.SliceLayout(1, ROWS))
+    p_row = gl.multiple_of(address.to(returns.rows.dtype), 16)
+    N = result_columns(j, rings, TASKS, WARPS) // 8 * 8
+    _store_tile(acc, p_row, address != 0, bias_ptr, bias_columns, task.n * BN, N, BM, BN, ROWS, QUARTER)
 
 
 @gluon.jit
-def _finish_wgrad(
-    acc, task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks,
-    ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+def _finish_bias(
+    task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, WARPS: gl.constexpr
 ):  # fmt: skip
-    """WGRAD: the tile, and the bias gradient with m = 0; NaN if its rows did not come."""
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
+    """WGRAD: with m = 0 also the gradient of the bias; NaN if rows of its sums did not come."""
     sizes = opaque_sizes(sizes)
     rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, sizes.rank * sizes.L + task.index)
-    _, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
-    dw_ptr = wgrad_result(task, A, B, gradients)
-    m0, n0 = task.m * BM, task.n * BN
-    if sound != 0:
-        i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
-        _store_tile(acc, dw_ptr + i.to(gl.int64) * B, i < A, None, n0, B, BM, BN, ROWS, QUARTER)
-        if gradients.bias_in is not None:
-            if task.m == 0:
-                p_weight = arrivals.weights + first_row
-                weighted = gl.where(task.which == 0, rows, 0)
-                _store_bias_gradient(
-                    bias_result(task, B, gradients), dy_ptr, p_weight, weighted, rows, n0, B, BN, WARPS
-                )
-    else:
-        poison_wgrad(
-            task, dw_ptr, A, B, gradients, BM, BN,
-            gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])),
-        )  # fmt: skip
+    _, dy_ptr, _, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
+    _store_bias_gradient(
+        bias_result(task, B, gradients), dy_ptr, arrivals.weights + first_row,
+        gl.where(task.which == 0, rows, 0), rows, task.n * blocks.BN, B, sound, blocks.BN, WARPS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -315,14 +299,12 @@ def consume(
     BM: gl.constexpr = blocks.BM
     BN: gl.constexpr = blocks.BN
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     ACROSS: gl.constexpr = BACKWARD or problems_ptr is not None
     views = views_of(rings.a, rings.b, blocks, STAGES)
     b_of_tiles = views.b_across if BACKWARD else views.b
     it = 0
     j = 0
-    kind, steps = await_task(j, rings.tasks, rings.task_full, TASKS, WARPS)
+    kind, steps = await_task(j, rings, TASKS, WARPS)
     while kind >= 0:
         if ACROSS:
             acc = gl.zeros((BM, BN), gl.float32, MMA)
@@ -349,26 +331,26 @@ def consume(
             acc, it = multiply_steps(
                 it, steps, views.a, views.b, rings.empty, rings.full, False, True, MMA, STAGES, blocks
             )
-        task, sound = take_task(j, kind, rings.tasks, rings.task_empty, TASKS, WARPS)
-        # Not held in registers while products run.
-        epoch = gl.load(of_pass.words)
+        task, sound = read_task(j, kind, rings, TASKS, WARPS)
         if kind == TILE_IN:
             _finish_in(acc, task, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, WARPS)
-        if kind == TILE_OUT:
-            _finish_out(
-                acc, task, epoch, of_pass, sizes, returns, gemms, blocks, BACKWARD, ROWS, QUARTER, WARPS
-            )  # fmt: skip
-        if BACKWARD:
-            if kind == WGRAD:
-                _finish_wgrad(
-                    acc, task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks,
-                    ROWS, QUARTER, WARPS,
+        else:
+            if BACKWARD:
+                if sound == 0:
+                    # Of a weight gradient whose rows did not come.
+                    acc += float("nan")
+            # Always so. Without a branch ptxas spills 76 bytes instead of 16 (forward of swiglu with
+            # independent GEMMs, Triton 3.9, 2026-11-26).
+            if sound >= 0:
+                _finish_rest(
+                    acc, j, task, of_pass, sizes, returns, gemms, rings, blocks, BACKWARD, TASKS, WARPS
                 )  # fmt: skip
-        if problems_ptr is not None:
-            if kind == DENSE:
-                _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, task.index, arrivals.rows, True)
-                i = task.m * BM + _row_indices(BM, ROWS, 4 * WARPS)
-                p_row = c_ptr + i.to(gl.int64) * N
-                _store_tile(acc, p_row, i < M, None, task.n * BN, N, BM, BN, ROWS, QUARTER)
+        if BACKWARD:
+            if gradients.bias_in is not None:
+                if (kind == WGRAD) & (task.m == 0):
+                    _finish_bias(task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, WARPS)
+        # One thread says it for all.
+        barrier()
+        mbarrier.arrive(rings.stored.index(j % TASKS), count=1)
         j += 1
-        kind, steps = await_task(j, rings.tasks, rings.task_full, TASKS, WARPS)
+        kind, steps = await_task(j, rings, TASKS, WARPS)

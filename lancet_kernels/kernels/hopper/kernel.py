@@ -3,11 +3,12 @@
     W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
     T  tokens here               K  choices per token    R  most rows received
 
-The warps of a program have three jobs, and go on independently of each other:
+The warps of a program have four jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `consumer.py`
     producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `producer.py`
     copy warps   2 warps   puts                                                        `copies.py`
+    signal warp  1 warp    says where results go, and signals what is stored           `signals.py`
 
 What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
 rows, words and order. Two counters instead of one: the copy warps claim puts, the producers all others, in
@@ -23,13 +24,18 @@ are two chains that both go on. A put waits for nothing that this use makes: onl
 use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
 tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
 with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
-before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place, and the
-consumers empty both, as they take tasks in the order of the hand-over and wait for no signal themselves. So
-the task is finished: a contradiction. Waits inside a program (mbarriers) need no bound of their own: whom
-they wait for waits for bounded signals only.
+before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place. The
+consumers empty stages, and wait for no signal themselves; the signal warp empties places, and waits for the
+consumers only. Both take tasks in the order of the hand-over, and a task is signalled when it is stored,
+whether another one follows or not: a consumer that signalled behind its next product would have to signal
+before it waits for a task, which the producer may hand over only behind that signal. So the task is finished:
+a contradiction. Waits inside a program (mbarriers) need no bound of their own: whom they wait for waits for
+bounded signals only.
 
-What each release covers. `put_signal` and `finish_ready` are called by one partition, after its own stores
-and a barrier of that partition; `tl.debug_barrier` in a partition joins its warps and no others. A producer's
+What each release covers. `put_signal` of the copy warps covers their own stores, behind a barrier of that
+partition; `tl.debug_barrier` in a partition joins its warps and no others. What the consumers store reaches
+the signal warp through the mbarrier `stored` (release and acquire of the block), and `finish_ready` and
+`return_tile`, being cumulative, publish it. A producer's
 acquire reaches the consumers through the mbarrier of the hand-over (release and acquire of the block), and
 from there, being cumulative, whoever acquires what they release. TMA loads go through the async proxy:
 fences stand after each acquire before a load, and where the loaded data is written by this kernel before its
@@ -44,11 +50,12 @@ from lancet_kernels.kernels.hopper.consumer import consume
 from lancet_kernels.kernels.hopper.copies import copy
 from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, Rings
 from lancet_kernels.kernels.hopper.producer import produce
+from lancet_kernels.kernels.hopper.signals import signal
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
 from lancet_kernels.kernels.protocol.steps import num_put_tasks
-from lancet_kernels.kernels.protocol.tasks import lag_of, num_gemm_tasks
+from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
 from lancet_kernels.kernels.reference.kernel import COUNTER
 
 # Which word of a use counts the puts.
@@ -77,8 +84,6 @@ def _start(
     # Opaque: else it would be computed in every partition again.
     num_gemms = device.opaque(num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD))
     num_gemms = gl.minimum(num_gemms, limit)
-    # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
-    lag = lag_of(2 * gl.num_programs(0), gl.cdiv(sizes.F, blocks.BN_IN))
 
     element: gl.constexpr = arrivals.rows.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], element)
@@ -93,13 +98,18 @@ def _start(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     task_empty = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
     task_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
+    targets = gl.allocate_shared_memory(gl.int64, [BM], one_word)
+    targets_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(TASKS):
         mbarrier.init(task_empty.index(i), count=1)
         mbarrier.init(task_full.index(i), count=1)
-    rings = Rings(a, b, empty, full, tasks, task_empty, task_full)
+        mbarrier.init(stored.index(i), count=1)
+        mbarrier.init(targets_full.index(i), count=1)
+    rings = Rings(a, b, empty, full, tasks, task_empty, task_full, stored, targets, targets_full)
     gl.warp_specialize([
         (consume, (
             of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
@@ -107,14 +117,17 @@ def _start(
         )),
         (produce, (
             of_pass, sizes, arrivals, gemms, gradients, problems_ptr, num_problems, dense_tiles, num_gemms,
-            num_tiles, lag, epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings,
+            num_tiles, epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings,
             blocks, BACKWARD, PAIR, COUNTER, STAGES, TASKS,
         )),
         (copy, (
             of_pass, sizes, sending, arrivals, num_puts, ring,
             BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, COPY_COUNTER, COPY_WARPS,
         )),
-    ], [1, COPY_WARPS], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
+        (signal, (
+            of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks, BACKWARD, TASKS,
+        )),
+    ], [1, COPY_WARPS, 1], [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 @gluon.jit(

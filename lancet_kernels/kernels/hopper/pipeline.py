@@ -4,7 +4,8 @@
 
 Producer and consumers share two rings in shared memory: operands, one stage for each step, and tasks. A ring
 has two mbarriers for each place: `full`, on which the consumers wait, and `empty`, on which the producer
-waits. Place i % STAGES is used for the i-th time in phase i // STAGES.
+waits. Place i % STAGES is used for the i-th time in phase i // STAGES. A place of the ring of tasks has a
+third one, `stored`, on which the signal warp waits for the consumers: then it empties the place.
 
 Operands lie in one of three ways:
 
@@ -23,14 +24,15 @@ from lancet_kernels.kernels.hopper.shim import barrier, load_tile, view
 from lancet_kernels.kernels.protocol.device import opaque
 from lancet_kernels.kernels.protocol.tasks import Task
 
-# A task in its ring: its five fields, steps, and whether its operands are there.
+# A task in its ring: its five fields, steps, whether its operands are there; columns of the result, which the
+# signal warp adds.
 TASK_WORDS = gl.constexpr(8)
 NO_TASK = gl.constexpr(-1)
 
 
 class Rings(NamedTuple):
     """In shared memory: a [STAGES, BM, BK] and b [STAGES, BK, BN], the operands; their mbarriers; words of
-    tasks, and their mbarriers."""
+    tasks, and their mbarriers; targets int64 [BM], where the rows of a result go, and its mbarriers."""
 
     a: Any
     b: Any
@@ -39,6 +41,9 @@ class Rings(NamedTuple):
     tasks: Any
     task_empty: Any
     task_full: Any
+    stored: Any
+    targets: Any
+    targets_full: Any
 
 
 class Views(NamedTuple):
@@ -144,46 +149,50 @@ def _word(tasks, i, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(j, tasks, task_empty, task_full, task, steps, sound, TASKS: gl.constexpr, WARPS: gl.constexpr):
-    """The producer's j-th task, for the consumers. -> j + 1."""
+def hand_over(j, rings, task, steps, sound, TASKS: gl.constexpr):
+    """The producer's j-th task, for the consumers and the signal warp. -> j + 1."""
     place = j % TASKS
-    mbarrier.wait(task_empty.index(place), ((j // TASKS) & 1) ^ 1)
+    mbarrier.wait(rings.task_empty.index(place), ((j // TASKS) & 1) ^ 1)
     first = place * TASK_WORDS
-    _put_word(tasks, first, task.kind, WARPS)
-    _put_word(tasks, first + 1, task.which, WARPS)
-    _put_word(tasks, first + 2, task.index, WARPS)
-    _put_word(tasks, first + 3, task.m, WARPS)
-    _put_word(tasks, first + 4, task.n, WARPS)
-    _put_word(tasks, first + 5, steps, WARPS)
-    _put_word(tasks, first + 6, sound, WARPS)
+    _put_word(rings.tasks, first, task.kind, 1)
+    _put_word(rings.tasks, first + 1, task.which, 1)
+    _put_word(rings.tasks, first + 2, task.index, 1)
+    _put_word(rings.tasks, first + 3, task.m, 1)
+    _put_word(rings.tasks, first + 4, task.n, 1)
+    _put_word(rings.tasks, first + 5, steps, 1)
+    _put_word(rings.tasks, first + 6, sound, 1)
     barrier()
-    mbarrier.arrive(task_full.index(place), count=1)
+    mbarrier.arrive(rings.task_full.index(place), count=1)
     return j + 1
 
 
 @gluon.jit
-def await_task(j, tasks, task_full, TASKS: gl.constexpr, WARPS: gl.constexpr):
+def await_task(j, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
     """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind and steps."""
     place = j % TASKS
-    mbarrier.wait(task_full.index(place), (j // TASKS) & 1)
+    mbarrier.wait(rings.task_full.index(place), (j // TASKS) & 1)
     first = place * TASK_WORDS
-    return _word(tasks, first, WARPS), _word(tasks, first + 5, WARPS)
+    return _word(rings.tasks, first, WARPS), _word(rings.tasks, first + 5, WARPS)
 
 
 @gluon.jit
-def take_task(j, kind, tasks, task_empty, TASKS: gl.constexpr, WARPS: gl.constexpr):
-    """-> what the epilogue needs of the j-th task, read behind the product: the task, and sound.
+def read_task(j, kind, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """-> the j-th task, and sound. The consumers read it behind the product."""
+    first = j % TASKS * TASK_WORDS
+    which = _word(rings.tasks, first + 1, WARPS)
+    index = _word(rings.tasks, first + 2, WARPS)
+    m = _word(rings.tasks, first + 3, WARPS)
+    n = _word(rings.tasks, first + 4, WARPS)
+    return Task(kind, which, index, m, n), _word(rings.tasks, first + 6, WARPS)
 
-    Then its place is empty. No task is late for that: one that is two ahead is claimed when all steps of the
-    one between are loaded, or wait for places that the products before them still use.
-    """
-    place = j % TASKS
-    first = place * TASK_WORDS
-    which = _word(tasks, first + 1, WARPS)
-    index = _word(tasks, first + 2, WARPS)
-    m = _word(tasks, first + 3, WARPS)
-    n = _word(tasks, first + 4, WARPS)
-    sound = _word(tasks, first + 6, WARPS)
-    barrier()
-    mbarrier.arrive(task_empty.index(place), count=1)
-    return Task(kind, which, index, m, n), sound
+
+@gluon.jit
+def put_columns(j, columns, rings, TASKS: gl.constexpr):
+    """Columns of the result of the j-th task, for `result_columns`."""
+    _put_word(rings.tasks, j % TASKS * TASK_WORDS + 7, columns, 1)
+
+
+@gluon.jit
+def result_columns(j, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """-> what `put_columns` got."""
+    return _word(rings.tasks, j % TASKS * TASK_WORDS + 7, WARPS)

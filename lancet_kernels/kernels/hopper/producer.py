@@ -31,7 +31,7 @@ from lancet_kernels.kernels.protocol.steps import (
     wait_rows,
     wgrad_operands,
 )
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task
+from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task, lag_of
 from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
@@ -53,7 +53,7 @@ def _load_in(
         steps = gl.cdiv(D, blocks.BK)
         row = base_of(of_pass, BACKWARD) + first_row + m * blocks.BM
         n0 = task.n * blocks.BN_IN
-        j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, 1, TASKS, 1)
+        j = hand_over(j, rings, task, steps, 1, TASKS)
         if BACKWARD:
             it = load_steps(
                 it, steps, rows_desc, weight_desc, row, 0, local * F + n0, 0, 0,
@@ -85,7 +85,7 @@ def _load_out(
         row = first_row + m * blocks.BM
         n0 = task.n * blocks.BN
         steps = gl.cdiv(sizes.H if BACKWARD else sizes.F, blocks.BK)
-        j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, 1, TASKS, 1)
+        j = hand_over(j, rings, task, steps, 1, TASKS)
         if BACKWARD:
             it = load_steps(
                 it, steps, hidden_desc, weight_desc, row, 0, local * sizes.D + n0, 0, 0,
@@ -105,7 +105,7 @@ def _load_across(
     STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """Hand over a tile of x^T dy, of x [rows, A] and dy [rows, B], and load its operands. -> it, j."""
-    j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, sound, TASKS, 1)
+    j = hand_over(j, rings, task, steps, sound, TASKS)
     if steps > 0:
         wait_for_loads(it, rings.full, STAGES)
         x_desc = tma.make_tensor_descriptor(
@@ -154,12 +154,14 @@ def _load_dense(
 @gluon.jit
 def produce(
     of_pass, sizes, arrivals, gemms, gradients, problems_ptr, num_problems, dense_tiles, num_tasks, num_tiles,
-    lag, epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings, blocks,
+    epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings, blocks,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr,
     TASKS: gl.constexpr,
 ):  # fmt: skip
     """The producer's partition: all tasks but puts. num_tasks: of these."""
     views = views_of(rings.a, rings.b, blocks, STAGES)
+    # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
+    lag = lag_of(2 * gl.num_programs(0), gl.cdiv(opaque(sizes.F), blocks.BN_IN))
     it = 0
     j = 0
     i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
@@ -190,6 +192,4 @@ def produce(
                     it, j, task, problems_ptr, arrivals.rows, rings, views, blocks, STAGES, TASKS
                 )  # fmt: skip
         i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    hand_over(
-        j, rings.tasks, rings.task_empty, rings.task_full, Task(NO_TASK, 0, 0, 0, 0), 0, 0, TASKS, 1
-    )  # fmt: skip
+    hand_over(j, rings, Task(NO_TASK, 0, 0, 0, 0), 0, 0, TASKS)

@@ -176,7 +176,10 @@ class SharedArray:
     def load(self, layout: Any = None) -> tl.tensor:
         self.machine.scheduler.step()
         self.machine.traffic.before_read(self, f"the load of {self.name}")
-        return make_tensor(self.read(), self.dtype)
+        values = self.read()
+        if values.dtype == np.int64 and (values.view(np.uint8).reshape(-1, 8) == POISON).all(1).any():
+            raise Race(f"the load of {self.name}, addresses, begins before anything was stored there")
+        return make_tensor(values, self.dtype)
 
     def store(self, value: tl.tensor) -> None:
         self.machine.scheduler.step()

@@ -1,0 +1,132 @@
+"""The signal warp of the Hopper kernel: where do the rows of a tile go, and who is told that they are there?
+
+    BM  rows of a tile    R  most rows received
+
+It is the fourth warp of the group of the producer and the copy warps, and takes the same tasks in the same
+order as the consumers. While they multiply it looks up where each row of the result goes, and in a backward
+returns the gradients of the rows' weights. When they have stored a tile it signals it, while they are at the
+next one: a release waits until all stores of the program have drained.
+
+What a tile costs the consumers beyond its product, in cycles of an H100, by arithmetic (2026-11-26; 600 a
+load from L2, 1.5 us until a store at a peer is acknowledged, W = 8; none has measured it):
+
+                       looking up    stores          release         sum
+    by the consumers   1000 - 5000   1000 - 1600     3000 - 4500     6000 - 9000
+    by this warp       50            1000 - 1600     100             1200 - 1800
+
+The floor of the stores: 64 KB through shared memory, twice 512 cycles, and to L2 at 64 bytes a cycle, 1024.
+At F = 1024 the product of a TILE_OUT is 16,384 cycles: it took 1.4 to 1.5 times as long with all of this in
+the way, and takes 1.1 times; at F = 256 2.5 to 3.2 and 1.4 times.
+
+Not done: handing over expert, rows and base of a tile with its task, so that the epilogue of TILE_IN loads
+none of it. ptxas spilled 52 bytes in the backward of swiglu (Triton 3.9), for two loads that L1 mostly has.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from lancet_kernels.kernels.hopper.pipeline import await_task, put_columns, read_task
+from lancet_kernels.kernels.hopper.shim import barrier
+from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol.device import opaque_sizes
+from lancet_kernels.kernels.protocol.steps import (
+    expert_of_tile,
+    finish_ready,
+    result_rows,
+    return_dots,
+    return_tile,
+    wgrad_operands,
+    wgrad_result,
+)
+from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
+from lancet_kernels.kernels.reference.tiles import dense_problem
+
+
+@gluon.jit
+def _addresses(result_ptr, i, A, B):
+    """-> where rows i of result [A, B] begin; 0 for those that it has not."""
+    return gl.where(i < A, (result_ptr + i.to(gl.int64) * B).to(gl.int64), 0)
+
+
+@gluon.jit
+def _look_up(
+    j, task, of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
+    BACKWARD: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """Put down where each row of the tile begins, and how wide rows are.
+
+    In a backward's TILE_OUT with n = 0 also return the gradients of the rows' weights.
+    """
+    i_m = gl.arange(0, blocks.BM, gl.BlockedLayout([4], [32], [1], [0]))
+    sizes = opaque_sizes(sizes)
+    i = task.m * blocks.BM + i_m
+    if task.kind == TILE_OUT:
+        _, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
+        p_row, m_row = result_rows(
+            expert, m * blocks.BM + i_m, rows, first_row, of_pass, sizes, returns, None, False
+        )
+        rings.targets.store(gl.where(m_row, p_row.to(gl.int64), 0))
+        put_columns(j, sizes.D, rings, TASKS)
+        if BACKWARD:
+            if task.n == 0:
+                return_dots(
+                    expert, m, rows, first_row, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes,
+                    gemms.row_dots, returns, None, False, blocks.BM, i_m,
+                )  # fmt: skip
+    if BACKWARD:
+        if task.kind == WGRAD:
+            # Of the operands only the sizes, wherever they begin.
+            _, _, A, B = wgrad_operands(task, task.index, of_pass, sizes, arrivals, gemms, gradients)
+            rings.targets.store(_addresses(wgrad_result(task, A, B, gradients), i, A, B))
+            put_columns(j, B, rings, TASKS)
+    if problems_ptr is not None:
+        if task.kind == DENSE:
+            _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, task.index, arrivals.rows, True)
+            rings.targets.store(_addresses(c_ptr, i, M, N))
+            put_columns(j, N, rings, TASKS)
+
+
+@gluon.jit
+def _signal_out(task, of_pass, sizes, returns, blocks, BACKWARD: gl.constexpr):
+    """TILE_OUT is stored: with the last column of the tile its sources are told."""
+    sizes = opaque_sizes(sizes)
+    _, expert, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
+    return_tile(
+        task.index, m, task.n, expert, first_row, gl.load(of_pass.words), of_pass, sizes, returns, None,
+        BACKWARD, False, blocks.BM, blocks.BN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def signal(
+    of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
+    BACKWARD: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """The signal warp's partition: look up, wait until the consumers have stored, signal; task by task.
+
+    `targets` is one tile's: the consumers have read it when they have stored the tile. It has an mbarrier for
+    each place of the ring of tasks, as they look at it for some tasks only, and may be ahead of this warp.
+    """
+    j = 0
+    kind, _ = await_task(j, rings, TASKS, 1)
+    while kind >= 0:
+        task, _ = read_task(j, kind, rings, TASKS, 1)
+        _look_up(
+            j, task, of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
+            BACKWARD, TASKS,
+        )  # fmt: skip
+        place = j % TASKS
+        barrier()
+        mbarrier.arrive(rings.targets_full.index(place), count=1)
+        mbarrier.wait(rings.stored.index(place), (j // TASKS) & 1)
+        # All have read the task.
+        mbarrier.arrive(rings.task_empty.index(place), count=1)
+        if kind == TILE_IN:
+            # What is stored is loaded by TMA.
+            device.fence_tma(True)
+            finish_ready(task.index, of_pass)
+        if kind == TILE_OUT:
+            _signal_out(task, of_pass, sizes, returns, blocks, BACKWARD)
+        j += 1
+        kind, _ = await_task(j, rings, TASKS, 1)
