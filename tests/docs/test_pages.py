@@ -15,6 +15,7 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lancet_kernels.cli import _parser
@@ -50,8 +51,10 @@ def pages_with_python() -> list:
 
 @pytest.fixture
 def no_job_is_left() -> Iterator[None]:
-    """A page may let this process stand for several ranks."""
+    """A page may let this process stand for several ranks, on one core."""
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     emulate_link(None)
     if dist.is_initialized():
         dist.destroy_process_group()
