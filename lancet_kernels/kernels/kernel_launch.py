@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
     launch asks for its variant and introduces it if it is new; nothing of that waits for the device.
     Raises UserError if there is no bitcode, or NVSHMEM is not initialised or of another version.
 
-    Example: launch(release_kernel, (world,), use_ptr=state.words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
+    Example: launch(release_kernel, (world,), use_ptr=words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
     recorder = _recorder.get()
     if recorder is not None and (not recorder[0] or kernel in recorder[0]):

@@ -101,7 +101,7 @@ def config_for_gpu(
     programs: int,
     far: bool = False,
 ) -> OverlapConfig:
-    """The default for compute capability `arch`: the Hopper kernel wherever it can run, else the plain one.
+    """The default for compute capability `arch`: the Hopper kernel where it can run, else the plain one.
 
     programs: of the grid. far: as of `default_overlap_config`.
     """
@@ -288,7 +288,12 @@ def _launch(
 
 
 def _combine(
-    exchange: Exchange, use: Use, routing: Routing, config: OverlapConfig, out: Tensor, dweight: Tensor | None
+    exchange: Exchange,
+    use: Use,
+    routing: Routing,
+    config: OverlapConfig,
+    out: Tensor,
+    dweight: Tensor | None,
 ) -> None:
     """Add up what comes back. dweight: of a backward, whose sums are without weights."""
     tokens, choices = routing.expert.shape

@@ -260,7 +260,7 @@ class Exchange:
         return use
 
     def schedule(self, use: Use, count: Tensor) -> None:
-        """Exchange counts with all PEs and fill the table of the use. count: int64 [E], rows for each expert.
+        """Exchange counts with all PEs and fill the table of the use. count: int64 [E], of each expert.
 
         Launched before the passes' own kernel. It waits for the counts of every PE.
         """
@@ -278,8 +278,8 @@ class Exchange:
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
-            table_ptr=use.state.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            chunks=self.chunks, BM=self.chunk_rows, BT=schedule.TILES_AT_ONCE,
+            table_ptr=use.state.table, rank=self.rank, W=self.world, L=self.local_experts,
+            tiles=self.tiles, chunks=self.chunks, BM=self.chunk_rows, BT=schedule.TILES_AT_ONCE,
             BE=triton.next_power_of_2(experts), BW=triton.next_power_of_2(self.world), num_warps=4,
         )  # fmt: skip
 

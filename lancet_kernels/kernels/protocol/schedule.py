@@ -50,11 +50,11 @@ MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all ar
 tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first. What comes back is added
 up by a kernel of its own (`combine.py`).
 
-Why one resident program per PE is enough. A put waits for releases of earlier uses only. As they stand first,
-all puts of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows is
-made by tasks with smaller numbers of its own PE: a tile of the second GEMM for its columns of the first one,
-which are all claimed when its group is, at most 7 tiles further; the lag is 8 or more. So all tiles end, and
-with them what `combine.py` waits for.
+Why one resident program per PE is enough. A put waits for releases of earlier uses only. As puts stand
+first, those of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows
+is made by tasks with smaller numbers of its own PE: a tile of the second GEMM for its columns of the first
+one, which are all claimed when its group is, at most 7 tiles further; the lag is 8 or more. So all tiles end,
+and with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 
@@ -186,8 +186,8 @@ def exchange_counts_kernel(
     """Put this PE's counts to all others, wait for theirs, and make the offsets of everybody's rows.
 
     Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32
-    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes, of this one at
-    `place`. Writes the table from its header to base.
+    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes, of this one
+    at `place`. Writes the table from its header to base.
     Work: 4 E bytes to each peer, and W scans of E numbers, of several PEs at once.
     Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
 

@@ -226,7 +226,7 @@ def largest_gap_kernel(taken_ptr, out_ptr, A, passes, BP: tl.constexpr):
 @given(data=st.data())
 @examples(20)
 def test_passes_take_the_largest_gap(data: st.DataObject) -> None:
-    """Rows of passes that begin and end in any order: never twice taken, and all room there is in a row."""
+    """Rows of passes that begin and end in any order: never twice taken, and all room in a row."""
     size, passes = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 5))
     taken, out = torch.zeros(passes, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for _ in range(12):
