@@ -32,7 +32,7 @@ from lancet_kernels.kernels.hopper import launch as hopper_launch
 from lancet_kernels.kernels.overlap import default_overlap_config
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
-from lancet_kernels.kernels.rehearsal import prepare, rehearsal, variants
+from lancet_kernels.kernels.warmup import variants, warm_up, warming_up
 from lancet_kernels.measuring.fused_pass import FusedPasses, most_rows
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
@@ -53,7 +53,7 @@ PES = "test_virtual_pes.py"
 # Tests of kernels by step: a file, what is chosen of it on a GPU, and on a CPU.
 TESTS = {
     "virtual_pes": (PES, "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks"),
-    "virtual_pes_more": (PES, "is_as or passes or graph or rehearsal", "forward_and_backward"),
+    "virtual_pes_more": (PES, "is_as or passes or graph or warm_up", "forward_and_backward"),
     "sanitizer": ("test_sanitizer_gpu.py", "memcheck", "memcheck"),
 }
 
@@ -68,7 +68,7 @@ class Layer:
         self.passes = p = FusedPasses(w, self.dtype, device)
         config = default_overlap_config(w.width, w.hidden, w.activation, self.dtype, device)
         self.config = replace(config, programs=programs or config.programs)
-        prepare(*p.exchanges(self.config), p.x, p.routing, p.experts, self.config)
+        warm_up(*p.exchanges(self.config), p.x, p.routing, p.experts, self.config)
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -186,7 +186,7 @@ def eta(device: torch.device) -> Results:
         count = windows[name][2]
         return mock.patch.object(hopper_launch, "put_slots", lambda *sizes: count or slots(*sizes))
 
-    with rehearsal():
+    with warming_up():
         for name, config in configs.items():
             with narrow(name):
                 layer.passes.forward_backward(config)
@@ -214,7 +214,7 @@ def launch_ms(layer: Layer, *, puts: bool, tiles: bool) -> list[float]:
             _, saved = layer.passes.begin(layer.config)
             if tiles:
                 layer.passes.backward(layer.config, saved)
-            forward.release(saved.use)
+            forward.release(saved.opened)
     for exchange in (forward, backward):
         exchange.arrived.local.zero_()
         exchange.check()
@@ -230,11 +230,11 @@ def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
     def timed(*arguments: Any) -> None:
         ms.append(clock.once(partial(launch, *arguments)))
 
-    def without(exchange: Exchange, use, count: Tensor) -> None:
-        schedule(exchange, use, count)
+    def without(exchange: Exchange, opened, count: Tensor) -> None:
+        schedule(exchange, opened, count)
         for word, wanted in ((NUM_PUTS, puts), (NUM_TILES, tiles)):
             if not wanted:
-                use.state.table[word.value] = 0
+                opened.state.table[word.value] = 0
 
     patch = mock.patch.object
     with patch(overlap, "_launch", timed), patch(Exchange, "schedule", without), patch(overlap, "_combine"):

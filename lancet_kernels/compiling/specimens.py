@@ -1,6 +1,6 @@
-"""Which variants of which kernels must compile? Those of launches that are noted here, with small sizes.
+"""Which variants of which kernels must compile? Those of launches that are recorded here, with small sizes.
 
-Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is noted
+Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded
 (`kernel_launch.recorded`). So nothing of a launch is said a second time.
 """
 
@@ -20,9 +20,9 @@ from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import config_for_gpu, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.reference.kernel import overlap_kernel
 from lancet_kernels.symmetric import virtual_memories
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -36,7 +36,7 @@ class FusedCase:
 
     Attributes:
         dense: an independent GEMM rides along. far: peers are reached by NVSHMEM. widths: D and F.
-        plain: the plain kernel where the Hopper one is the default.
+        plain: the portable kernel where the Hopper one is the default.
     """
 
     activation: str = "gelu"
@@ -136,7 +136,7 @@ def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) 
 
 def _fused(arch: int) -> Iterator[Specimen]:
     """The small kernels, which hardly depend on the case, are the same in many."""
-    # On sm_90 the plain kernel says what is right, too.
+    # On sm_90 the portable kernel says what is right, too.
     plain = (FusedCase("gelu", plain=True), FusedCase("swiglu", plain=True)) if arch == 90 else ()
     for case in (*FUSED, *plain):
         for direction, launches in zip(("forward", "backward"), _fused_launches(case, arch), strict=True):

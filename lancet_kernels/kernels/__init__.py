@@ -1,7 +1,8 @@
 """Kernels and their launchers; nothing here knows of autograd or torch.distributed.
 
     protocol/    puts, signals, waits, rows and tasks: what every overlap kernel does, whatever multiplies
-    reference/   the overlap kernel in plain Triton: says what is right, runs interpreted and on any GPU
+    portable/    the overlap kernel in plain Triton: for float32, GPUs before Hopper and odd widths; says
+                 what is right, and runs interpreted
     hopper/      the overlap kernel in Gluon for GPUs of compute capability 9.0
     moe/         rows of tokens, activations
 

@@ -19,7 +19,7 @@ from lancet_kernels.symmetric.nvshmem import init_module
 
 
 class Launch(NamedTuple):
-    """A launch that was noted: kernel[grid](**arguments), options included."""
+    """A launch that was recorded: kernel[grid](**arguments), options included."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -28,19 +28,19 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded(*kernels: Any) -> Iterator[list[Launch]]:
-    """Inside, launches of these kernels (of all, if none is named) are noted here, and do not run.
+    """Inside, launches of these kernels (of all, if none is named) are recorded here, and do not run.
 
-    Noting needs no GPU: tensors may be on the CPU.
+    That needs no GPU: tensors may be on the CPU.
     """
     launches: list[Launch] = []
     before = _recorder.get()
     token = _recorder.set((kernels, launches))
-    runtime.anywhere = not kernels or runtime.anywhere
+    runtime.recording = not kernels or runtime.recording
     try:
         yield launches
     finally:
         _recorder.reset(token)
-        runtime.anywhere = before is not None and not before[0]
+        runtime.recording = before is not None and not before[0]
 
 
 _recorder: ContextVar[tuple[tuple[Any, ...], list[Launch]] | None] = ContextVar("recorder", default=None)
@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
     launch asks for its variant and introduces it if it is new; nothing of that waits for the device.
     Raises UserError if there is no bitcode, or NVSHMEM is not initialised or of another version.
 
-    Example: launch(release_kernel, (world,), use_ptr=words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
+    Example: launch(release_kernel, (world,), words_ptr=words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
     recorder = _recorder.get()
     if recorder is not None and (not recorder[0] or kernel in recorder[0]):
@@ -69,10 +69,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         kernel[grid](**options)
 
 
-def compile_launch(noted: Launch) -> Any:
-    """-> the compiled kernel of a launch that was noted, which stays in Triton's cache."""
-    with _linked(noted.arguments):
-        return noted.kernel.warmup(grid=noted.grid, **noted.arguments)
+def compile_launch(record: Launch) -> Any:
+    """-> the compiled kernel of a launch that was recorded, which stays in Triton's cache."""
+    with _linked(record.arguments):
+        return record.kernel.warmup(grid=record.grid, **record.arguments)
 
 
 @contextmanager

@@ -46,12 +46,12 @@ from lancet_kernels.kernels.overlap_data import (
     Routing,
     SavedPass,
 )
+from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol import combine
 from lancet_kernels.kernels.protocol.arguments import Gemms, Gradients, Sending, Stages
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
-from lancet_kernels.kernels.protocol.exchange import Exchange, Use
+from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, write_dense_row_kernel
-from lancet_kernels.kernels.reference.kernel import overlap_kernel
 from lancet_kernels.kernels.tuning import tuned
 
 # More than any launch has: a limit that is none.
@@ -101,7 +101,7 @@ def config_for_gpu(
     programs: int,
     far: bool = False,
 ) -> OverlapConfig:
-    """The default for compute capability `arch`: the Hopper kernel where it can run, else the plain one.
+    """The default for compute capability `arch`: the Hopper kernel where it can run, else the portable one.
 
     programs: of the grid. far: as of `default_overlap_config`.
     """
@@ -137,13 +137,13 @@ def moe_forward(
     *,
     dense: Sequence[DenseGemm] = (),
 ) -> tuple[Tensor, SavedPass]:
-    """x [T, D] -> out [T, D] and what the backward needs. Release `saved.use` if no backward follows.
+    """x [T, D] -> out [T, D] and what the backward needs. Release `saved.opened` if no backward follows.
 
     Raises UserError for wrong dtype, layout, device or size, before anything is sent.
     """
     check_pass(exchange, x, routing, experts, config, dense)
-    use = exchange.begin()
-    exchange.schedule(use, routing.count)
+    opened = exchange.begin()
+    exchange.schedule(opened, routing.count)
     pre = exchange.kept(experts.w1.shape[2])
     hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
@@ -151,9 +151,9 @@ def moe_forward(
     cut = cut_of(exchange, experts, config, dense, [x, out, *gemms], backward=False)
     # Float32 that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
-    _launch(exchange, use, experts, config, cut, dense, sending, gemms, None)
-    _combine(exchange, use, routing, config, out, None)
-    return out, SavedPass(use, pre)
+    _launch(exchange, opened, experts, config, cut, dense, sending, gemms, None)
+    _combine(exchange, opened, routing, config, out, None)
+    return out, SavedPass(opened, pre)
 
 
 def moe_backward(
@@ -167,20 +167,20 @@ def moe_backward(
     *,
     dense: Sequence[DenseGemm] = (),
 ) -> ExpertGradients:
-    """Gradients of `moe_forward`; dy [T, D]. Opens and releases a use of `backward`, none of `forward`.
+    """Gradients of `moe_forward`; dy [T, D]. Opens and releases a pass of `backward`, none of `forward`.
 
     Raises UserError as moe_forward.
     """
     check_pass(backward, dy, routing, experts, config, dense)
     check_same_exchange(forward, backward)
-    if not saved.use.open:
+    if not saved.opened.open:
         raise UserError(
             f"backward of a pass of {forward.name}",
             got="one that was released: its rows may be overwritten",
             expected="one that is open",
             do="release a pass after its only backward",
         )
-    use = backward.begin(saved.use.state.table)
+    opened = backward.begin(saved.opened.state.table)
     # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
     dh = saved.pre.new_empty(forward.receive_rows, saved.pre.shape[1])
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
@@ -198,9 +198,9 @@ def moe_backward(
     columns = triton.cdiv(experts.hidden, cut.columns_in)
     gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
-    _launch(backward, use, experts, config, cut, dense, sending, gemms, gradients)
-    _combine(backward, use, routing, config, made.dx, made.dweight)
-    backward.release(use)
+    _launch(backward, opened, experts, config, cut, dense, sending, gemms, gradients)
+    _combine(backward, opened, routing, config, made.dx, made.dweight)
+    backward.release(opened)
     return made
 
 
@@ -253,7 +253,7 @@ def _weights_to_send(exchange: Exchange, routing: Routing) -> Tensor:
 
 def _launch(
     exchange: Exchange,
-    use: Use,
+    opened: OpenPass,
     experts: Experts,
     config: OverlapConfig,
     cut: Cut,
@@ -266,7 +266,7 @@ def _launch(
     gemm, stage = cut.gemm, exchange.buffers.stage
     problems, dense_tiles = dense_table(dense, gemm, exchange.memory.device)
     arguments: dict[str, Any] = {
-        "of_pass": use.state, "arrivals": exchange.arrivals, "returns": exchange.returns,
+        "of_pass": opened.state, "arrivals": exchange.arrivals, "returns": exchange.returns,
         "stages": None if stage is None else Stages(stage.rows.local, stage.results.local, stage.dots.local),
         "sending": sending, "gemms": gemms, "gradients": gradients, "problems_ptr": problems,
         "rank": exchange.rank, "W": exchange.world, "L": exchange.local_experts, "D": exchange.width,
@@ -289,7 +289,7 @@ def _launch(
 
 def _combine(
     exchange: Exchange,
-    use: Use,
+    opened: OpenPass,
     routing: Routing,
     config: OverlapConfig,
     out: Tensor,
@@ -300,7 +300,7 @@ def _combine(
     on_each = 1 if exchange.memory.shares_device else combine.PROGRAMS
     launch(
         combine_results_kernel, (on_each * config.programs,),
-        of_pass=use.state, returns=exchange.returns, expert_ptr=routing.expert,
+        of_pass=opened.state, returns=exchange.returns, expert_ptr=routing.expert,
         row_ptr=routing.row, weight_ptr=routing.weight if dweight is None else None, out_ptr=out,
         dweight_ptr=dweight,
         rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,

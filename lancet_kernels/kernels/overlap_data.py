@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.protocol.exchange import Use
+from lancet_kernels.kernels.protocol.exchange import OpenPass
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class DenseGemm:
 
 @dataclass
 class SavedPass:
-    """What the backward needs of a forward pass: its use of the exchange, which says where the rows are, and
+    """What the backward needs of a forward pass: the pass of the exchange, which says where the rows are, and
     there, in [A, H], the values before the activation, from which it makes those after it again."""
 
-    use: Use
+    opened: OpenPass
     pre: Tensor
 
 

@@ -32,8 +32,8 @@ def check_interpreter(triton_version: str = triton.__version__, numpy_version: s
         )
 
 
-# Set while launches are noted instead of run (`kernel_launch.recorded`): any device will do.
-anywhere = False
+# Set while launches are recorded instead of run (`kernel_launch.recorded`): any device will do.
+recording = False
 
 
 def check_device(what: str, tensor: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def check_device(what: str, tensor: torch.Tensor) -> None:
 
 def check_runs_on(what: str, device: torch.device) -> None:
     """The same for what will be on a device."""
-    if anywhere:
+    if recording:
         return
     if INTERPRETED:
         check_interpreter()

@@ -85,7 +85,7 @@ class FusedPasses:
         """One forward pass without a backward. Raises: CommunicationError, in this or in the next pass."""
         exchange, _ = self.exchanges(config)
         out, saved = self.begin(config)
-        exchange.release(saved.use)
+        exchange.release(saved.opened)
         exchange.watch()
         return out
 
@@ -103,7 +103,7 @@ class FusedPasses:
         """The backward of a pass of `begin`."""
         forward, backward = self.exchanges(config)
         gradients = moe_backward(forward, saved, backward, self.dy, self.routing, self.experts, config)
-        forward.release(saved.use)
+        forward.release(saved.opened)
         for exchange in (forward, backward):
             exchange.watch()
         return gradients

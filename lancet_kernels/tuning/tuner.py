@@ -22,8 +22,8 @@ import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.rehearsal import rehearsal
 from lancet_kernels.kernels.tuning import Entry, TunedCache
+from lancet_kernels.kernels.warmup import warming_up
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
@@ -153,7 +153,7 @@ def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
     for number, candidate in enumerate(outcome.candidates):
         run = runs_of(candidate.config)
         try:
-            with rehearsal():
+            with warming_up():
                 run()
             _meet(clock.device)
             run()

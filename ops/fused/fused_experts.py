@@ -37,8 +37,8 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
-from lancet_kernels.kernels.rehearsal import prepare
 from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.kernels.warmup import warm_up
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_of, group_size, group_timeout_s
 from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
@@ -123,7 +123,7 @@ class SharedExchanges:
     Attributes:
         backward: that of all backwards, of which each is over when it ends.
         forward: those of forwards, as many as have been needed.
-        prepared: the kinds of passes whose kernels all ranks have compiled.
+        warmed_up: the kinds of passes whose kernels all ranks have compiled.
     """
 
     def __init__(self, memory: SymmetricMemory, name: str, each_pass: int, sizes: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class SharedExchanges:
         self.buffers = ResultBuffers(memory, f"{name}.buffers", **of_rows)
         self.backward = self._exchange("backward", passes=1)
         self.forward: list[Exchange] = []
-        self.prepared: set[tuple] = set()
+        self.warmed_up: set[tuple] = set()
 
     def _exchange(self, what: str, **more: Any) -> Exchange:
         return Exchange(self.memory, f"{self.name}.{what}", buffers=self.buffers, **self.sizes, **more)
@@ -445,9 +445,9 @@ def run_forward(
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         kind = layer.hidden, layer.activation, b1 is None, config
-        if kind not in shared.prepared:
-            prepare(forward, backward, x, routing, experts, config)
-            shared.prepared.add(kind)
+        if kind not in shared.warmed_up:
+            warm_up(forward, backward, x, routing, experts, config)
+            shared.warmed_up.add(kind)
         out, saved = moe_forward(forward, x, routing, experts, config)
         forward.watch(current_layer())
     return out, ForwardPass((forward, backward), saved, routing, experts, config)
@@ -462,7 +462,7 @@ def run_backward(
         forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing, forward_pass.experts,
         forward_pass.config, dense=dense,
     )  # fmt: skip
-    forward.release(forward_pass.saved.use)
+    forward.release(forward_pass.saved.opened)
     backward.watch(current_layer())
     return gradients
 
@@ -476,7 +476,7 @@ class _FusedExperts(torch.autograd.Function):
             ctx.save_for_backward(ticket_of(forward_pass))
             ctx.weight_dtype, ctx.group, ctx.layer = weight.dtype, layer.process_group, current_layer()
         else:
-            forward_pass.exchanges[0].release(forward_pass.saved.use)
+            forward_pass.exchanges[0].release(forward_pass.saved.opened)
         return out
 
     @staticmethod

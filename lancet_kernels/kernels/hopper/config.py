@@ -94,7 +94,7 @@ def check_gluon(
 
     Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
     """
-    if config.bodies != "gluon" or runtime.anywhere:
+    if config.bodies != "gluon" or runtime.recording:
         return
     arch = 0
     if device.type == "cuda":

@@ -42,12 +42,12 @@ from lancet_kernels.kernels.hopper.pipeline import (
     views_of,
 )
 from lancet_kernels.kernels.hopper.shim import barrier
+from lancet_kernels.kernels.portable.gemm import DOT_BLOCK, activate, dgelu, dsilu, quarters, silu
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import base_of, bias_result, expert_of_tile, wgrad_operands
 from lancet_kernels.kernels.protocol.tasks import TILE_IN, TILE_OUT, WGRAD
-from lancet_kernels.kernels.reference.gemm import DOT_BLOCK, activate, dgelu, dsilu, quarters, silu
 
 
 @gluon.jit

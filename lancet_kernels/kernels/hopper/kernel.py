@@ -20,8 +20,8 @@ The producer claims its next task when it has loaded the last step of the one be
 still multiply, and long before their epilogue.
 
 Why one resident program per PE is enough. Its warps are resident together, so its copy warps and its producer
-are two chains that both go on. A put waits for nothing that this use makes: only for a release of an earlier
-use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
+are two chains that both go on. A put waits for nothing that this pass makes: only for a release of an earlier
+pass. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
 tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
 with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
 before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place. The
@@ -51,14 +51,14 @@ from lancet_kernels.kernels.hopper.copies import copy
 from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, Rings
 from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.hopper.signals import signal
+from lancet_kernels.kernels.portable.kernel import COUNTER
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
 from lancet_kernels.kernels.protocol.steps import num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
-from lancet_kernels.kernels.reference.kernel import COUNTER
 
-# Which word of a use counts the puts.
+# Which word of a pass counts the puts.
 COPY_COUNTER = gl.constexpr(2)
 
 

@@ -1,4 +1,4 @@
-"""How is the Hopper kernel launched? With the arguments of the plain one, and descriptors made here."""
+"""How is the Hopper kernel launched? With the arguments of the portable one, and descriptors made here."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     R  most rows received        BM, BN  the tile of the output       BN_IN  columns that TILE_IN makes
 
 A task whose rows do not come in time is not handed to the consumers, except a weight gradient, which they
-then fill with NaN: as in the plain kernel, nobody is told that something is there which is not.
+then fill with NaN: as in the portable kernel, nobody is told that something is there which is not.
 
 Descriptors. Those of TILE_IN and TILE_OUT come from the host, one over all received rows and one over the
 weights of all experts: the rows of a tile behind the last of its expert belong to others, or to nobody, and
@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from lancet_kernels.kernels.hopper.pipeline import NO_TASK, hand_over, load_steps, views_of, wait_for_loads
+from lancet_kernels.kernels.portable.tiles import dense_problem
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
@@ -32,7 +33,6 @@ from lancet_kernels.kernels.protocol.steps import (
     wgrad_operands,
 )
 from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task, lag_of
-from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
 @gluon.jit

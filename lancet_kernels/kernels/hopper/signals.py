@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancet_kernels.kernels.hopper.pipeline import await_task, put_columns, read_task
 from lancet_kernels.kernels.hopper.shim import barrier
+from lancet_kernels.kernels.portable.tiles import dense_problem
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque_sizes
 from lancet_kernels.kernels.protocol.steps import (
@@ -40,7 +41,6 @@ from lancet_kernels.kernels.protocol.steps import (
     wgrad_result,
 )
 from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
-from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
 @gluon.jit

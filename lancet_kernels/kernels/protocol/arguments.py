@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 class PassState(NamedTuple):
-    """Pointers of one use of an exchange, all on this PE.
+    """Pointers of one pass through an exchange, all on this PE.
 
     words: int64 [8], the epoch, then counters of claims. table: int32, `schedule.py`. ready: int64
     [tiles], finished column tiles of the first GEMM. done: int64 [tiles], of the second. sent: int64
@@ -71,7 +71,7 @@ class Arrivals(NamedTuple):
 
 class Returns(NamedTuple):
     """Where results come back, in symmetric memory: rows [S, D]; dots [S], float32, gradients of the rows'
-    weights; returned [chunks], int64. spoiled: int64 [1], of this PE."""
+    weights; returned [chunks], int64. poisoned: int64 [1], of this PE."""
 
     rows: Any
     rows_peers: Any
@@ -79,7 +79,7 @@ class Returns(NamedTuple):
     dots_peers: Any
     returned: Any
     returned_peers: Any
-    spoiled: Any
+    poisoned: Any
 
 
 class Stages(NamedTuple):

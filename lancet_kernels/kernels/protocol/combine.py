@@ -38,7 +38,7 @@ def combine_results_kernel(
     In a backward (dweight is not None, weight is) without weights, and dweight[t, k] = dots[row[t, k]].
     expert, row int64 [T, K]; weight, dweight float32. Dropped choices (row < 0) are zero, whatever the
     buffers hold. NaN if the table is void, and then nothing is waited for, or if any wait of this PE failed:
-    in this exchange or, before, in another one with these buffers (`spoiled`), since what comes too late for
+    in this exchange or, before, in another one with these buffers (`poisoned`), since what comes too late for
     that pass lands among the results of a later one.
 
     Grid: (programs,), each takes every programs-th block of BT tokens. BK: K, as a power of two. limit: no
@@ -67,11 +67,11 @@ def combine_results_kernel(
             WAIT_RESULTS, index, NVSHMEM,
         )  # fmt: skip
         failed = device.failed(of_pass.report)
-        spoiled = tl.load(returns.spoiled) != 0
+        poisoned = tl.load(returns.poisoned) != 0
         # A void pass has put nothing, so that nobody returns anything.
         if failed & (tl.load(of_pass.table + VOID) == 0):
-            tl.store(returns.spoiled, 1)
-        poison = tl.where(failed | (sound == 0) | spoiled, float("nan"), 0.0)
+            tl.store(returns.poisoned, 1)
+        poison = tl.where(failed | (sound == 0) | poisoned, float("nan"), 0.0)
         if BACKWARD:
             dot = tl.load(returns.dots + row, mask=m_choice & (row >= 0), other=0.0)
             tl.store(dweight_ptr + t * K + k, dot + poison, mask=m_choice)

@@ -26,7 +26,7 @@ that read its last results. That holds for passes through any exchange, so all l
 results (`ResultBuffers`). All of it needs passes one behind the other in a stream, or in streams that wait
 for each other.
 
-The epoch lives in device memory, and so does what rows are taken: a captured CUDA graph counts on in every
+The epoch lives in device memory, and so does what rows are occupied: a captured CUDA graph counts on in every
 replay. The host only checks that no more passes are open than there are places to note their rows in. Nothing
 here depends on how many tokens there are, within S and R.
 """
@@ -52,7 +52,7 @@ from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 
 @dataclass(eq=False)
-class Use:
+class OpenPass:
     """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is.
 
     A backward's table is that of its forward.
@@ -71,7 +71,7 @@ class ResultBuffers:
     stream, or in streams that wait for each other.
 
     Attributes:
-        spoiled: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
+        poisoned: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
             What that pass waited for may still come, among results of a later one: all are NaN from then on.
     """
 
@@ -89,7 +89,7 @@ class ResultBuffers:
             return memory.allocate(f"{name}.{what}", shape, of)
 
         self.results, self.dots = region("results", send_rows, width, of=dtype), region("dots", send_rows)
-        self.spoiled = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        self.poisoned = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.stage: Stage | None = None
         if memory.far:
             self.stage = Stage(
@@ -121,13 +121,13 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
-        passes: how many uses may be open at once: forward passes before their backward.
+        passes: how many passes may be open at once: forward passes before their backward.
         room: A; None: R for each of them.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
 
     Attributes:
-        begun: how many uses have been opened.
+        begun: how many passes have been opened.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Exchange:
         self.counts = self._region("counts", (banks, self.world, words), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (self.world,))
-        # Of each open use the rows [begin, end) that it has here.
-        self.taken = torch.zeros(passes, 2, dtype=torch.int32, device=memory.device)
+        # Of each open pass the rows [begin, end) that it has here.
+        self.occupied = torch.zeros(passes, 2, dtype=torch.int32, device=memory.device)
         self._kept: dict[int, Tensor] = {}
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.arrivals = Arrivals(
@@ -179,15 +179,15 @@ class Exchange:
         )  # fmt: skip
         self.returns = Returns(
             self.results.local, self.results.peers, self.buffers.dots.local, self.buffers.dots.peers,
-            self.returned.local, self.returned.peers, self.buffers.spoiled,
+            self.returned.local, self.returned.peers, self.buffers.poisoned,
         )  # fmt: skip
         self._failures = FailureReport(memory.device)
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.begun = 0
-        # By place: whose it is, and the words to release should that use have been dropped.
-        self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
+        # By place: whose it is, and the words to release should that pass have been dropped.
+        self._open: dict[int, tuple[weakref.ref[OpenPass], Tensor]] = {}
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -218,7 +218,7 @@ class Exchange:
         return self._kept[columns]
 
     def _free_place(self) -> int | None:
-        """A place of no use, or of one that was dropped."""
+        """A place of no pass, or of one that was dropped."""
         for place in range(self.passes):
             if place not in self._open or self._open[place][0]() is None:
                 return place
@@ -226,11 +226,11 @@ class Exchange:
 
     @property
     def has_free_place(self) -> bool:
-        """Can one more use be opened?"""
+        """Can one more pass be opened?"""
         return self._free_place() is not None
 
-    def begin(self, table: Tensor | None = None) -> Use:
-        """Open the next use. Raises UserError if there are as many open as there may be.
+    def begin(self, table: Tensor | None = None) -> OpenPass:
+        """Open the next pass. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
@@ -255,57 +255,57 @@ class Exchange:
         if table is None:
             size = schedule.table_words(self.world, self.world * self.local_experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(place, PassState(words, table, ready, done, sent, self.report), backward)
-        self._open[place] = weakref.ref(use), words
-        return use
+        opened = OpenPass(place, PassState(words, table, ready, done, sent, self.report), backward)
+        self._open[place] = weakref.ref(opened), words
+        return opened
 
-    def schedule(self, use: Use, count: Tensor) -> None:
-        """Exchange counts with all PEs and fill the table of the use. count: int64 [E], of each expert.
+    def schedule(self, opened: OpenPass, count: Tensor) -> None:
+        """Exchange counts with all PEs and fill the table of the pass. count: int64 [E], of each expert.
 
         Launched before the passes' own kernel. It waits for the counts of every PE.
         """
         experts = self.world * self.local_experts
         launch(
             exchange_counts_kernel, (1,),
-            use_ptr=use.state.words, kept_ptr=count, counts_ptr=self.counts.local,
+            words_ptr=opened.state.words, kept_ptr=count, counts_ptr=self.counts.local,
             counts_peers_ptr=self.counts.peers, counted_ptr=self.counted.local,
-            counted_peers_ptr=self.counted.peers, taken_ptr=self.taken, table_ptr=use.state.table,
+            counted_peers_ptr=self.counted.peers, occupied_ptr=self.occupied, table_ptr=opened.state.table,
             report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
-            A=self.room, passes=self.passes, place=use.place, timeout_us=self.timeout_us,
+            A=self.room, passes=self.passes, place=opened.place, timeout_us=self.timeout_us,
             NVSHMEM=self.nvshmem, BM=self.chunk_rows,
             BE=triton.next_power_of_2(experts + schedule.COUNT_WORDS), BW=triton.next_power_of_2(self.world),
             BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 8},
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
-            table_ptr=use.state.table, rank=self.rank, W=self.world, L=self.local_experts,
+            table_ptr=opened.state.table, rank=self.rank, W=self.world, L=self.local_experts,
             tiles=self.tiles, chunks=self.chunks, BM=self.chunk_rows, BT=schedule.TILES_AT_ONCE,
             BE=triton.next_power_of_2(experts), BW=triton.next_power_of_2(self.world), num_warps=4,
         )  # fmt: skip
 
-    def release(self, use: Use) -> None:
-        """This PE is through with the rows and results of the use; again is harmless."""
-        if use.open:
-            holder = self._open.get(use.place)
-            if holder is None or holder[0]() is not use:
+    def release(self, opened: OpenPass) -> None:
+        """This PE is through with the rows and results of the pass; again is harmless."""
+        if opened.open:
+            holder = self._open.get(opened.place)
+            if holder is None or holder[0]() is not opened:
                 raise UserError(
                     f"release of a pass of {self.name}",
                     got="a pass of another exchange",
                     expected="one that began here",
                     do="release it where it began",
                 )
-            use.open = False
-            del self._open[use.place]
-            self._give_back(use.place, use.state.words, backward=use.backward)
+            opened.open = False
+            del self._open[opened.place]
+            self._give_back(opened.place, opened.state.words, backward=opened.backward)
 
     def _give_back(self, place: int, words: Tensor, *, backward: bool) -> None:
         """Make room where the rows of a forward were, in stream order; tell every PE of a backward."""
         if not backward:
-            self.taken[place].zero_()
+            self.occupied[place].zero_()
             return
         launch(
             release_kernel, (self.world,),
-            use_ptr=words, released_ptr=self.released.local, released_peers_ptr=self.released.peers,
+            words_ptr=words, released_ptr=self.released.local, released_peers_ptr=self.released.peers,
             rank=self.rank, NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
@@ -340,11 +340,11 @@ class Exchange:
 
 
 @triton.jit(do_not_specialize=["rank"])
-def release_kernel(use_ptr, released_ptr, released_peers_ptr, rank, NVSHMEM: tl.constexpr):
+def release_kernel(words_ptr, released_ptr, released_peers_ptr, rank, NVSHMEM: tl.constexpr):
     """Send word(epoch, 0) to `released[rank]` of every PE.
 
     Grid: (W,). Each program tells one PE. Work: one signal each.
     Example: epoch 3, rank 1: released[1] becomes 3 << 32 on every PE.
     """
-    word = device.word(tl.load(use_ptr), tl.full((), 0, tl.int64))
+    word = device.word(tl.load(words_ptr), tl.full((), 0, tl.int64))
     device.put_signal(released_ptr, released_peers_ptr, tl.program_id(0), rank, word, NVSHMEM)

@@ -50,7 +50,7 @@ MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all ar
 tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first. What comes back is added
 up by a kernel of its own (`combine.py`).
 
-Why one resident program per PE is enough. A put waits for releases of earlier uses only. As puts stand
+Why one resident program per PE is enough. A put waits for releases of earlier passes only. As puts stand
 first, those of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows
 is made by tasks with smaller numbers of its own PE: a tile of the second GEMM for its columns of the first
 one, which are all claimed when its group is, at most 7 tiles further; the lag is 8 or more. So all tiles end,
@@ -159,16 +159,16 @@ def chunk_number(first_send, before, e, m, BM: tl.constexpr):
 
 
 @triton.jit
-def _largest_gap(taken_ptr, A, passes, BP: tl.constexpr):
+def _largest_gap(occupied_ptr, A, passes, BP: tl.constexpr):
     """-> begin and length of the largest gap between the rows of open passes; the first of equal ones.
 
-    taken [passes, 2]: begin and end of each, of which one at least is free, 0 and 0.
-    Example: A = 10, rows 0 to 3 and 7 to 8 are taken: 4 and 3.
+    occupied [passes, 2]: begin and end of each, of which one at least is free, 0 and 0.
+    Example: A = 10, rows 0 to 3 and 7 to 8 are occupied: 4 and 3.
     """
     i = tl.arange(0, BP)
     m = i < passes
-    begin = tl.load(taken_ptr + 2 * i, mask=m, other=0)
-    end = tl.load(taken_ptr + 2 * i + 1, mask=m, other=0)
+    begin = tl.load(occupied_ptr + 2 * i, mask=m, other=0)
+    end = tl.load(occupied_ptr + 2 * i + 1, mask=m, other=0)
     # Gaps begin at row 0, where the free ones are, or where another one ends; up to whatever begins next.
     behind = (begin[None, :] >= end[:, None]) & (end > begin)[None, :]
     gap = tl.min(tl.where(behind, begin[None, :], A), 1) - end
@@ -179,14 +179,14 @@ def _largest_gap(taken_ptr, A, passes, BP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "W", "L", "R", "A", "passes", "place", "timeout_us"])
 def exchange_counts_kernel(
-    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, taken_ptr,
+    words_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, occupied_ptr,
     table_ptr, report_ptr, rank, W, L, R, A, passes, place, timeout_us,
     NVSHMEM: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Put this PE's counts to all others, wait for theirs, and make the offsets of everybody's rows.
 
     Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32
-    [2, W, E + 2] and counted [2, W], symmetric; taken int32 [passes, 2], rows of open passes, of this one
+    [2, W, E + 2] and counted [2, W], symmetric; occupied int32 [passes, 2], rows of open passes, of this one
     at `place`. Writes the table from its header to base.
     Work: 4 E bytes to each peer, and W scans of E numbers, of several PEs at once.
     Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
@@ -195,13 +195,13 @@ def exchange_counts_kernel(
     e - 1, which were waited for here; that these came in time is the report. And what a peer says of epoch e
     it says behind all that it did before, so that rows may go where it has room.
     """
-    epoch = tl.load(use_ptr)
+    epoch = tl.load(words_ptr)
     bank = epoch % COUNT_BANKS
     E = W * L
     words = E + MORE_COUNTS
     i_e = tl.arange(0, BE)
     own = (bank * W + rank) * words
-    base, room = _largest_gap(taken_ptr, A, passes, BP)
+    base, room = _largest_gap(occupied_ptr, A, passes, BP)
     b_own = tl.load(kept_ptr + i_e, mask=i_e < E, other=0).to(tl.int32)
     b_own = tl.where(i_e == E, base, tl.where(i_e == E + 1, tl.minimum(room, R), b_own))
     tl.store(counts_ptr + own + i_e, b_own, mask=i_e < words)
@@ -228,9 +228,9 @@ def exchange_counts_kernel(
     else:
         rows = _offsets(counts_ptr + bank * W * words, table_ptr, report_ptr, rank, W, L, BM, BE, BW)
         # No rows are nowhere: a begin among rows of a later pass would look like a gap behind it.
-        tl.store(taken_ptr + 2 * place, tl.where(rows > 0, base, 0))
-        tl.store(taken_ptr + 2 * place + 1, tl.where(rows > 0, base + rows, 0))
-    # The network may still read the counts, which a later use of the bank overwrites.
+        tl.store(occupied_ptr + 2 * place, tl.where(rows > 0, base, 0))
+        tl.store(occupied_ptr + 2 * place + 1, tl.where(rows > 0, base + rows, 0))
+    # The network may still read the counts, which a later pass through the bank overwrites.
     device.quiet(NVSHMEM)
 
 

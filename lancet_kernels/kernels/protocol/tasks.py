@@ -28,9 +28,9 @@ rows of 8 tiles instead of one: at D = 4096 8 MB, 0.02 ms of NVLink, beside 0.55
 
 A claim is an atomic on one word in L2, some 0.7 us. The Hopper kernel's producer claims ahead of use: when
 the last step of a task is loaded, while up to 4 steps of 1,024 cycles, 2.3 us, are still to be multiplied.
-The plain kernel claims in between, 8 % of a tile of 128 x 128 with 2,048 to contract (9 us). To claim ahead
-took its tightest variant from 245 to 254 registers of 255 (backward with independent GEMMs and widths
-that are not even; sm_90, Triton 3.9): none has said that this spills nowhere.
+The portable kernel claims in between, 8 % of a tile of 128 x 128 with 2,048 to contract (9 us): claiming
+ahead took its tightest variant from 245 to 254 registers of 255 (backward with independent GEMMs and odd
+widths; sm_90, Triton 3.9), and none has said that this spills nowhere.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class Fuzz:
                 )
                 self.backward.check()
             self.compare(seed, {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")})
-        self.forward.release(saved.use)
+        self.forward.release(saved.opened)
         self.memory.check_guards()
 
     def inputs(self, seed: int) -> list[Inputs]:
@@ -241,7 +241,7 @@ class Fuzz:
     def look_and_poison(self, exchange: Exchange, place: int, words: Tensor, backward: bool) -> None:
         """Before rows are given back: they are the sources' rows, and nothing is where no pass has any."""
         expected = self.expected_rows.pop((id(exchange), int(words[0])))
-        begin, end = (0, len(expected)) if backward else exchange.taken[place].tolist()
+        begin, end = (0, len(expected)) if backward else exchange.occupied[place].tolist()
         rows = exchange.rows.local
         if backward:
             got = exchange.row_weights.local[: len(expected)]
@@ -251,7 +251,7 @@ class Fuzz:
         for kept in exchange._kept.values():
             kept[begin:end] = float("nan")
         free = torch.ones(len(rows), dtype=torch.bool)
-        for first, last in exchange.taken.tolist():
+        for first, last in exchange.occupied.tolist():
             free[first:last] = False
         assert rows[free].isnan().all(), self.say(f"written where no pass of {exchange.name} has rows")
         exchange.results.local.fill_(float("nan"))

@@ -34,7 +34,7 @@ PARTS = {
     "  comparing constants": ("triton/language/core.py", "__ne__"),
     "making descriptors": ("kernels/hopper/launch.py", "descriptors"),
     "checking arguments": ("kernels/overlap_checks.py", "check_pass"),
-    "opening uses": ("protocol/exchange.py", "begin"),
+    "opening passes": ("protocol/exchange.py", "begin"),
     "releasing them": ("protocol/exchange.py", "release"),
 }
 
@@ -105,11 +105,11 @@ def layers(world: int = 2):
 
 
 def launches() -> dict:
-    """A rehearsal, a pass, and passes that should need no other kernel."""
+    """A warm-up, a pass, and passes that should need no other kernel."""
     asked = pretend()
     from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
     from lancet_kernels.kernels.kernel_launch import recorded
-    from lancet_kernels.kernels.rehearsal import rehearsal, variants
+    from lancet_kernels.kernels.warmup import variants, warming_up
 
     log = Path(os.environ["STUB_LOG"])
 
@@ -120,12 +120,12 @@ def launches() -> dict:
 
     layer, other = layers()
 
-    def rehearse() -> None:
-        with rehearsal():
+    def warm_up() -> None:
+        with warming_up():
             for each in (layer, other, layer):
                 each.run()
 
-    result: dict = {"rehearsed": noted(rehearse), "variants": variants()}
+    result: dict = {"warmed_up": noted(warm_up), "variants": variants()}
     result["epochs"] = [int(each.forward._epoch) for each in (layer, other)]
     kernels = [k for cache in gluon_overlap_kernel.device_caches.values() for k in cache[0].values()]
     result["scratch"] = [k.metadata.global_scratch_size * 66 for k in kernels]
@@ -165,7 +165,7 @@ def host_time(times: int = 30) -> None:
     layer = layers()[0]
 
     def forward() -> None:
-        layer.forward.release(layer.run_forward()[1].use)
+        layer.forward.release(layer.run_forward()[1].opened)
 
     def cpu_ms(call: Callable[[], object]) -> float:
         begin = time.process_time()

@@ -89,7 +89,7 @@ class Layer:
     def run_backward(self, saved: SavedPass) -> object:
         given = self.dy, self.routing, self.experts, self.config
         made = moe_backward(self.forward, saved, self.backward, *given, dense=self.dense)
-        self.forward.release(saved.use)
+        self.forward.release(saved.opened)
         return made
 
     def run(self) -> Answer:

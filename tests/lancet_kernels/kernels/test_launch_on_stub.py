@@ -33,10 +33,10 @@ def launched() -> dict:
     return json.loads(printed("-m", "tests.lancet_kernels.kernels.launch_on_stub"))
 
 
-def test_a_rehearsal_loads_each_kernel_once_and_launches_none_that_waits(launched: dict) -> None:
+def test_a_warm_up_loads_each_kernel_once_and_launches_none_that_waits(launched: dict) -> None:
     """All PEs share them. To the exchanges these are passes that were skipped."""
-    assert sorted(names(launched["rehearsed"], "load")) == sorted(OF_PASS)
-    assert names(launched["rehearsed"], "launch") == ["release"] * 3
+    assert sorted(names(launched["warmed_up"], "load")) == sorted(OF_PASS)
+    assert names(launched["warmed_up"], "launch") == ["release"] * 3
     assert launched["epochs"] == [2, 1]
     assert names(launched["pass"], "launch") == OF_PASS
     assert names(launched["pass"], "load") == []

@@ -195,7 +195,7 @@ def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):
         assert exchange.rows.local.isnan().all()
         assert exchange.results.local.isnan().all()
         assert not exchange.arrived.local.any()
-        assert not exchange.buffers.spoiled.any()
+        assert not exchange.buffers.poisoned.any()
 
 
 @pytest.mark.long
@@ -212,7 +212,7 @@ def test_open_passes_share_the_room_and_the_one_that_lacks_it_is_an_error():
             check_same(answer_of(passes[gone][0], layer.run_backward(passes[gone][1])), expected, "first")
             passes.append(layer.run_forward())
             # Room for one, where the other one went: here a hole before the others, there behind them.
-            assert passes[2][1].use.state.table[BASE.value] == (0, rows)[gone]
+            assert passes[2][1].opened.state.table[BASE.value] == (0, rows)[gone]
             layer.forward.check()
             for out, saved in (passes[1 - gone], passes[2]):
                 check_same(answer_of(out, layer.run_backward(saved)), expected, "others")
@@ -240,7 +240,7 @@ def test_exchanges_share_what_only_a_launch_needs():
         passes = [layer.run_forward() for layer in layers]
         for layer, (out, saved) in zip(layers, passes, strict=True):
             check_same(answer_of(out, layer.run_backward(saved)), alone, "while the other is open")
-        buffers.spoiled.fill_(1)
+        buffers.poisoned.fill_(1)
         answer = layers[1].run()
     assert all(value.isnan().all() for value in (answer.out, answer.dx, answer.dweight))
 

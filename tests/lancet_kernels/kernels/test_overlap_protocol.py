@@ -153,14 +153,14 @@ def test_a_dropped_pass_frees_its_place(layer):
 
 def test_release_again_is_harmless_and_a_released_pass_has_no_backward(layer):
     first, second = layer.run_forward()[1], layer.run_forward()[1]
-    layer.forward.release(first.use)
+    layer.forward.release(first.opened)
     third = layer.run_forward()[1]
-    layer.forward.release(first.use)
+    layer.forward.release(first.opened)
     assert layer.forward._open.keys() == {0, 1}
     with pytest.raises(UserError, match=r"backward of a pass of layer\.forward: got one that was released"):
         layer.run_backward(first)
     with pytest.raises(UserError, match="got a pass of another exchange"):
-        layer.backward.release(second.use)
+        layer.backward.release(second.opened)
     layer.run_backward(third)
     layer.run_backward(second)
     assert not layer.forward._open
@@ -319,7 +319,7 @@ def killed_on_rank() -> list[str]:
                 out, _ = layer.run_forward()
                 assert out.isnan().all()
                 told.append(refusal(layer.forward.check, CommunicationError))
-                assert layer.forward.buffers.spoiled.item() == 1
+                assert layer.forward.buffers.poisoned.item() == 1
             elif os.waitpid(child, 0)[1] != signal.SIGKILL:
                 raise AssertionError("the child went on")
             memory.barrier()

@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.kernel_launch import recorded
-from lancet_kernels.kernels.rehearsal import rehearsal
+from lancet_kernels.kernels.warmup import warming_up
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import check_dense, check_same, same_bits
@@ -68,7 +68,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     if not torch.cuda.is_available():
         return
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    with rehearsal():
+    with warming_up():
         for params in chosen:
             if work := params.get("work") or params.get("hopper_work"):
                 case, options = work
@@ -84,7 +84,7 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
     if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
         pytest.skip("the interpreter runs one small PE")
     run = VirtualPass(case, device, **options)
-    run.pes.rehearse(run.play)
+    run.pes.warm_up(run.play)
     for _ in range(3 if device.type == "cuda" else 1):
         answers = run.pes.each(run.play)
         run.check()
@@ -103,7 +103,7 @@ def test_the_hopper_kernel_is_as_the_plain_one(compiled: None, hopper_work: tupl
     rows = []
     for bodies in ("triton", "gluon"):
         run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
-        run.pes.rehearse(run.play)
+        run.pes.warm_up(run.play)
         for _ in range(3):
             answers = run.pes.each(run.play)
             run.check()
@@ -124,7 +124,7 @@ def test_many_passes_without_a_pause(compiled: None, world: int, bodies: str) ->
     """Nothing waits for the device between passes: PEs run ahead of one another. The same bits each time."""
     case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"), bodies=bodies)
-    run.pes.rehearse(run.play)
+    run.pes.warm_up(run.play)
     first = run.pes.each(run.play)
     run.check()
     check_accuracy(first, case)
@@ -132,7 +132,7 @@ def test_many_passes_without_a_pause(compiled: None, world: int, bodies: str) ->
     def often(rank):
         return [run.play(rank) for _ in range(20)]
 
-    run.pes.rehearse(often)
+    run.pes.warm_up(often)
     for mine, once in zip(run.pes.each(often), first, strict=True):
         for again in mine:
             check_same(again, once, f"{case} {bodies}")
@@ -145,7 +145,7 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
     """A graph for each PE, replayed 50 times: epochs and rows taken go on inside it."""
     case = replace(ODD, world=world, width=32, hidden=32)
     run = VirtualPass(case, torch.device("cuda"))
-    run.pes.rehearse(run.play)
+    run.pes.warm_up(run.play)
     run.pes.each(run.play)
     run.check()
     graphs, answers = [], []
@@ -167,7 +167,7 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
 def test_a_pe_that_never_comes(compiled: None, bodies: str) -> None:
     """The launch of the other one ends, says whom it waited for, and leaves the GPU free."""
     run = VirtualPass(GELU, torch.device("cuda"), bodies=bodies, timeout_s=0.5)
-    run.pes.rehearse(run.play)
+    run.pes.warm_up(run.play)
     begin = time.monotonic()
     with run.pes.on(0):
         out, _saved = run.layers[0].run_forward()
@@ -181,9 +181,9 @@ def test_a_pe_that_never_comes(compiled: None, bodies: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_rehearsal_sends_nothing(compiled):
+def test_a_warm_up_sends_nothing(compiled):
     run = VirtualPass(ODD, torch.device("cuda"))
-    run.pes.rehearse(run.play)
+    run.pes.warm_up(run.play)
     assert_skipped(run, 2)
 
 
@@ -201,11 +201,11 @@ def test_launches_without_tasks_send_nothing_and_wait_for_nobody(device: torch.d
 
 
 def assert_skipped(run: VirtualPass, passes: int) -> None:
-    """Nothing came, and no rows are taken, as after so many passes."""
+    """Nothing came, and no rows are occupied, as after so many passes."""
     for exchange in run.exchanges:
         assert exchange.rows.local.isnan().all()
         assert not exchange.arrived.local.any()
-        assert not exchange.taken.any()
+        assert not exchange.occupied.any()
     for layer in run.layers:
         assert layer.backward.released.local.max() >> 32 == passes, "the skipped passes are released"
 

@@ -7,11 +7,11 @@ the host:
 - each PE has its own stream and, with default_overlap_config(..., pes_here=W), its share of the SMs: programs
   of all PEs are resident at once;
 - the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
-  allocator asks it for memory. So `rehearse` what will be played.
+  allocator asks it for memory. So `warm_up` what will be played.
 
     pes = VirtualPes(2, "cuda")
     exchanges = [Exchange(memory, "layer", ...) for memory in pes.memories]
-    pes.rehearse(play)          # play(rank): begins, launches, releases; asks the device for nothing
+    pes.warm_up(play)          # play(rank): begins, launches, releases; asks the device for nothing
     results = pes.each(play)    # all PEs at once
 
 On the CPU the interpreter runs one launch after the other: only what needs no later launch can be played.
@@ -31,7 +31,7 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.rehearsal import rehearsal
+from lancet_kernels.kernels.warmup import warming_up
 from lancet_kernels.symmetric.virtual import virtual_memories
 
 T = TypeVar("T")
@@ -80,18 +80,18 @@ class VirtualPes:
         for stream in self._streams:
             here.wait_stream(stream)
 
-    def rehearse(self, play: Callable[[int], object], *others: Any) -> None:
+    def warm_up(self, play: Callable[[int], object], *others: Any) -> None:
         """Do everything that play does the first time, but put nothing and wait for nobody.
 
         First without launching the overlap kernel and `others`, which are compiled side by side; then, if
         there are no others, with launches that have no tasks. To the exchanges these are two passes that all
-        PEs skip: epochs go on, nothing is sent, no rows are taken. Memory is a first time, too: rehearse
+        PEs skip: epochs go on, nothing is sent, no rows are occupied. Memory is a first time, too: warm up
         while what will be held meanwhile is held.
         """
         if not self._streams:
             return
         torch.cuda.synchronize(self.device)
-        with rehearsal(*others):
+        with warming_up(*others):
             self.each(play)
         torch.cuda.synchronize(self.device)
         if not others:

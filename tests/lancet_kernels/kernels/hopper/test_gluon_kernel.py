@@ -1,4 +1,4 @@
-"""The Hopper kernel, executed in the emulator: bit for bit the plain kernel, in any order of events.
+"""The Hopper kernel, executed in the emulator: bit for bit the portable kernel, in any order of events.
 
 Tiles are smaller than on a GPU, which changes no line of the kernel. What the emulator cannot show is said
 in its docstring.

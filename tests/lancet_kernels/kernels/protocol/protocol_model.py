@@ -17,7 +17,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     read rows            the loads of forward_tile and backward_tile (TILE_IN) after wait_rows
     count itself         tl.atomic_add(sem="acq_rel") on done in steps.return_tile, on sent in finish_put
     wait returned        device.wait_all in combine_results_kernel; "read results" is what follows
-    backward             whatever reads rows of the use later, wherever it runs (dW)
+    backward             whatever reads rows of the pass later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these; of a forward
                          the place of its rows, which later passes take
     the stream           what the host launches

@@ -56,7 +56,7 @@ RIGHT = [
 ]
 
 # What each mistake leads to, and in which system. Some need a program that goes on while another waits.
-# Counts of a peer's next use say already that it is through with the one before; what a release makes safe
+# Counts of a peer's next pass say already that it is through with the one before; what a release makes safe
 # is looked for in the exchange of the backward passes, where counts are not exchanged.
 EARLY_READ, OVERWRITE, DEADLOCK = "read before arrival", "overwrite before release", "deadlock"
 CAUGHT = {

@@ -217,8 +217,8 @@ def test_rows_that_do_not_fit_make_the_table_void_on_every_pe(rank: int) -> None
 
 
 @triton.jit
-def largest_gap_kernel(taken_ptr, out_ptr, A, passes, BP: tl.constexpr):
-    base, room = schedule._largest_gap(taken_ptr, A, passes, BP)
+def largest_gap_kernel(occupied_ptr, out_ptr, A, passes, BP: tl.constexpr):
+    base, room = schedule._largest_gap(occupied_ptr, A, passes, BP)
     tl.store(out_ptr, base)
     tl.store(out_ptr + 1, room)
 
@@ -226,23 +226,23 @@ def largest_gap_kernel(taken_ptr, out_ptr, A, passes, BP: tl.constexpr):
 @given(data=st.data())
 @examples(20)
 def test_passes_take_the_largest_gap(data: st.DataObject) -> None:
-    """Rows of passes that begin and end in any order: never twice taken, and all room in a row."""
+    """Rows of passes that begin and end in any order: never twice occupied, and all room in a row."""
     size, passes = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 5))
-    taken, out = torch.zeros(passes, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    occupied, out = torch.zeros(passes, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for _ in range(12):
-        free = [place for place in range(passes) if not taken[place].any()]
-        held = [place for place in range(passes) if taken[place].any()]
+        free = [place for place in range(passes) if not occupied[place].any()]
+        held = [place for place in range(passes) if occupied[place].any()]
         if held and (not free or data.draw(st.booleans())):
-            taken[data.draw(st.sampled_from(held))] = 0
+            occupied[data.draw(st.sampled_from(held))] = 0
             continue
-        largest_gap_kernel[(1,)](taken, out, size, passes, BP=triton.next_power_of_2(passes))
-        rows = "".join("x" if any(b <= i < e for b, e in taken.tolist()) else "." for i in range(size))
+        largest_gap_kernel[(1,)](occupied, out, size, passes, BP=triton.next_power_of_2(passes))
+        rows = "".join("x" if any(b <= i < e for b, e in occupied.tolist()) else "." for i in range(size))
         longest = max(map(len, rows.split("x")))
         base, room = out.tolist()
         assert room == longest
         assert rows[base : base + room] == "." * room
         if room:
-            taken[free[0]] = torch.tensor([base, base + data.draw(st.integers(1, room))])
+            occupied[free[0]] = torch.tensor([base, base + data.draw(st.integers(1, room))])
 
 
 # ---- one program finishes

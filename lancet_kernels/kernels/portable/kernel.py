@@ -8,13 +8,13 @@ put in `protocol/steps.py`. What a launch lacks is None, and its code is not the
 import triton
 import triton.language as tl
 
+from lancet_kernels.kernels.portable.tiles import dense_tile, tile_in, tile_out, tile_wgrad
 from lancet_kernels.kernels.protocol import device, tasks
 from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_part
-from lancet_kernels.kernels.reference.tiles import dense_tile, tile_in, tile_out, tile_wgrad
 
-# Which word of a use counts the claims.
+# Which word of a pass counts the claims.
 COUNTER = tl.constexpr(1)
 
 

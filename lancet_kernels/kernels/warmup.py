@@ -17,10 +17,10 @@ from lancet_kernels.kernels.kernel_launch import Launch, compile_launch, recorde
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
-from lancet_kernels.kernels.reference.kernel import overlap_kernel
 
 # Those of a pass that wait for peers, or for each other.
 WAITING = (
@@ -31,8 +31,8 @@ COMPILING_THREADS = 12
 
 
 @contextmanager
-def rehearsal(*others: Any) -> Iterator[None]:
-    """Inside, launches of a pass (and of `others`) that wait are noted, and do not run; all others do.
+def warming_up(*others: Any) -> Iterator[None]:
+    """Inside, launches of a pass (and of `others`) that wait are recorded, and do not run; all others do.
 
     On leaving, their kernels are compiled side by side, and loaded. What does not compile is left to the
     launch that needs it, which says so.
@@ -67,7 +67,7 @@ def variants() -> dict[str, int]:
     return {name: sum(len(of_device[0]) for of_device in cache.values()) for name, cache in caches.items()}
 
 
-def prepare(
+def warm_up(
     forward: Exchange,
     backward: Exchange,
     x: Tensor,
@@ -83,8 +83,8 @@ def prepare(
     """
     if runtime.INTERPRETED:
         return
-    with rehearsal():
+    with warming_up():
         out, saved = moe_forward(forward, x, routing, experts, config)
         moe_backward(forward, saved, backward, out, routing, experts, config)
-    forward.release(saved.use)
+    forward.release(saved.opened)
     forward.memory.barrier()

@@ -19,10 +19,10 @@ The tiles themselves are those of `gemm.py`; what is put and waited for is in `p
 import triton
 import triton.language as tl
 
+from lancet_kernels.kernels.portable import gemm
 from lancet_kernels.kernels.protocol import steps
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS
-from lancet_kernels.kernels.reference import gemm
 
 
 @triton.jit
