@@ -1,19 +1,16 @@
-"""The protocol of the overlap kernel: delays, epochs and rows kept, and ranks that do not come.
+"""The protocol of the overlap kernel: epochs and rows kept, and ranks that do not come.
 
-However a rank is delayed the bits are the same; what comes too late is an error or NaN, never a wrong number.
+What comes too late is an error or NaN, never a wrong number; delays of all kinds: `fuzz_routings.py`.
 """
 
 import os
-import random
 import signal
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
@@ -46,48 +43,10 @@ def test_fuzzed_routings(pool, ranks):
     pool.run(fuzz_on_rank, 0, 40, 0.02, ranks=ranks, timeout_s=600)
 
 
-def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
-    """Three layers in a row, forward 0 1 2 and backward 2 1 0, for some steps. -> (layer, step): answer.
-
-    shared: the layers share one exchange for their backward passes.
-    """
-    naps = random.Random(dist.get_rank())
-    answers = {}
-    with GuardedMemory(timeout_s=30) as memory, poisoned_buffers():
-        layers = [make_layer(memory, f"layer {i}", case) for i in range(3)]
-        if shared:
-            layers = [replace(layer, backward=layers[0].backward) for layer in layers]
-        for step in range(steps):
-            passes = []
-            for number, layer in enumerate(layers):
-                layer.load(replace(case, seed=10 * step + number))
-                time.sleep(naps.random() * nap_s)
-                passes.append(layer.run_forward())
-            for number in (2, 1, 0):
-                time.sleep(naps.random() * nap_s)
-                out, saved = passes[number]
-                answers[number, step] = answer_of(out, layers[number].run_backward(saved))
-        for layer in layers:
-            layer.check()
-            assert layer.forward._epoch.item() == steps
-        assert layers[0].backward._epoch.item() == (3 * steps if shared else steps)
-        memory.check_guards()
-        memory.barrier()
-    return answers
-
-
 def check_steps(by_rank: list[dict[tuple[int, int], Answer]], case: Case) -> None:
     for number, step in by_rank[0]:
         tokens = replace(case, seed=10 * step + number)
         check_accuracy([made[number, step] for made in by_rank], case, f"{number} of step {step}", tokens)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shared", [False, True], ids=["an exchange each", "one for all backward passes"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_three_layers_for_five_steps(pool, ranks, shared):
-    case = Case(world=ranks, capacity=20, tokens=20)
-    check_steps(pool.run(steps_on_rank, case, 5, shared, 0.3, ranks=ranks, timeout_s=300), case)
 
 
 def two_passes_on_rank(case: Case) -> dict[tuple[int, int], Answer]:

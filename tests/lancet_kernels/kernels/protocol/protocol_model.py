@@ -69,7 +69,7 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
-        awaited, exact: signals land when a wait needs them; waits are for equality (weak_memory).
+        awaited: signals land when a wait needs them (weak_memory).
         broken: what is left out or done wrong (`test_protocol.CAUGHT`), or "" for the protocol as it is.
     """
 
@@ -84,7 +84,6 @@ class Config:
     gradients: bool = False
     sparse: bool = False
     awaited: bool = False
-    exact: bool = False
     broken: str = ""
 
     def passes(self, rank: int) -> list[tuple[str, int]]:
@@ -124,7 +123,7 @@ def build(config: Config) -> System:
     names = [f"{name}{list(rest)}" for name, _, *rest in script.places]
     return System(
         launches, script.messages, names, script.needed_until, show,
-        programs=config.programs, awaited=config.awaited, exact=config.exact,
+        programs=config.programs, awaited=config.awaited,
     )  # fmt: skip
 
 

@@ -157,9 +157,3 @@ def test_passes_may_end_in_any_order(gradients: bool) -> None:
     }
     assert len(verdicts) == 105
     assert not any(verdicts.values()), verdicts
-
-
-@pytest.mark.parametrize("order", [BY_TURNS, NESTED])
-def test_no_word_runs_ahead_of_a_wait(order: str) -> None:
-    """Waits for equality would end too: while a PE waits for an epoch, no peer is further in that word."""
-    assert not explore(build(Config(order, sparse=True, exact=True))).wrong

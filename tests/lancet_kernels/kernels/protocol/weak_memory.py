@@ -73,7 +73,6 @@ class System:
         place_names, show: how to name a place and a value.
         needed_until: [place][value], who reads it, and in which of its launches for the last time.
         programs: of each rank. awaited: signals land when a wait needs them, else all at any time.
-        exact: waits are for equality of epochs, not for "at least".
         stores_to, signals_to, signals: made from messages.
     """
 
@@ -84,7 +83,6 @@ class System:
     show: Callable[[int], str]
     programs: int = 1
     awaited: bool = False
-    exact: bool = False
     stores_to: list[int] = field(default_factory=list)
     signals_to: list[int] = field(default_factory=list)
     signals: int = 0
@@ -147,15 +145,12 @@ class System:
         """The signals that must land for a wait to end: none, or if `awaited` some; None if it cannot end."""
         lands = 0
         for place, least in conditions:
-            if not self._enough(memory[place], least):
+            if memory[place] < least:
                 coming = flight & self.signals_to[place] if self.awaited else 0
-                if not coming or not self._enough(self.messages[coming.bit_length() - 1].value, least):
+                if not coming or self.messages[coming.bit_length() - 1].value < least:
                     return None
                 lands |= coming
         return lands
-
-    def _enough(self, word: int, least: int) -> bool:
-        return word >> LOW == least >> LOW if self.exact else word >= least
 
     def waits(self, state: State) -> list[str]:
         """What every program is waiting for, for a report of a deadlock."""
