@@ -101,6 +101,7 @@ class BenchOptions(PlanningFlags):
         f"of {OVERLAP}: as in lancet train (default: switch; with --stands-for random, since ranks that are "
         "alike have balanced routing)",
         metavar="GATE",
+        parse=str,
     )
     batch: int = option(8, f"of {OVERLAP}: sequences per rank", parse=positive_int)
     sequence: int | None = option(
@@ -129,7 +130,7 @@ class BenchOptions(PlanningFlags):
 
     @property
     def chosen_gate(self) -> str:
-        """That of the library's own model."""
+        """The gate of the library's own model."""
         return self.gate or ("switch" if self.stands_for is None else "random")
 
     @property
