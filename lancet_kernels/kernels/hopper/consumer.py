@@ -146,7 +146,7 @@ def _finish_backward(
         halves = eighths[i // 2 % 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
         H = 2 * F if ACT == "swiglu" else F
-        p_pre, p_dh = _rows(pre_ptr, base + row, H), _rows(dh_ptr, row, H)
+        p_pre = _rows(pre_ptr, base + row, H)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
         # What is needed longest comes last: most registers hold accumulators.
         if ACT == "swiglu":
@@ -158,6 +158,7 @@ def _finish_backward(
         dots += gl.sum(value * b_act, 1)
         _store(_rows(activated_ptr, row, F), m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
         value = value * b_weight[:, None]
+        p_dh = _rows(dh_ptr, row, H)
         if ACT == "swiglu":
             _store(p_dh + F, m_row, value * b_silu, n, F, WIDTH, ROWS)
             value = value * b_up * dsilu(b_pre)
@@ -228,14 +229,12 @@ def _finish_in(
             acc, gemms.pre, gemms.hidden, gemms.activated, row, base, b_weight, i < rows, n0, F, ACT, BM, BN,
             NARROW, SLICE,
         )  # fmt: skip
+        dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if gemms.bias_in is not None:
             if task.n == 0:
-                more = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, NARROW))
                 p_row = arrivals.rows + row.to(gl.int64) * D
-                more = _add_row_dots(more, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
-                dots += gl.convert_layout(more, gl.SliceLayout(1, SLICE))
-        p_dot = gemms.row_dots + gl.cast(task.n, gl.int64) * R + first_row + i_weight
-        gl.store(p_dot, dots, mask=i_weight < rows)
+                dots = _add_row_dots(dots, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
+        gl.store(gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
     else:
         HAS_BIAS: gl.constexpr = gemms.bias_in is not None
         bias_ptr = gemms.bias_in + local * sizes.H if HAS_BIAS else None

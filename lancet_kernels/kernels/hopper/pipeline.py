@@ -127,8 +127,8 @@ def multiply_steps(
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
         it += 1
-    if not (A_DOWN or B_DOWN):
-        # Behind the loop of dX, and not of dW: LLVM joins equal ends of two loops, and ptxas, which then sees
+    if A_DOWN:
+        # Behind one of a kernel's two loops. Else LLVM joins their equal ends, and ptxas, which then sees
         # accumulators copied before the wait, lets every product wait (C7515; Triton 3.6, 3.9, 2026-11-26).
         it = opaque(it)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
