@@ -42,11 +42,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
-from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_READY, FailureReport, timed_out
+from lancet_kernels.kernels.protocol.failure import REPORTED, TOO_MANY_ROWS, WAIT_READY, FailureReport
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
@@ -336,7 +336,14 @@ class Exchange:
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
         if failure.op != WAIT_READY.value:
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
-        raise timed_out(name, failure, self.timeout_s, expected, seen, self.memory.kind)
+        raise CommunicationError(
+            f"{name}: PE {failure.rank} waited for PE {failure.peer} {REPORTED[failure.op]} more than "
+            f"{self.timeout_s:g} s: expected {expected} at signal {failure.signal}, seen {seen}; PE "
+            f"{failure.peer} is late, dead, or in another layer: look at its log (symmetric memory: "
+            f"{self.memory.kind})",
+            missing=(failure.peer,),
+            timed_out=True,
+        )
 
 
 @triton.jit(do_not_specialize=["rank"])

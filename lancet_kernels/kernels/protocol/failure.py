@@ -8,7 +8,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.protocol.device import REPORT_WORDS
 
 # What was waited for: a report's op.
@@ -72,16 +71,3 @@ class FailureReport:
         """What ran out of time first. Waits for the device."""
         claimed, *words, _ = self.words.tolist()
         return Failure(*words) if claimed else None
-
-
-def timed_out(
-    name: str, failure: Failure, timeout_s: float, expected: str, seen: str, memory: str
-) -> CommunicationError:
-    """The error to raise. expected, seen: in words. memory: the kind of symmetric memory."""
-    return CommunicationError(
-        f"{name}: PE {failure.rank} waited for PE {failure.peer} {REPORTED[failure.op]} more than "
-        f"{timeout_s:g} s: expected {expected} at signal {failure.signal}, seen {seen}; "
-        f"PE {failure.peer} is late, dead, or in another layer: look at its log (symmetric memory: {memory})",
-        missing=(failure.peer,),
-        timed_out=True,
-    )

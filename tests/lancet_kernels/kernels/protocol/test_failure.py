@@ -4,7 +4,7 @@ import torch
 import triton
 
 from lancet_kernels.kernels.protocol import device, failure
-from lancet_kernels.kernels.protocol.failure import REPORTED, WAIT_RESULTS, Failure, FailureReport, timed_out
+from lancet_kernels.kernels.protocol.failure import REPORTED, WAIT_RESULTS, Failure, FailureReport
 
 
 @triton.jit
@@ -30,12 +30,3 @@ def test_every_wait_has_its_words() -> None:
     waits = {name: value for name, value in vars(failure).items() if name.startswith("WAIT_")}
     assert sorted(value.value for value in waits.values()) == list(range(len(REPORTED)))
     assert failure.TOO_MANY_ROWS.value == len(REPORTED)
-
-
-def test_it_is_said_in_one_line() -> None:
-    error = timed_out("layer", Failure(0, 1, WAIT_RESULTS.value, 7, 3, 2), 0.5, "epoch 3", "2", "shared")
-    assert str(error) == (
-        "layer: PE 0 waited for PE 1 to return results (combine) more than 0.5 s: expected epoch 3 at signal "
-        "7, seen 2; PE 1 is late, dead, or in another layer: look at its log (symmetric memory: shared)"
-    )
-    assert (error.missing, error.timed_out) == ((1,), True)
