@@ -2,13 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from bench.published.fit import START, errors, with_constants
 from bench.published.predict import check, summary
 from bench.published.rows import CONFIGS, load_rows
-from lancet_kernels.graph.costs.clusters import load_cluster
 from tests.processes import printed
 
 ROWS = load_rows()
@@ -29,26 +26,6 @@ def test_only_one_source_is_fitted():
 def test_the_fitted_rows_are_close():
     checked = check([row for row in ROWS if row.fitted])
     assert summary(checked)["fitted time"]["mean"] < 0.03
-
-
-def test_constants_in_the_file_are_a_minimum():
-    """No constant changed by 10 % gives smaller errors."""
-    rows, cluster = [row for row in ROWS if row.fitted], load_cluster("dgx-h100")
-    now = {"grouped": cluster.kernels.grouped, "kernel_us": cluster.kernels.kernel_us}
-    for name in ("all-to-all", "deepep", "hybridep"):
-        dispatcher = cluster.dispatchers[name]
-        now |= {
-            f"{name} inside_gb_per_s": dispatcher.inside_gb_per_s,
-            f"{name} overhead_us": dispatcher.overhead_us,
-        }
-    assert set(now) == set(START)
-
-    def squares(constants):
-        return float(np.square(errors(rows, with_constants(cluster, constants))).sum())
-
-    for name in ("grouped", "all-to-all inside_gb_per_s", "hybridep inside_gb_per_s"):
-        for factor in (0.9, 1.1):
-            assert squares(now) < squares({**now, name: now[name] * factor}), (name, factor)
 
 
 def test_rows_that_cannot_be_simulated_say_why():

@@ -19,7 +19,6 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from bench.cpu.fsdp_step import Shape, real_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
@@ -34,6 +33,7 @@ from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import run
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.grids import few_of
+from tests.lancet_kernels.passes.sharded_step import Shape, real_step
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -1,36 +1,20 @@
-"""Training steps with FSDP and experts, captured under a fake process group; orders of torch's pass and ours.
+"""A training step with FSDP and experts, all of whose communication is functional collectives.
 
     N ranks      W of them share one set of experts      T tokens of this rank, D width, F hidden width
 
 Every parameter is a shard: it is gathered before each use, in the forward and again in the backward, and its
-gradient is reduce-scattered. All communication is functional collectives, which torch's
-`schedule_overlap_bucketing` knows. Routing is real, but every rank sends every other one the same number of
-rows: sizes have to be static for torch's pass.
+gradient is reduce-scattered. Routing is real, but every rank sends every other one the same number of rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch._inductor.fx_passes import overlap_scheduling
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-
-from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.capture.captured_graph import copy_of
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.costs import Cost, CostModel
-from lancet_kernels.graph.program.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Program
-from lancet_kernels.passes import overlap_pass
-from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.simulation.fake_ranks import fake_ranks
 
 collectives = torch.ops._c10d_functional
 
@@ -55,23 +39,6 @@ class Shape:
     vocabulary: int = 32768
     ranks: int = 64
     expert_ranks: int = 8
-    cluster: str = "dgx-h100"
-
-    @property
-    def cost(self) -> CostModel:
-        """Times on the cluster."""
-        cluster = load_cluster(self.cluster)
-        return CostModel.for_cluster(cluster, self.ranks, expert_ranks=self.expert_ranks)
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("deepseek-like", 14, 2048, 16, 64, 6, 1408, 2816, 10944, 4096, 4),
-        Shape("qwen3-like", 24, 2048, 32, 128, 8, 768, 0, 0, 4096, 4),
-        Shape("mixtral-like", 16, 4096, 32, 8, 2, 14336, 0, 0, 2048, 1),
-    )
-}
 
 
 def _gather(shard: Tensor, ranks: int, group: str) -> Tensor:
@@ -272,72 +239,3 @@ def real_step(shape: Shape) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """The joint graph of a step, its Program and costs; usable inside `captured` only."""
-
-    joint: fx.GraphModule
-    program: Program
-    cost: Cost
-
-
-@contextlib.contextmanager
-def captured(shape: Shape) -> Iterator[CapturedStep]:
-    """Forward and backward of a shape. Nothing runs and nothing is allocated."""
-    with fake_ranks(shape.ranks):
-        ranks = _groups(shape)
-        with torch.device("meta"):
-            model = _Step(shape, ranks).bfloat16()
-            tokens = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
-        joint = capture(model, (tokens,)).joint
-        for node in joint.graph.nodes:
-            if ranks.replica in node.args:
-                node.meta["group"] = "replica"
-        program = program_from_fx(joint, name=shape.name)
-        yield CapturedStep(joint, program, shape.cost)
-
-
-def order_of_pass(step: CapturedStep, memory_limit: float | None) -> list[int]:
-    """The order (positions) that `overlap_pass` gives a copy of the graph, for the costs of the step.
-
-    Args: memory_limit: as of `overlap_pass`, in peaks of the original order.
-    """
-    index, tensors = step.program.index, step.program.tensors
-    module = copy_of(step.joint)
-    overlap_pass(
-        module,
-        costs=lambda node: step.cost(step.program.instructions[index[node.name]], tensors),
-        memory_limit=memory_limit,
-    )
-    return [index[name] for name in instruction_order(module.graph)]
-
-
-def order_of_torch(step: CapturedStep, memory_limit: float | None) -> list[int]:
-    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step."""
-    module = copy_of(step.joint)
-    index, tensors = step.program.index, step.program.tensors
-
-    def milliseconds(node: fx.Node, size: int | None) -> float:
-        if node.name not in index or size == 0:
-            return 0.0
-        return step.cost(step.program.instructions[index[node.name]], tensors)
-
-    # Beside the costs it is given, it wants a GPU's own, which it only logs.
-    with mock.patch.object(
-        overlap_scheduling, "estimate_roofline_runtime_ms", lambda node: milliseconds(node, None)
-    ):
-        overlap_scheduling.schedule_overlap_bucketing(
-            module,
-            custom_runtime_estimation=milliseconds,
-            compute_estimator="analytical",
-            max_memory_increase_gb=None,
-            max_memory_increase_ratio=1e3 if memory_limit is None else memory_limit - 1,
-            pre_bucketing_fsdp_collectives=False,
-        )
-    place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}
-    # To torch's pass, forward and backward are one graph: what ends the forward may come too late.
-    for i in reversed(range(len(step.program))):
-        place[i] = min([place[i], *(place[j] for j in step.program.dependents[i])])
-    return sorted(place, key=lambda i: (place[i], i))
