@@ -77,9 +77,6 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
         help="when the search stops; it says what it did not try (default: 600)",
     )  # fmt: skip
     command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
-    command.add_argument(
-        "--chakra", metavar="PREFIX", help="with --hf: write a Chakra execution trace (PREFIX.0.et)"
-    )
 
 
 def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
@@ -129,13 +126,7 @@ def _write_files(
 
         with file_errors(arguments.report):
             Path(arguments.report).write_text(report(result, found), encoding="utf-8")
-    if arguments.chakra:
-        from lancet_kernels.prediction.chakra import save_chakra
-
-        with file_errors(arguments.chakra):
-            save_chakra(chosen, arguments.chakra)
-    chakra = arguments.chakra and f"{arguments.chakra}.0.et"
-    files = {"trace": arguments.trace, "report": arguments.report, "chakra trace": chakra}
+    files = {"trace": arguments.trace, "report": arguments.report}
     return {kind: path for kind, path in files.items() if path}
 
 

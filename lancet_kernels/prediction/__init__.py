@@ -8,5 +8,5 @@ step        the parts repeated to full depth: a chain of microbatches, with shar
 orders      what runs beside what: none, megatron, lancet
 answer      times and memory of each strategy
 search      the best layouts for a number of GPUs
-report      the answer as one HTML page; `chakra`: as an execution trace
+report      the answer as one HTML page
 """
