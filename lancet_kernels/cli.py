@@ -21,7 +21,6 @@ from lancet_kernels.commands import (
     explain,
     kernels,
     plan_command,
-    runs,
     selftest,
     train,
     tune,
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     # Those of every day first; the last two are for authors of kernels.
-    daily = (train, plan_command, bench, explain, environment, selftest, runs)
+    daily = (train, plan_command, bench, explain, environment, selftest)
     for command in (*daily, tune, kernels):
         command.add_parser(commands)
     return parser

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.commands.options import add_options, to_options
 from lancet_kernels.training.launch import launch
 from lancet_kernels.training.ranks import start_ranks, under_launcher
-from lancet_kernels.training.runs import read_config, resolve_run
-from lancet_kernels.training.train_loop import train
+from lancet_kernels.training.train_loop import read_config, train
 from lancet_kernels.training.train_options import TrainOptions, check_options
 
 
@@ -24,11 +24,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_options(command, TrainOptions)
     command.add_argument(
         "--resume",
-        nargs="?",
-        const="latest",
-        metavar="RUN",
-        help="continue from the newest checkpoint of a run (name or path; default: the latest run); "
-        "options that are not given are those of that run",
+        metavar="FOLDER",
+        help="continue a run from its newest checkpoint; options that are not given are those of that run",
     )
     command.add_argument("--json", action="store_true", help="print the summary as JSON")
     command.set_defaults(run=run, command=command)
@@ -51,9 +48,9 @@ def _with_options_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]
 ) -> argparse.Namespace:
     """Parse again, with the resumed run's options as defaults."""
-    saved = read_config(resolve_run(arguments.runs, arguments.resume))
+    saved = read_config(Path(arguments.resume))
     options = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
-    arguments.command.set_defaults(**(options | {"runs": arguments.runs}))
+    arguments.command.set_defaults(**options)
     return parser.parse_args(argv)
 
 
@@ -75,7 +72,7 @@ def _report(options: TrainOptions, summary: dict) -> str:
   speed        {tokens_per_s:.0f} tokens/s, {step_ms:.1f} ms per step
   all-to-all   {all_to_all_ms:.1f} ms per step, {exposed_ms:.1f} ms of it exposed{emulated}
   routing      {dropped:.1%} dropped, load-balance loss {balance_loss:.3f}
-  written to   {runs}/{run}""".format(**summary, emulated=emulated, runs=options.runs)
+  written to   {run}""".format(**summary, emulated=emulated)
     if "comparison" in summary:
         # Imported here, because it imports torch's tracer.
         from lancet_kernels.measuring.step_bench import table

@@ -4,39 +4,32 @@ run's summary."""
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lancet_kernels.atomic import write_json_atomically
+from lancet_kernels.atomic import file_errors, json_text, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.training import checkpoint
 from lancet_kernels.training.data import load_corpus
 from lancet_kernels.training.ranks import Rank
-from lancet_kernels.training.runs import (
-    append_metrics,
-    new_run,
-    read_config,
-    read_metrics,
-    resolve_run,
-    truncate_metrics,
-    writing,
-)
 from lancet_kernels.training.train_options import TrainOptions, check_options
 from lancet_kernels.training.trainer import Trainer
 
-_CHECKPOINTS = "checkpoints"
+_CONFIG, _METRICS, _CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MEDIANS = ("balance_loss", "tokens_per_s", "step_ms", "all_to_all_ms", "exposed_ms")
 
@@ -53,14 +46,13 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     trainer = Trainer(options, rank, load_corpus(options.data, options.tokenizer))
     run = Path()
     if rank.rank == 0:
-        run = resolve_run(options.runs, resume) if resume else new_run(options.runs, options.name)
+        run = Path(resume) if resume else _new_folder(options.output)
     run = from_first_rank(run, group_name(None), "the run's folder")
-    with writing(run) if rank.rank == 0 else contextlib.nullcontext():
-        return _train_in(run, trainer, resume is not None)
+    return _train_in(run, trainer, resume is not None)
 
 
 def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | None:
-    """`train` in the folder of a run that this job holds."""
+    """`train` in the folder of a run."""
     options, first_rank = trainer.options, trainer.rank.rank == 0
     if resume:
         _check_same(trainer.about, run)
@@ -69,18 +61,21 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
     if first_rank:
         # From here on the plan is in the run's own folder.
         given = asdict(replace(options, experts=trainer.model.config.num_experts, plan=None))
-        write_json_atomically(run / "config.json", given | {"trains": trainer.about})
-        truncate_metrics(run, first - 1)
-    log_scalars = _tensorboard(run) if options.tensorboard and first_rank else None
-    progress = _Progress(first, options, first_rank)
-    with stop_requests() as asked, contextlib.closing(progress):
+        write_json_atomically(run / _CONFIG, given | {"trains": trainer.about})
+        # A resumed run takes steps behind its checkpoint again.
+        kept = [json_text(m) + "\n" for m in _read_metrics(run) if m["step"] < first]
+        write_text_atomically(run / _METRICS, "".join(kept))
+    since: list[Mapping[str, float]] = []
+    with stop_requests() as asked:
         for step in range(first, options.steps + 1):
             metrics, stop = trainer.step(step, bool(asked.number))
-            progress.show(metrics)
             if first_rank:
-                append_metrics(run, metrics)
-            if log_scalars is not None:
-                log_scalars(metrics)
+                with (run / _METRICS).open("a", encoding="utf-8") as file:
+                    file.write(json_text(metrics) + "\n")
+                since.append(metrics)
+                if options.log_every and (step in (first, options.steps) or step % options.log_every == 0):
+                    print(_line(since, options.steps), file=sys.stderr, flush=True)
+                    since.clear()
             every = options.checkpoint_every
             if stop or (every and (step % every == 0 or step == options.steps)):
                 checkpoint.save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
@@ -104,7 +99,7 @@ def _check_same(about: Mapping[str, object], run: Path) -> None:
         if saved.get(key) != value:
             raise UserError(
                 f"resume: {key}",
-                got=f"{saved.get(key)} in {run.name}",
+                got=f"{saved.get(key)} in {run}",
                 expected=f"{value}, which this run asks for",
                 do=f"resume with the {key} that was saved, or start a new run",
             )
@@ -116,7 +111,7 @@ def _restore(trainer: Trainer, run: Path) -> int:
     if newest is None:
         raise UserError(
             "resume",
-            got=f"{run.name}, which has no complete checkpoint",
+            got=f"{run}, which has no complete checkpoint",
             expected="a run with one",
             do="start a new run",
         )
@@ -130,10 +125,9 @@ def _restore(trainer: Trainer, run: Path) -> int:
 def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
     """Say how to go on with a run that was saved, and end this process as the signal would. Collective."""
     if trainer.rank.rank == 0:
-        elsewhere = "" if trainer.options.runs == TrainOptions.runs else f" --runs {trainer.options.runs}"
         print(
             f"stopped by {signal.Signals(number).name} after step {step}, which is saved; go on with: "
-            f"lancet train --resume {run.name}{elsewhere}",
+            f"lancet train --resume {run}",
             file=sys.stderr,
             flush=True,
         )
@@ -144,63 +138,50 @@ def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-class _Progress:
-    """What a person sees of the steps, on the first rank: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, first: int, options: TrainOptions, shown: bool) -> None:
-        # Imported here, so that the other commands work where it is not installed.
-        from tqdm import tqdm
-
-        on_terminal = sys.stderr.isatty()
-        self._first, self._last = first, options.steps
-        self._every = options.log_every if shown and not on_terminal else 0
-        hidden = not (shown and on_terminal)
-        self._bar = tqdm(total=options.steps, initial=first - 1, unit="step", disable=hidden)
-        self.close = self._bar.close
-        self._since: list[Mapping[str, float]] = []
-
-    def show(self, metrics: Mapping[str, float]) -> None:
-        """The step with these metrics is done."""
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s")
-        self._bar.update()
-        if not self._every:
-            return
-        self._since.append(metrics)
-        step = int(metrics["step"])
-        if step in (self._first, self._last) or step % self._every == 0:
-            ms = statistics.fmean(m["step_ms"] for m in self._since)
-            tokens = metrics["tokens_per_s"] * metrics["step_ms"]
-            speed = f"{tokens / ms:.0f} tokens/s, {ms:.1f} ms"
-            print(
-                f"step {step}/{self._last}, loss {metrics['loss']:.3f}, {speed}", file=sys.stderr, flush=True
-            )
-            self._since.clear()
+def _line(steps: Sequence[Mapping[str, float]], of: int) -> str:
+    """What a person sees of these steps."""
+    last, ms = steps[-1], statistics.fmean(m["step_ms"] for m in steps)
+    tokens = last["tokens_per_s"] * last["step_ms"]
+    return f"step {last['step']}/{of}, loss {last['loss']:.3f}, {tokens / ms:.0f} tokens/s, {ms:.1f} ms"
 
 
-def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:
-    """Write a step's metrics to `run/tensorboard`."""
-    # Imported here, because tensorboard is optional.
-    from torch.utils.tensorboard import SummaryWriter
+def _new_folder(output: str | None) -> Path:
+    """Make the folder of a new run. Raises: UserError for one that has a run."""
+    run = Path(output or datetime.now().strftime("runs/%Y%m%d-%H%M%S"))
+    with file_errors(run):
+        run.mkdir(parents=True, exist_ok=True)
+    if (run / _CONFIG).exists():
+        raise UserError("output", got=f"{run}, which has a run", expected="a new folder", do="use --resume")
+    return run
 
-    writer = SummaryWriter(str(run / "tensorboard"))
 
-    def log_scalars(metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if name != "step":
-                writer.add_scalar(name, value, int(metrics["step"]))
-        writer.flush()
+def read_config(run: Path) -> dict[str, Any]:
+    """The `config.json` of the run in a folder. Raises: UserError if it is missing or not JSON."""
+    try:
+        return json.loads((run / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "run", got=f"{run / _CONFIG} ({getattr(error, 'strerror', None) or error})",
+            expected="the JSON file of a run", do="name the folder of a run of lancet train",
+        ) from error  # fmt: skip
 
-    return log_scalars
+
+def _read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The steps of a run in order, without a line that a kill cut short. None in JSON is NaN."""
+    if not (run / _METRICS).exists():
+        return []
+    lines = (run / _METRICS).read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines if line.endswith("}")]
+    return [{k: math.nan if v is None else v for k, v in step.items()} for step in steps]
 
 
 def _summary(run: Path, trainer: Trainer, validation_loss: float) -> dict[str, object]:
     """The summary of the run. Times and rates are medians over the steps, without the first (warm-up)."""
     options, config = trainer.options, trainer.model.config
-    # NaN, in the metrics of a diverged run, is null in JSON.
-    metrics = [{k: math.nan if v is None else v for k, v in m.items()} for m in read_metrics(run)]
+    metrics = _read_metrics(run)
     steady = metrics[1:] or metrics
     return {
-        "run": run.name,
+        "run": str(run),
         "model": config.name,
         "gate": config.gate,
         "experts": config.num_experts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -115,12 +114,12 @@ class TrainOptions(PlanningFlags):
     )
     log_every: int = option(
         10,
-        "steps between lines on standard error where that is no terminal; 0: none",
+        "steps between lines on standard error; 0: none",
         parse=non_negative_int,
     )
-    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run's folder")
-    runs: str = option("runs", "folder that contains the run folders", metavar="FOLDER")
-    name: str | None = option(None, "name of this run (default: date and time)", parse=str)
+    output: str | None = option(
+        None, "new folder of this run (default: runs/<date and time>)", parse=str, metavar="FOLDER"
+    )
 
     def chosen_device(self) -> str:
         """ "cpu" or "cuda"."""
@@ -183,13 +182,6 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             got=f"{options.plan} with strategy {options.strategy}",
             expected="a plan file, and another strategy than none",
             do="check --plan and --strategy",
-        )
-    if options.tensorboard and find_spec("tensorboard") is None:
-        raise UserError(
-            "tensorboard",
-            got="no package tensorboard",
-            expected="an installed package",
-            do="pip install tensorboard, or leave --tensorboard out: metrics.jsonl has the same numbers",
         )
     if options.backend == "fused":
         # Only here: the kernels need Triton, which not every machine has.

@@ -12,7 +12,6 @@ import pytest
 
 from lancet_kernels.cli import main
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.training import train_options
 from tests.processes import running, wait_for
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
@@ -109,7 +108,7 @@ def check_summary(out: str, run: Path) -> tuple[dict, list[dict]]:
     assert len(lines) == 1, "only the summary goes to standard output"
     summary = json.loads(lines[0])
     assert sorted(summary) == sorted(SUMMARY)
-    assert summary["run"] == run.name
+    assert summary["run"] == f"runs/{run.name}"
     assert json.loads((run / "summary.json").read_text()) == summary
     metrics = metrics_of(run)
     assert summary["loss_first"] == metrics[0]["loss"]
@@ -122,7 +121,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(lancet, tmp_path):
     """Dropless, the same global batch: equal up to fp32 rounding, which training makes grow."""
     same = ["--steps", 10, "--capacity-factor", "none", "--experts", 4, "--gate", "topk", "--top-k", 2]
     same += ["--balance-weight", "0.1", "--z-weight", "0.01", "--optimizer", "sgd"]
-    jobs = [lancet(*same, "--ranks", w, "--batch", 4 // w, "--name", f"w{w}") for w in (1, 2)]
+    jobs = [lancet(*same, "--ranks", w, "--batch", 4 // w, "--output", f"runs/w{w}") for w in (1, 2)]
     for job in jobs:
         finish(job)
     metrics = {w: metrics_of(tmp_path / "runs" / f"w{w}") for w in (1, 2)}
@@ -135,26 +134,6 @@ def test_losses_do_not_depend_on_the_number_of_ranks(lancet, tmp_path):
         assert one["dropped"] == two["dropped"] == 0
     validation = [json.loads((tmp_path / f"runs/w{w}/summary.json").read_text()) for w in (1, 2)]
     assert abs(validation[0]["validation_loss"] / validation[1]["validation_loss"] - 1) < 2e-5
-
-
-def test_tensorboard_gets_the_metrics(text, tmp_path, monkeypatch, capfd):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.chdir(tmp_path)
-    job = [*TINY, "--data", str(text), "--ranks", "1", "--steps", "3", "--name", "one", "--tensorboard"]
-    assert main(["train", *job]) == 0
-    lines = Path("runs/one/metrics.jsonl").read_text().splitlines()
-    events = EventAccumulator("runs/one/tensorboard").Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [
-        (metrics["step"], pytest.approx(metrics["loss"])) for metrics in map(json.loads, lines)
-    ]
-
-
-def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_options, "find_spec", lambda name: None)
-    assert "pip install tensorboard" in refused(capfd, "--ranks", 1, "--tensorboard")
 
 
 def test_diverged_training_still_reports(text, tmp_path, monkeypatch, capfd):
@@ -186,16 +165,16 @@ def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     so parts are added up in the same order."""
     arguments = ["--ranks", 2, "--strategy", "lancet", "--dropout", 0.1]
     arguments += ["--steps", 24, "--checkpoint-every", 3, "--warmup", 12]
-    finish(lancet(*arguments, "--name", "whole"))
+    finish(lancet(*arguments, "--output", "runs/whole"))
     whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     # Two runs measure two times, and might plan two orders to add up in.
-    process = lancet(*arguments, "--plan", whole / "plan.json", "--name", "killed")
+    process = lancet(*arguments, "--plan", whole / "plan.json", "--output", "runs/killed")
     wait_for_step(run, 7)
     for pid in job_pids(process.pid):
         os.kill(pid, signal.SIGKILL)
     assert 7 <= len(metrics_of(run)) < 24, "killed too late"
     # At once, and with nothing but the name: the options are those of the run.
-    finish(lancet("--resume", "killed", fresh=False))
+    finish(lancet("--resume", "runs/killed", fresh=False))
     assert exact(metrics_of(run)) == exact(metrics_of(whole))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (whole, run)]
     assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
@@ -208,7 +187,7 @@ def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
 def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp_path, monkeypatch, capfd):
     """Steps behind the last checkpoint are taken a second time: the same. The others are kept."""
     options = ["--steps", 16, "--checkpoint-every", 3, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1]
-    process = lancet(*options, "--name", "killed")
+    process = lancet(*options, "--output", "runs/killed")
     run = tmp_path / "runs" / "killed"
     wait_for_step(run, 4)
     kill_rank(process, 1)
@@ -216,7 +195,7 @@ def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp
     assert 4 <= len(before) < 16, "killed too late"
     # With nothing but the name: the options are those of the run.
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--resume", "killed", "--json"]) == 0
+    assert main(["train", "--resume", "runs/killed", "--json"]) == 0
     out, after = capfd.readouterr().out, metrics_of(run)
     assert [m["step"] for m in after] == list(range(1, 17))
     assert exact(after[: len(before)]) == exact(before)
@@ -226,11 +205,11 @@ def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp
 @pytest.mark.long
 def test_run_resumes_at_another_number_of_ranks(lancet, tmp_path):
     """The global batch stays the same: so do the losses, up to rounding."""
-    same = ["--capacity-factor", "none", "--experts", 4, "--checkpoint-every", 5, "--name", "run"]
+    same = ["--capacity-factor", "none", "--experts", 4, "--checkpoint-every", 5, "--output", "runs/run"]
     finish(lancet(*same, "--ranks", 2, "--batch", 2, "--steps", 10))
-    finish(lancet("--resume", "run", "--ranks", 4, "--batch", 1, "--steps", 15, fresh=False))
+    finish(lancet("--resume", "runs/run", "--ranks", 4, "--batch", 1, "--steps", 15, fresh=False))
     resumed = metrics_of(tmp_path / "runs" / "run")
-    finish(lancet(*same[:-1], "whole", "--ranks", 2, "--batch", 2, "--steps", 15))
+    finish(lancet(*same[:-1], "runs/whole", "--ranks", 2, "--batch", 2, "--steps", 15))
     whole = metrics_of(tmp_path / "runs" / "whole")
     assert exact(resumed[:10]) == exact(whole[:10])
     for one, two in zip(whole[10:], resumed[10:], strict=True):
@@ -247,7 +226,7 @@ def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet,
     """A run without checkpoints, against one that was left alone."""
     arguments = ["--ranks", 2, "--steps", 30, "--checkpoint-every", 0, "--warmup", 12]
     run = tmp_path / "runs" / "stopped"
-    process = lancet(*arguments, "--name", "stopped")
+    process = lancet(*arguments, "--output", "runs/stopped")
     wait_for_step(run, 4)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
@@ -257,19 +236,19 @@ def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet,
     *steps, last = err.splitlines()
     assert last == (
         f"stopped by {number.name} after step {taken}, which is saved; go on with: "
-        "lancet train --resume stopped"
+        "lancet train --resume runs/stopped"
     )
     assert all(re.fullmatch(LOGGED, line) for line in steps), steps
     wait_for_end(process.pid)
-    finish(lancet("--resume", "stopped", fresh=False))
-    finish(lancet(*arguments, "--name", "whole"))
+    finish(lancet("--resume", "runs/stopped", fresh=False))
+    finish(lancet(*arguments, "--output", "runs/whole"))
     assert exact(metrics_of(run)) == exact(metrics_of(tmp_path / "runs" / "whole"))
 
 
 @pytest.mark.long
 def test_one_rank_that_is_told_to_stop_stops_all(lancet, tmp_path):
     """As a scheduler may do that knows the processes and not what started them."""
-    process = lancet("--ranks", 2, "--steps", 100000, "--name", "run")
+    process = lancet("--ranks", 2, "--steps", 100000, "--output", "runs/run")
     wait_for_step(tmp_path / "runs" / "run", 3)
     os.kill(job_ranks(process.pid)[1], signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -280,7 +259,19 @@ def test_one_rank_that_is_told_to_stop_stops_all(lancet, tmp_path):
 def test_steps_are_logged_where_there_is_no_terminal(text, tmp_path, monkeypatch, capfd):
     """The first one, every third, and the last; the last one is saved."""
     monkeypatch.chdir(tmp_path)
-    job = [*TINY, "--data", str(text), "--ranks", "1", "--steps", "7", "--log-every", "3", "--name", "one"]
+    job = [
+        *TINY,
+        "--data",
+        str(text),
+        "--ranks",
+        "1",
+        "--steps",
+        "7",
+        "--log-every",
+        "3",
+        "--output",
+        "runs/one",
+    ]
     assert main(["train", *job]) == 0
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 6, 7)]
@@ -329,7 +320,7 @@ def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, ste
     if step == "fused":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     timeout = 4 if step == "plain" else 60
-    process = lancet("--steps", 100000, "--name", "run", "--timeout", timeout, *STEPS[step])
+    process = lancet("--steps", 100000, "--output", "runs/run", "--timeout", timeout, *STEPS[step])
     wait_for_step(tmp_path / "runs" / "run", 2, timeout_s=240)
     os.kill(job_ranks(process.pid)[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=timeout + 60)
@@ -360,10 +351,13 @@ WRONG = {
     ),
     "lr": (["--lr", "nan"], "--lr: got nan, expected a number above 0"),
     "option": (["--stepz", 3], "unrecognized arguments: --stepz 3"),
-    "resume": (["--resume", "never"], "run: got never, expected a run in runs (which has none)"),
-    "name": (
-        [*TINY, "--ranks", 1, "--data", "enough.txt", "--name", "a/b"],
-        "run name: got 'a/b', expected a plain folder name",
+    "resume": (
+        ["--resume", "runs/never"],
+        "run: got runs/never/config.json (No such file or directory), expected the JSON file of a run",
+    ),
+    "output": (
+        [*TINY, "--ranks", 1, "--data", "enough.txt", "--output", "short.txt"],
+        "file to write: got short.txt (File exists), expected a file that can be written",
     ),
     "short data": (
         ["--ranks", 1, "--data", "short.txt"],
@@ -399,21 +393,24 @@ def test_wrong_value_is_one_line(tmp_path, monkeypatch, capfd, name):
 @pytest.mark.long
 def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    job = ["--data", text, "--steps", 4, "--checkpoint-every", 2, "--name", "run", "--ranks", 1]
+    job = ["--data", text, "--steps", 4, "--checkpoint-every", 2, "--output", "runs/run", "--ranks", 1]
     assert main(["train", *TINY, *map(str, job)]) == 0
     capfd.readouterr()
     run = tmp_path / "runs" / "run"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for arguments, message in [
-        (["--name", "run"], "run name: got run, which exists in runs"),
-        (["--resume", "run", "--gate", "topk"], "resume: gate: got switch in run, expected"),
-        (["--resume", "run", "--experts", 8], "resume: num_experts: got 2 in run, expected"),
-        (["--resume", "run", "--model", "gpt2-s-moe"], "resume: layers: got 4 in run, expected"),
-        (["--resume", "run", "--optimizer", "sgd"], "resume: optimizer: got adamw in run, expected"),
-        (["--resume", "run"], "steps: got 4, with 4 already taken, expected more than 4"),
+        (["--output", "runs/run"], "output: got runs/run, which has a run, expected a new folder"),
+        (["--resume", "runs/run", "--gate", "topk"], "resume: gate: got switch in runs/run, expected"),
+        (["--resume", "runs/run", "--experts", 8], "resume: num_experts: got 2 in runs/run, expected"),
+        (["--resume", "runs/run", "--model", "gpt2-s-moe"], "resume: layers: got 4 in runs/run, expected"),
+        (
+            ["--resume", "runs/run", "--optimizer", "sgd"],
+            "resume: optimizer: got adamw in runs/run, expected",
+        ),
+        (["--resume", "runs/run"], "steps: got 4, with 4 already taken, expected more than 4"),
     ]:
         assert message in refused(capfd, *arguments, "--ranks", 1)
     after = {path: path.read_bytes() for path in before}
     assert after == before, "a resume that was refused changed the run"
     (run / "config.json").write_text('{"model": "gpt2')
-    assert "run configuration: got" in refused(capfd, "--resume", "run")
+    assert "run: got runs/run/config.json (" in refused(capfd, "--resume", "runs/run")
