@@ -56,7 +56,6 @@ WRITTEN_INTO = "written_into"
 """Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 WAIT = "_c10d_functional.wait_tensor"
 """Waits for a collective, and gives the storage that it fills."""
-OPTIMIZER_STEP = "lancet.optimizer_step"
 """Writes parameters; its `meta` has the bytes of its state, too."""
 _GROUPED = ("lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw")
 _UNSAFE_VIEW = "aten._unsafe_view"
@@ -120,8 +119,6 @@ def program_from_graph(
             owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
             tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
-            if op_name(node) == OPTIMIZER_STEP:
-                phase = Phase.OPTIMIZER
             instruction = _instruction(node, outputs, phase, after.get(node))
             if node.name in parts:
                 milliseconds, count = parts[node.name]
@@ -363,8 +360,6 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         arguments.pop(name, None)
     if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
         del arguments["seed"], arguments["site"]
-    if op_name(node) == OPTIMIZER_STEP:
-        del arguments["number"], arguments["bucket"]
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}
@@ -419,8 +414,6 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     """Bytes read and written; 0 for a view; for communication the bytes on the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
-    if op == OPTIMIZER_STEP:
-        return float(node.meta["bytes"])
     unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
     read = [n for n in node.all_input_nodes if n is not unread]
     values = [v for v in map(_value, read) if isinstance(v, Tensor)]

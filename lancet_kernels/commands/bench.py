@@ -87,12 +87,6 @@ class BenchOptions(PlanningFlags):
     accumulate: int = option(
         1, "microbatches of an iteration, whose gradients are summed once", parse=positive_int
     )
-    optimizer: str = option(
-        "none",
-        "an iteration ends with its step; of plans other than none and tutel it is a part, and each is also "
-        "measured with the step behind it",
-        choices=("none", "adamw", "sgd"),
-    )
     rounds: int = option(12, "measured iterations of every contender, in turn", parse=positive_int)
     warmup: int = option(2, "iterations of each before the measured ones", parse=non_negative_int)
     model: str = option(BENCH_MODEL, f"of {OVERLAP}: one of {', '.join(MODELS)}", metavar="NAME")
@@ -276,16 +270,12 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     strategies = options.strategies
     if options.accumulate > 1 and strategies == STRATEGY_NAMES:
         strategies = (*strategies, MICROBATCHES)
-    kind = "" if options.optimizer == "none" else options.optimizer
-    plans = step_bench.planned(step, inputs, strategies, times, planning, options.accumulate, kind)
+    plans = step_bench.planned(step, inputs, strategies, times, planning, options.accumulate)
     if rank.rank == 0:
         times.unlink(missing_ok=True)
     contenders = {**step_bench.baselines(step, inputs), **plans}
     _say(rank, f"measuring {options.rounds} rounds of {', '.join(contenders)}")
-    steppers = step_bench.optimizers(contenders, kind) if kind else {}
-    measured = step_bench.measure(
-        contenders, inputs, options.rounds, options.warmup, options.accumulate, steppers
-    )
+    measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup, options.accumulate)
     best = min(plans, key=lambda name: measured[name].iteration_ms)
     figures = step_bench.report(measured, best, link)
     figures |= {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in plans.items()}}
@@ -335,7 +325,6 @@ def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:
         "stands_for": options.stands_for,
         "rounds": options.rounds,
         "accumulate": options.accumulate,
-        "optimizer": options.optimizer,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "device": rank.device.type,

@@ -18,7 +18,6 @@ from lancet_kernels.graph.sharded.fsdp import copies_of_shard
 from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, data_group_name, group_of, group_size
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.ops.optimizer_step import steps_in_backward
 
 _MARK = "_lancet_gradient_groups"
 
@@ -97,8 +96,7 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
 
     Collective over the data group. Args: groups: as for `optimize`.
     Returns: the norm before clipping, the same on every rank.
-    Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share; for
-        gradients that the backward has used already (`optimize(optimizer=)`).
+    Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share.
     """
     groups = groups_of(model) if groups is None else Groups.of(groups)
     if group_size(groups.world) != group_size(groups.data):
@@ -107,13 +105,6 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
             got=f"{group_size(groups.world)} ranks, {group_size(groups.data)} of them with different tokens",
             expected="no tensor-parallel ranks",
             do="clip the gradients yourself",
-        )
-    if largest_norm is not None and steps_in_backward(model.parameters()):
-        raise UserError(
-            "gradients to clip",
-            got="a model whose backward steps its optimizer (optimize(..., optimizer=))",
-            expected="gradients that no step has used",
-            do="leave optimizer= out: clipping needs all gradients before the first step",
         )
     over = gradient_groups(model, groups)
     # What n ranks hold counts once: each of them adds an n-th.

@@ -3,7 +3,7 @@ with the plan of each strategy.
 
 The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
 affects all equally; means over the middle half of the rounds, by time, without warm-up rounds. An iteration
-is forward, backward, the sums of gradients and, if one is named, the optimizer's step. The link may be slow
+is forward, backward and the sums of gradients. The link may be slow
 enough that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %).
 """
 
@@ -13,11 +13,9 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -47,14 +45,8 @@ DDP, DDP_LIKE = "ddp", "ddp-like"
 BASELINES = ("none", "tutel")
 COUNTS = "exchange_counts"
 _FIGURES = "figures of all ranks"
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-}
 TIMES = ("iteration_ms", "exposed_ms", "all_to_all_ms", "cpu_ms", "late_ms", "no_core_ms")
 """The fields of `Iteration` of which `Measured` has the means."""
-THEN_STEP = " then step"
-"""Ends the name of a plan behind which the optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -121,42 +113,20 @@ def planned(
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
     accumulate: int = 1,
-    optimizer: str = "",
 ) -> dict[str, OptimizedModule]:
     """The step optimized with each strategy, without those that are impossible. Collective.
 
-    Args:
-        times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
-        optimizer: one of `OPTIMIZERS`, whose step is part of the plans, but for those of `BASELINES`; each
-            such strategy is also planned without it (`THEN_STEP`). "": nothing is stepped.
+    Args: times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
     """
-
-    def plan(name: str, stepped: bool) -> OptimizedModule:
-        own = OPTIMIZERS[optimizer](step.parameters(), lr=0.0) if stepped else None
-        return optimize(
-            step, inputs, strategy=name, times=times, options=options, accumulate=accumulate, optimizer=own
-        )
-
     names = list(strategies)
     optimized: dict[str, OptimizedModule] = {}
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.impossible for module in optimized.values()):
-            optimized[name] = plan(name, bool(optimizer) and name not in BASELINES)
-            if optimized[name].steps_optimizer:
-                optimized[name + THEN_STEP] = plan(name, False)
-    both = [one for name in names for one in (name, name + THEN_STEP)]
-    return {name: optimized[name] for name in both if name in optimized}
-
-
-def optimizers(contenders: Mapping[str, nn.Module], optimizer: str) -> dict[str, torch.optim.Optimizer]:
-    """By name, an optimizer for each module whose backward does not step one. Its learning rate is 0: all
-    contenders train the same parameters."""
-    return {
-        name: OPTIMIZERS[optimizer](module.parameters(), lr=0.0)
-        for name, module in contenders.items()
-        if not (isinstance(module, OptimizedModule) and module.steps_optimizer)
-    }
+            optimized[name] = optimize(
+                step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
+            )
+    return {name: optimized[name] for name in names if name in optimized}
 
 
 def measure(
@@ -165,26 +135,20 @@ def measure(
     rounds: int,
     warmup: int = 2,
     accumulate: int = 1,
-    steppers: Mapping[str, torch.optim.Optimizer] = MappingProxyType({}),
 ) -> dict[str, Measured]:
     """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
 
-    Args: accumulate: microbatches of an iteration. steppers: by contender, what steps behind its backward.
+    Args: accumulate: microbatches of an iteration.
     """
-
-    def one(name: str) -> Iteration:
-        return iteration(contenders[name], inputs, accumulate, steppers.get(name))
-
-    iterations = in_turn(contenders, one, rounds, warmup)
+    iterations = in_turn(
+        contenders, lambda name: iteration(contenders[name], inputs, accumulate), rounds, warmup
+    )
     return {
-        name: _measured(module, inputs, iterations[name], accumulate, name in steppers)
-        for name, module in contenders.items()
+        name: _measured(module, inputs, iterations[name], accumulate) for name, module in contenders.items()
     }
 
 
-def _measured(
-    module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int, stepped_behind: bool
-) -> Measured:
+def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
     of_ranks = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
     waits = sorted({what for of_rank in of_ranks for what in of_rank})
@@ -197,10 +161,7 @@ def _measured(
     means = [statistics.fmean(column) for column in zip(*middle, strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*means, held])
-    predicted = None
-    # No plan says how long the step behind it takes.
-    if isinstance(module, OptimizedModule) and not stepped_behind:
-        predicted = _predicted(module, accumulate)
+    predicted = _predicted(module, accumulate) if isinstance(module, OptimizedModule) else None
     return Measured(
         **dict(zip(TIMES, means, strict=False)),
         waited_ms=dict(zip(waits, means[len(TIMES) :], strict=True)),
@@ -232,13 +193,9 @@ class Iteration(NamedTuple):
     """As of `Measured`, on this rank; so are `cpu_ms` and `waited_ms`."""
 
 
-def iteration(
-    module: nn.Module, inputs: Inputs, accumulate: int = 1, stepper: torch.optim.Optimizer | None = None
-) -> Iteration:
+def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
     """Run one forward and backward, or those of several microbatches whose gradients are summed once; a
     backward starts at the module's first output that has one. Collective.
-
-    Args: stepper: the optimizer to step behind it.
 
     Raises: UserError for a module without such an output.
     """
@@ -252,8 +209,6 @@ def iteration(
         module.microbatches([inputs] * accumulate)
     else:
         _run(module, inputs, accumulate)
-    if stepper is not None:
-        stepper.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3

@@ -115,8 +115,7 @@ def _without_trace(step: CapturedStep) -> Iterator[None]:
         if isinstance(tensor, Tensor)
     ]
     before = [tensor.detach().clone() for tensor in changing]
-    steps = contextlib.nullcontext() if step.steps is None else step.steps.paused()
-    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []), steps:
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
         try:
             yield
         finally:

@@ -32,7 +32,6 @@ from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.fused.fused_graph import register_layer
-from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
@@ -41,7 +40,6 @@ from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 from lancet_kernels.schedules.rewrite.gathers import Shards
-from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps
 from lancet_kernels.schedules.rewrite.walk import CAPTURED, UNPLANNED, GradientSums, Step, fuse, walk
 from lancet_kernels.schedules.time.simulate import simulate
 
@@ -54,10 +52,9 @@ class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
     arguments: the example inputs. traced: captures the step when it is first called. gradient_groups: by the
-    name of the parameter. reduction: as of `of`. fused: the layers that are fused launches. steps: of the
-    optimizer, if they are part of the step. twin: of a model after `fully_shard`. accumulate: how many
-    microbatches share the sums of gradients, in buckets of `bucket_bytes`. layer_numbers: of the exchanges of
-    the fused layers, by name.
+    name of the parameter. reduction: as of `of`. fused: the layers that are fused launches. twin: of a model
+    after `fully_shard`. accumulate: how many microbatches share the sums of gradients, in buckets of
+    `bucket_bytes`. layer_numbers: of the exchanges of the fused layers, by name.
     """
 
     model: nn.Module
@@ -68,7 +65,6 @@ class CapturedStep:
     gradient_groups: Mapping[str, str]
     reduction: str
     fused: tuple[FusedGroup, ...] = ()
-    steps: BucketSteps | None = None
     twin: Twin | None = None
     accumulate: int = 1
     bucket_bytes: int = BUCKET_BYTES
@@ -141,8 +137,6 @@ class CapturedStep:
             sums = replace(
                 sums, group_of_parameter=over, replica_group=replica, bucket_bytes=self.bucket_bytes
             )
-        if self.steps is not None:
-            sums = replace(sums, optimizer=OptimizerSteps(self.steps, self.model.get_parameter))
         return sums
 
     def bucket_sizes(self, step: Step) -> dict[int, float]:

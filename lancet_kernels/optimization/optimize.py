@@ -19,11 +19,9 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lancet_kernels.data_parallel.fsdp import fsdp
 from lancet_kernels.data_parallel.gradients import broadcast_replicated
-from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.inner_compile import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
@@ -32,7 +30,6 @@ from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
-from lancet_kernels.ops.optimizer_step import BucketSteps
 from lancet_kernels.optimization.build import Builder, fastest
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import example_arguments
@@ -69,7 +66,6 @@ def optimize(
     groups: AnyGroups | None = None,
     shard: DeviceMesh | None = None,
     accumulate: int = 1,
-    optimizer: torch.optim.Optimizer | None = None,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -111,11 +107,6 @@ def optimize(
         accumulate: how many microbatches share the sums of gradients (`OptimizedModule.microbatches`,
             `no_sync`); a plan in which their time counts that much less. One of `example_inputs` is one
             microbatch.
-        optimizer: its step becomes part of the plan: each bucket of parameters is stepped in the backward
-            that sums the gradients, as soon as their sums have arrived and nothing reads the old values.
-            Leave `optimizer.step()` out; state, learning rates and checkpoints of the optimizer stay its own.
-            It must step each parameter by itself (SGD, Adam, AdamW). Not together with a GradScaler or
-            clipping, which need all gradients before the first step. Trials leave the steps out.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
             weight gradients of another copy. None: the backend of the model's MoE layers.
@@ -142,8 +133,6 @@ def optimize(
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
     captured = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups, accumulate)
-    if optimizer is not None:
-        captured.steps = _steps_of(optimizer, captured)
     step = capture_alike(captured)
     _agree_with_the_plan(captured)
     progress.begin("measuring ops")
@@ -184,46 +173,6 @@ def _prepare(
         fsdp(model, shard, groups)
     check_model(model)
     name_layers(model)
-
-
-def _steps_of(optimizer: object, step: CapturedStep) -> BucketSteps:
-    """The steps of an optimizer as part of the backward of a captured step.
-
-    Raises: UserError for what is no optimizer or steps no parameter of the model by itself; for gradients
-        that the plan does not sum, or that a hook changes.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            "optimizer",
-            got=f"a {type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer",
-            do="give the optimizer of the model's parameters",
-        )
-    steps = BucketSteps(optimizer, step.accumulation)
-    stepped = {n: p for n, p in step.model.named_parameters() if p.requires_grad and steps.trains(p)}
-    if not stepped:
-        raise UserError(
-            f"optimizer {type(optimizer).__name__}",
-            got="no trained parameter of the model",
-            expected="parameters that the model has now",
-            do="make the optimizer of model.parameters(), after fsdp() or fully_shard, not shard=",
-        )
-    for name, parameter in stepped.items():
-        if not step.reduction and step.gradient_groups[name] and not isinstance(parameter, DTensor):
-            raise UserError(
-                "optimizer",
-                got=f"reduce_gradients=False, and {name}, whose gradient other ranks have a part of",
-                expected="gradients that are summed before the optimizer's step",
-                do="leave reduce_gradients=False out, or call optimizer.step() yourself",
-            )
-        if has_hooks(parameter) and not isinstance(parameter, DTensor):
-            raise UserError(
-                "optimizer",
-                got=f"a hook on {name}, which changes its gradient behind the step",
-                expected="gradients that nothing changes between their sum and the optimizer's step",
-                do="remove the hook, or call optimizer.step() yourself",
-            )
-    return steps
 
 
 def _check_choices(

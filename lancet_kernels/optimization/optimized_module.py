@@ -75,7 +75,7 @@ class OptimizedModule(nn.Module):
         self._replicas: Replicas | None = None
         if captured.reduces_gradients:
             self._replicas = Replicas(captured.model, captured.groups, compare_every)
-        self._steps, self._accumulation = captured.steps, captured.accumulation
+        self._accumulation = captured.accumulation
         self._means = captured.reduction != "sum"
         self._paired = paired
         self._signature = inspect.signature(self.module.forward)
@@ -107,7 +107,7 @@ class OptimizedModule(nn.Module):
                 "right, communication is not hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
-        return self._stepped(self._without_plan(inputs, by_name))
+        return self._without_plan(inputs, by_name)
 
     def _without_plan(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """The result of the module, whose gradients are summed over the ranks as the plan would sum them."""
@@ -123,18 +123,7 @@ class OptimizedModule(nn.Module):
         """The result, whose gradients cannot be differentiated again."""
         for leaf in _differentiable(result):
             leaf.register_hook(_refuse_double_backward)
-        return self._stepped(result)
-
-    def _stepped(self, result: object) -> object:
-        """The result, whose backward steps the optimizer to the end."""
-        if self._steps is not None:
-            self._steps.watch(_differentiable(result))
         return result
-
-    @property
-    def steps_optimizer(self) -> bool:
-        """Does the backward step an optimizer (`optimize(optimizer=)`)?"""
-        return self._steps is not None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,14 +156,6 @@ class OptimizedModule(nn.Module):
 
     def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
         """As `microbatches`. Args: batches: the arguments of each."""
-        earlier = any(parameter.grad is not None for parameter in self.module.parameters())
-        if self._steps is not None and len(batches) > 1 and earlier:
-            raise UserError(
-                "microbatches with optimizer=",
-                got="gradients of an earlier backward in .grad",
-                expected="none, because what microbatches add up there is summed over the ranks and stepped",
-                do="call optimizer.zero_grad() before",
-            )
         scale = 1.0 / len(batches) if self._means else 1.0
         unsummed = self._accumulation.unsummed
         in_pairs = self._paired is not None and len(batches) > 1 and not unsummed
@@ -212,12 +193,7 @@ class OptimizedModule(nn.Module):
         assert self._paired is not None
         pairs = self._paired()
         self._compare_replicas()
-        if self._steps is None:
-            return pairs(batches, scale)
-        self._steps.begin()
-        results = pairs(batches, scale)
-        self._steps.finish()
-        return results
+        return pairs(batches, scale)
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""

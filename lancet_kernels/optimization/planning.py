@@ -160,8 +160,6 @@ def plans_of(
             captured.groups.world, lambda: plans_for(step, base, options, cache, most)
         )
     planned = predicted(captured, step, plans, measured)
-    if captured.steps is not None:
-        captured.steps.end_rehearsal()
     best, timeline = planned.pop(fastest_that_fits([plan for plan, _ in planned]))
     if best.chosen:
         # The predictions of the compared plans, updated with measurements of their partitioned graphs.

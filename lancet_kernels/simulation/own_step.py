@@ -42,7 +42,7 @@ class OwnStep:
     cluster: str
     gpus: int
 
-    assumptions = ("without the optimizer's step (optimize() plans it with optimizer=)",)
+    assumptions = ("without the optimizer's step",)
 
     @cached_property
     def hardware(self) -> Cluster:

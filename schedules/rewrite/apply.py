@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
@@ -37,7 +36,6 @@ from lancet_kernels.ops.comm.accumulated import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 from lancet_kernels.ops.comm.shift import start_shift
-from lancet_kernels.ops.optimizer_step import run_optimizer_step
 from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
 
 _STARTS: dict[str, Callable] = {
@@ -58,7 +56,6 @@ _OVER_LINK = {
 """Functional collectives that a link group has (`ops.comm.link_group`); the group is their last argument."""
 
 
-OPTIMIZER_STEP = torch.ops.lancet.optimizer_step.default
 GRADIENTS_OF = "gradients_of"
 """Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
 of the parameters, which other sums may have, too."""
@@ -157,8 +154,7 @@ def start_early_wait_late(
     blocking: Collection[str] = (),
     number_of: Callable[[tuple[object, ...]], int] | None = None,
 ) -> None:
-    """Every collective starts at its place, and its first reader waits for it; steps of the optimizer are
-    real ones.
+    """Every collective starts at its place, and its first reader waits for it.
 
     Args:
         blocking: names of collectives that are waited for at once.
@@ -176,8 +172,6 @@ def start_early_wait_late(
                 node.args = (*arguments, link_group(group))
             if number is not None:
                 node.args, node.target = (node.target, number, *node.args), sum_when_due
-        elif node.target is OPTIMIZER_STEP:
-            node.target = run_optimizer_step
         elif is_instruction(node) and op_name(node) in _STARTS and node.name not in blocking:
             _split(graph, node)
     wait_late(graph, blocking)

@@ -16,7 +16,7 @@ from lancet_kernels.graph.capture.captured_graph import module_of, output_node, 
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, OPTIMIZER_STEP
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 
 
 @dataclass
@@ -55,8 +55,7 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
                     state[node.name] = copies[node]
             inputs[node.name] = copies[node].name
         for node in half.graph.nodes:
-            # Of a pair, no gradient is summed yet.
-            if node.op in ("placeholder", "output") or node.target is OPTIMIZER_STEP:
+            if node.op in ("placeholder", "output"):
                 continue
             copies[node] = graph.node_copy(node, copies.__getitem__)
             pair.original[copies[node].name] = node.name

@@ -35,7 +35,6 @@ from lancet_kernels.schedules.prediction import Prediction, exposed_bounds
 from lancet_kernels.schedules.rewrite import apply, buckets, in_place
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
-from lancet_kernels.schedules.rewrite.optimizer_steps import OptimizerSteps, insert_optimizer_steps
 from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline
@@ -52,8 +51,7 @@ class GradientSums:
 
     parameter_of_output: position among the outputs -> parameter. divide_by: what the sum of all ranks' losses
     is divided by. group_of_parameter, replica_group, bucket_bytes: as of `buckets.insert_all_reduces`;
-    without groups, nothing is summed. shards: of a model after `fully_shard`. optimizer: steps behind the
-    sums.
+    without groups, nothing is summed. shards: of a model after `fully_shard`.
     """
 
     parameter_of_output: Mapping[int, str]
@@ -62,7 +60,6 @@ class GradientSums:
     replica_group: str = ""
     bucket_bytes: int = buckets.BUCKET_BYTES
     shards: Shards | None = None
-    optimizer: OptimizerSteps | None = None
 
 
 def unpriced(instruction: Instruction, _tensors: object) -> float:
@@ -187,14 +184,6 @@ def sum_gradients(step: Step, _plan: Plan) -> Step:
     return replace(step)
 
 
-def step_optimizer(step: Step, _plan: Plan) -> Step:
-    """The optimizer steps each bucket of parameters, at the end of the graph until it is ordered."""
-    if step.sums is None or (optimizer := step.sums.optimizer) is None:
-        return step
-    insert_optimizer_steps(step.module, optimizer, step.sums.parameter_of_output)
-    return replace(step)
-
-
 def sink_statistics(step: Step, _plan: Plan) -> Step:
     """What no later all-to-all depends on is out of the way of ranges (`order.sink`)."""
     reorder(step.module.graph, order_without_statistics(program_from_fx(step.module)))
@@ -274,7 +263,7 @@ def check(step: Step, _plan: Plan) -> Step:
     return step
 
 
-CAPTURED: tuple[Pass, ...] = (shard_parameters, sum_gradients, step_optimizer, sink_statistics)
+CAPTURED: tuple[Pass, ...] = (shard_parameters, sum_gradients, sink_statistics)
 PLANNED: tuple[Pass, ...] = (cut, order)
 RUNNING: tuple[Pass, ...] = (split, start_early_wait_late, write_in_place, check)
 

@@ -329,24 +329,6 @@ def optimized_without_gradients(_setup: Setup) -> None:
         own.compare(*batch(1))
 
 
-def optimizer_in_the_plan(_setup: Setup) -> None:
-    """`optimizer=`: backward steps each parameter as soon as its gradient is summed."""
-    model, plain, ranks = Model(), Model(), dist.get_world_size()
-    own, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
-    ready = optimized(model, batch(), "lancet", reduce_gradients="mean", optimizer=own)
-    for number in range(3):
-        ready(*batch(number)).backward()
-        summed = outcome(plain, plain(*batch(number)), reduced=False).gradients
-        for name, parameter in plain.named_parameters():
-            parameter.grad = summed[name] / ranks if name in summed else None
-        theirs.step()
-        for one in (own, theirs):
-            one.zero_grad()
-    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (mine - wanted).abs().max() < 1e-9
-    assert not ready.fallbacks
-
-
 def clipping(_setup: Setup) -> None:
     """`clip_gradients`: by the norm of the whole model, with all experts."""
     own, plain = Setup(compare_every=1), Model()
@@ -436,7 +418,6 @@ WORKS = (
     checkpointed_blocks,
     selective_checkpointing,
     optimized_without_gradients,
-    optimizer_in_the_plan,
     clipping,
     infinity_and_a_grad_scaler,
     overflow_in_float16,
@@ -679,26 +660,6 @@ def parameter_returned(_setup: Setup) -> None:
         own.compare_calls(lambda module: sum(value.square().sum() for value in module(*batch())))
 
 
-def second_step_of_the_optimizer(_setup: Setup) -> None:
-    """`optimizer.step()` behind a backward that has stepped it (`optimizer=`)."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ready = optimized(model, batch(), "none", reduce_gradients="mean", optimizer=optimizer)
-    ready(*batch()).backward()
-    with refused("a second step", "leave step() out"):
-        optimizer.step()
-
-
-def clipping_behind_the_step(_setup: Setup) -> None:
-    """`clip_gradients` with `optimizer=`: clipping needs all gradients before the first step."""
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ready = optimized(model, batch(), "none", reduce_gradients="mean", optimizer=optimizer)
-    ready(*batch()).backward()
-    with refused("a model whose backward steps its optimizer", "leave optimizer= out"):
-        clip_gradients(model, 1.0)
-
-
 def clipping_by_torch(_setup: Setup) -> None:
     """`torch.nn.utils.clip_grad_norm_`, whose norm is another one on each rank, at the next comparison."""
     own = Setup(compare_every=1)
@@ -892,8 +853,6 @@ REFUSED = (
     parameter_used_outside,
     parameter_returned,
     clipping_by_torch,
-    second_step_of_the_optimizer,
-    clipping_behind_the_step,
     reentrant_checkpoint_without_plan,
     a_rank_that_falls_back_alone,
     moe_layers_left_out,
@@ -914,7 +873,6 @@ SLOW = {
     "batches_of_other_sizes",
     "checkpointed_blocks",
     "clipping",
-    "clipping_behind_the_step",
     "data_parallel_that_sums_experts",
     "fully_sharded",
     "fully_sharded_around",
@@ -922,11 +880,9 @@ SLOW = {
     "infinity_and_a_grad_scaler",
     "layers_that_the_plan_left_out",
     "no_sync",
-    "optimizer_in_the_plan",
     "overflow_in_float16",
     "part_of_a_layer_trained",
     "reentrant_checkpoint_without_plan",
-    "second_step_of_the_optimizer",
     "selective_checkpointing",
     "several_microbatches",
     "tied_weights",
