@@ -133,16 +133,6 @@ def bounds_text(bounds: Mapping[str, float], predicted: Prediction) -> str:
     return f"Exposed ms, and what no order of these instructions can hide: {', '.join(kinds)}."
 
 
-def buckets_text(chosen: int, sizes_ms: Mapping[str, float]) -> str:
-    """How gradients are put into buckets. Args: sizes_ms: the predicted step by bytes of a bucket."""
-    others = ", ".join(
-        f"{int(size) / 2**20:g} MiB {ms:.2f}" for size, ms in sizes_ms.items() if int(size) != chosen
-    )
-    text = f"Gradients are summed in buckets of {chosen / 2**20:g} MiB"
-    own = sizes_ms[str(chosen)]
-    return f"{text}: {own:.2f} ms in one schedule ({others})." if others else f"{text}."
-
-
 def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:
     """How much slower the plan is because of the memory limit."""
     limit = f"Memory limit: {limit_gb:.3g} GB"

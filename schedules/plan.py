@@ -19,7 +19,6 @@ from lancet_kernels.graph.program.program_json import SavedJson, check_fingerpri
 from lancet_kernels.schedules.explanation import (
     account_text,
     bounds_text,
-    buckets_text,
     hidden_text,
     measured_choice,
     memory_text,
@@ -38,7 +37,7 @@ _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 _NOT_RUN = {
     *("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible"),
     *("memory_limit_gb", "without_limit_ms", "recomputation", "hidings", "setting", "pair_ms"),
-    *("measured_microbatches", "exposed_bounds", "bucket_ms"),
+    *("measured_microbatches", "exposed_bounds"),
 }
 """Fields of a plan that do not change what runs."""
 
@@ -93,13 +92,11 @@ class Plan(SavedJson):
     measured_microbatches: milliseconds of each of several real microbatches, `IN_PAIRS` and `ONE_BY_ONE`,
     where these were run to choose.
     hidings: what computes while messages travel, in the predicted iteration.
-    bucket_bytes: of the buckets in which gradients are summed, if they are. bucket_ms: the predicted step by
-    size (of one schedule each), where sizes were compared.
     exposed_bounds: by collective, milliseconds that every order of the partitioned program exposes.
     setting: what the plan was made for, in the user's words (`optimization.planning`); {}: not said.
     """
 
-    KIND, VERSION, AGAIN = "plan", 8, "plan again"
+    KIND, VERSION, AGAIN = "plan", 9, "plan again"
 
     program: str
     program_fingerprint: str
@@ -127,8 +124,6 @@ class Plan(SavedJson):
     pair_ms: float = 0.0
     measured_microbatches: Mapping[str, float] = field(default_factory=dict)
     exposed_bounds: Mapping[str, float] = field(default_factory=dict)
-    bucket_bytes: int = 0
-    bucket_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -177,8 +172,6 @@ class Plan(SavedJson):
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
         lines += microbatches_text(self.pair_ms if self.pair else None, self.measured_microbatches)
-        if self.bucket_ms:
-            lines += ["", buckets_text(self.bucket_bytes, self.bucket_ms)]
         if self.recomputation is not None:
             lines += ["", self.recomputation.text()]
         lines += hidden_text(self.hidings, details)

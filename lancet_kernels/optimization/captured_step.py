@@ -35,10 +35,8 @@ from lancet_kernels.ops.fused.fused_graph import register_layer
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
-from lancet_kernels.schedules.order.bucket_sizes import bucket_sizes_ms
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
-from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 from lancet_kernels.schedules.rewrite.gathers import Shards
 from lancet_kernels.schedules.rewrite.walk import CAPTURED, UNPLANNED, GradientSums, Step, fuse, walk
 from lancet_kernels.schedules.time.simulate import simulate
@@ -53,8 +51,8 @@ class CapturedStep:
 
     arguments: the example inputs. traced: captures the step when it is first called. gradient_groups: by the
     name of the parameter. reduction: as of `of`. fused: the layers that are fused launches. twin: of a model
-    after `fully_shard`. accumulate: how many microbatches share the sums of gradients, in buckets of
-    `bucket_bytes`. layer_numbers: of the exchanges of the fused layers, by name.
+    after `fully_shard`. accumulate: how many microbatches share the sums of gradients. layer_numbers: of the
+    exchanges of the fused layers, by name.
     """
 
     model: nn.Module
@@ -67,7 +65,6 @@ class CapturedStep:
     fused: tuple[FusedGroup, ...] = ()
     twin: Twin | None = None
     accumulate: int = 1
-    bucket_bytes: int = BUCKET_BYTES
     accumulation: Accumulation = field(default_factory=Accumulation)
     layer_numbers: dict[str, int] = field(default_factory=dict)
 
@@ -134,31 +131,8 @@ class CapturedStep:
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
-            sums = replace(
-                sums, group_of_parameter=over, replica_group=replica, bucket_bytes=self.bucket_bytes
-            )
+            sums = replace(sums, group_of_parameter=over, replica_group=replica)
         return sums
-
-    def bucket_sizes(self, step: Step) -> dict[int, float]:
-        """Milliseconds of the predicted step by bytes of its buckets of gradients; {}: nothing is summed."""
-        if not self.reduces_gradients:
-            return {}
-        return bucket_sizes_ms(step.program, step.cost, self.bucket_bytes, self.accumulate)
-
-    def with_buckets(
-        self, step: Step, sizes_ms: Mapping[int, float], cluster: str | Path | Cluster | None
-    ) -> tuple[CapturedStep, Step]:
-        """This, and the costed step, with buckets of the fastest of these sizes. Collective.
-
-        Args: sizes_ms: as of `bucket_sizes`. cluster: as of `costed`.
-        """
-        if not sizes_ms:
-            return self, step
-        captured, chosen = self, min(sizes_ms, key=sizes_ms.__getitem__)
-        if chosen != self.bucket_bytes:
-            captured = replace(self, bucket_bytes=chosen)
-            step = captured.costed(replace(captured.step(), inputs=step.inputs), cluster)
-        return captured, replace(step, bucket_ms=sizes_ms)
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
         """What sums of its gradients are multiplied with; those of the graph are divided already."""
@@ -178,7 +152,6 @@ class CapturedStep:
             setting=self.setting,
             forward_outputs=self.captured.forward_outputs,
             register=self._register,
-            bucket_bytes=self.bucket_bytes if self.reduces_gradients else 0,
         )
         return fuse(step, replace(UNPLANNED, fused=self.fused))
 

@@ -37,12 +37,11 @@ from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import (
     FusedChoice,
-    buckets_of_file,
     fuse_layers,
     on_device,
     plans_of,
 )
-from lancet_kernels.optimization.rank_agreement import capture_alike, result_of_first_rank
+from lancet_kernels.optimization.rank_agreement import capture_alike
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
@@ -137,13 +136,7 @@ def optimize(
     _agree_with_the_plan(captured)
     progress.begin("measuring ops")
     options, measured = on_device(options, captured.device), cluster is None
-    costed = captured.costed(step, cluster)
-    # A stored plan has its own buckets.
-    sizes_ms = result_of_first_rank(
-        captured.groups.world,
-        lambda: captured.bucket_sizes(costed) if plan is None else buckets_of_file(plan),
-    )
-    captured, step = captured.with_buckets(costed, sizes_ms, cluster)
+    step = captured.costed(step, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, captured.device, measured)

@@ -127,7 +127,7 @@ def fuse_layers(
     captured.fused = result_of_first_rank(world, lambda: choice.groups(step))
     if not any(group.fused for group in captured.fused):
         return step
-    fused = replace(captured.costed(capture_alike(captured), cluster), bucket_ms=step.bucket_ms)
+    fused = captured.costed(capture_alike(captured), cluster)
     captured.fused = result_of_first_rank(world, lambda: choice.confirmed(captured.fused, step, fused))
     if not any(group.fused for group in captured.fused):
         captured.layer_numbers.clear()
@@ -237,12 +237,6 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
             do="name the plan's strategy, or another plan",
         )
     return plan
-
-
-def buckets_of_file(path: str | Path) -> dict[int, float]:
-    """The size of the buckets of the plan in a file, as of `CapturedStep.bucket_sizes`."""
-    size = Plan.load(path).bucket_bytes
-    return {size: 0.0} if size else {}
 
 
 def predicted(

@@ -61,8 +61,7 @@ class OwnStep:
         with fake_ranks(self.gpus):
             model, inputs = call_make_step(self.module, make_step, without_contents())
             step = capture_step(model, inputs)
-            costed = step.costed(step.step(), self.hardware)
-            return step.with_buckets(costed, step.bucket_sizes(costed), self.hardware)[1]
+            return step.costed(step.step(), self.hardware)
 
     def describe(self) -> str:
         """One line for headings."""

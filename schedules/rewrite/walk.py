@@ -50,7 +50,7 @@ class GradientSums:
     """Over which ranks a step sums its gradients.
 
     parameter_of_output: position among the outputs -> parameter. divide_by: what the sum of all ranks' losses
-    is divided by. group_of_parameter, replica_group, bucket_bytes: as of `buckets.insert_all_reduces`;
+    is divided by. group_of_parameter, replica_group: as of `buckets.insert_all_reduces`;
     without groups, nothing is summed. shards: of a model after `fully_shard`.
     """
 
@@ -58,7 +58,6 @@ class GradientSums:
     divide_by: int = 1
     group_of_parameter: Mapping[str, str] = field(default_factory=dict)
     replica_group: str = ""
-    bucket_bytes: int = buckets.BUCKET_BYTES
     shards: Shards | None = None
 
 
@@ -82,8 +81,6 @@ class Step:
         sums: how gradients are summed; None: not at all.
         register: registers a fused layer, and returns its number.
         number_of: for sums that may be left to a later backward; None: they are not.
-        bucket_bytes: of the buckets in which gradients are summed. bucket_ms: the predicted step by size of
-            the buckets, where sizes were compared.
         other_sizes: its tensors have other sizes than those that were planned: the last parts may be empty,
             and steps that join parts in another layout may be more or fewer.
     """
@@ -98,8 +95,6 @@ class Step:
     sums: GradientSums | None = None
     register: Callable[[MatchedLayer], int] | None = None
     number_of: NumberOf | None = None
-    bucket_bytes: int = 0
-    bucket_ms: Mapping[int, float] = field(default_factory=dict)
     other_sizes: bool = False
 
     @cached_property
@@ -134,14 +129,7 @@ class Step:
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
         bounds = exposed_bounds(timeline.program, timeline.durations_ms)
-        return replace(
-            plan,
-            hidings=hidings,
-            setting=self.setting,
-            exposed_bounds=bounds,
-            bucket_bytes=self.bucket_bytes,
-            bucket_ms={str(size): step_ms for size, step_ms in self.bucket_ms.items()},
-        )
+        return replace(plan, hidings=hidings, setting=self.setting, exposed_bounds=bounds)
 
 
 Pass = Callable[[Step, Plan], Step]
@@ -179,7 +167,6 @@ def sum_gradients(step: Step, _plan: Plan) -> Step:
             step.sums.parameter_of_output,
             step.sums.group_of_parameter,
             step.sums.replica_group,
-            step.sums.bucket_bytes,
         )
     return replace(step)
 

@@ -116,7 +116,6 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "runs": hashlib.sha256(runs.encode()).hexdigest()[:16],
         "chosen": plan.chosen,
         "instructions": len(plan.order),
-        "bucket_bytes": plan.bucket_bytes,
         "ranges": [f"{r.first} .. {r.last}: {r.parts}" for r in plan.ranges],
         "pair_ms": plan.pair_ms,
         "compared_ms": {name: p.iteration_ms for name, p in sorted(plan.compared.items())},
