@@ -1,18 +1,15 @@
 """`lancet env`: what is installed on this machine, and which backends of this library can run on it?
 
-Facts to paste into a bug report, those of `torch.utils.collect_env` first. No host name, user name, address
-or key is among them: the home folder is written as `~`, and of the environment only variables of `_SHOWN`
-come with their values.
+Facts to paste into a bug report, those of `torch.utils.collect_env` first. No host name, user name, address,
+path or key is among them: of the environment only variables of `_SHOWN` come with their values.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +46,9 @@ class Availability(NamedTuple):
 def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "env",
-        help="show versions, GPUs, backends and caches, for a bug report",
-        description="Show versions, GPUs, links between them, which backends can run here and why the "
-        "others cannot, and the state of the cache files. To paste into a bug report: no host names, user "
-        "names or secrets are in it.",
+        help="show versions, GPUs and backends, for a bug report",
+        description="Show versions, GPUs, which backends can run here and why the others cannot. To paste into "
+        "a bug report: no host names, user names, paths or secrets are in it.",
     )
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
     command.set_defaults(run=run)
@@ -71,10 +67,7 @@ def environment() -> dict[str, Any]:
         "lancet_kernels": __version__,
         "machine": _machine(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-        "nvlink": _nvlink(),
-        "symmetric_memory": _symmetric_memory(),
         "backends": {name: row._asdict() for name, row in backends().items()},
-        "caches": _caches(),
         "variables": _variables(),
     }
 
@@ -187,73 +180,6 @@ def _machine() -> dict[str, object]:
     return {name: facts[name] for name in _MACHINE} | {"cpu_cores": cpu_cores()}
 
 
-def _nvlink() -> str:
-    """Which pairs of GPUs reach each other's memory."""
-    from lancet_kernels.symmetric.gpus import nvlinks
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < 2:
-        return f"nothing to reach: {count} GPUs"
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    links = nvlinks()
-    linked = "" if links is None else f", {sum(links[a][b] > 0 for a, b in pairs)} of them over NVLink"
-    return f"{reached} of {len(pairs)} ordered pairs of GPUs have peer access{linked}"
-
-
-def _symmetric_memory() -> dict[str, str]:
-    """torch's own symmetric memory and NVSHMEM: usable, or what is missing."""
-    from lancet_kernels.kernels import nvshmem_bitcode
-    from lancet_kernels.symmetric.nvshmem import missing
-
-    try:
-        import torch.distributed._symmetric_memory as symmetric
-    except ImportError as error:
-        own = f"not in this torch ({error})"
-    else:
-        backend = symmetric.get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
-        own = f"backend {backend}" if backend else "needs a GPU"
-    arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
-    bitcode = nvshmem_bitcode.find_bitcode(arch)
-    version = nvshmem_bitcode.version() or "of $NVSHMEM_HOME"
-    return {
-        "torch": own,
-        "nvshmem": missing(torch.device("cuda", 0)) or "installed",
-        "nvshmem_bitcode": f"{version}, {bitcode.name}" if bitcode else f"none for sm_{arch}",
-    }
-
-
-def _caches() -> dict[str, dict[str, object]]:
-    """The files in which measurements are kept between runs."""
-    from lancet_kernels.cache_file import cache_folder
-    from lancet_kernels.kernels.tuning import default_cache
-
-    folder = cache_folder()
-    files = (
-        ("op times", folder / "times.json", "milliseconds"),
-        ("device costs", folder / "device_costs.json", "devices"),
-        ("tuned configurations", default_cache(), "entries"),
-    )
-    return {what: {"file": _without_home(path), "state": _state(path, key)} for what, path, key in files}
-
-
-def _state(path: Path, key: str) -> str:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))[key]
-        return f"{len(entries)} entries, {path.stat().st_size / 1024:.0f} KiB"
-    except FileNotFoundError:
-        return "not there yet"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"unreadable ({type(error).__name__}): it is ignored and written anew"
-
-
-def _without_home(path: Path) -> str:
-    try:
-        return str(Path("~") / path.relative_to(Path.home()))
-    except (ValueError, RuntimeError):
-        return path.name
-
-
 def _variables() -> dict[str, str]:
     shown = {name: os.environ[name] for name in _SHOWN if name in os.environ}
     return shown | {name: "set" for name in sorted(os.environ) if name.startswith(_SET) and name not in shown}
@@ -265,13 +191,10 @@ def as_text(facts: Mapping[str, Any]) -> str:
         f"{'yes' if row['works'] else 'no ':<3}  {name}": row["reason"]
         for name, row in facts["backends"].items()
     }
-    caches = {what: f"{cache['file']}: {cache['state']}" for what, cache in facts["caches"].items()}
     sections = {
         "Machine": facts["machine"],
         "Packages": facts["packages"],
-        "Symmetric memory": facts["symmetric_memory"] | {"NVLink": facts["nvlink"]},
         "Backends": backends,
-        "Caches": caches,
         "Environment": facts["variables"],
     }
     lines = [line for title, rows in sections.items() for line in _section(title, rows)]

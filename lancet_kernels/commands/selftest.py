@@ -1,37 +1,29 @@
 """`lancet selftest`: does what this machine has give right results?
 
-All ranks of a small job run checks, which compare results with references.
+The ranks of a small job run a layer on every backend, and a planned step, and compare with references.
 
 W  ranks      T  tokens on each      E  experts, L = E / W on each      K  experts per token
 D  width      F  hidden width of an expert
 
-A check first communicates and then compares, so that all ranks take part in reporting a difference. Any other
-error ends the job, with one line that names the rank and the error.
+All ranks take part in each comparison, so that all report a difference; it ends the job, as any error does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import ops
-from lancet_kernels.atomic import json_text, write_json_atomically
 from lancet_kernels.commands.environment import backends
 from lancet_kernels.commands.options import positive_int
-from lancet_kernels.errors import RankFailed, UserError
+from lancet_kernels.errors import UserError
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.ops.comm.groups import group_name
+from lancet_kernels.ops.comm.groups import group_name, over_ranks
 from lancet_kernels.training.launch import launch
 from lancet_kernels.training.ranks import Rank, start_ranks, under_launcher
 
@@ -43,10 +35,10 @@ TIMEOUT_S = 45.0
 def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "selftest",
-        help="check that layers, kernels, plans and communication give right results here",
-        description="Run a small layer forward and backward on every backend that this machine has, a "
-        "planned step, a kernel, and an all-to-all between ranks, and compare each with a reference. A line "
-        "for each; the exit code is not 0 if one fails. It takes less than a minute.",
+        help="check that layers, plans and communication give right results here",
+        description="Run a small layer forward and backward on every backend that this machine has, and a "
+        "planned step, and compare each with a reference. A line for each; the exit code is not 0 if one "
+        "fails. It takes less than a minute.",
     )
     command.add_argument("--ranks", type=positive_int, default=2, help="ranks on the CPU (default: 2)")
     command.add_argument(
@@ -55,156 +47,61 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="fail if there is no GPU to check (one that is there is always checked, with a rank for each "
         "of at most --ranks GPUs)",
     )
-    command.add_argument("--json", action="store_true", help="print the results as JSON")
     # For ourselves: what the ranks are told.
     command.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
-    command.add_argument("--results", help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Start the ranks on each device, or be one. -> 1 if a check failed, else 0."""
-    if arguments.results:
-        out = sys.stderr if arguments.json else sys.stdout
-        rank = start_ranks(arguments.device, TIMEOUT_S)
-        run_checks(rank, Path(arguments.results), lambda line: print(line, file=out, flush=True))
+    """Start the ranks on each device, or be one. -> exit code. Raises: UserError for a wrong result."""
+    if arguments.device:
+        run_checks(start_ranks(arguments.device, TIMEOUT_S))
         return 0
     if under_launcher():
-        raise UserError(
-            "selftest",
-            got="a rank of another launcher",
-            expected="a call that starts its own ranks",
-            do="call it without torchrun",
-        )
+        what, do = "a call that starts its own ranks", "call it without torchrun"
+        raise UserError("selftest", got="a rank of another launcher", expected=what, do=do)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if arguments.gpu and not gpus:
-        raise UserError(
-            "--gpu",
-            got="no GPU that torch can use",
-            expected="at least one",
-            do="see `lancet env` for what torch finds, or leave --gpu out",
-        )
-    results = _on_ranks(arguments.ranks, "cpu", arguments.json)
-    if gpus:
-        results += _on_ranks(min(arguments.ranks, gpus), "cuda", arguments.json)
-    failed = sum(result.status == "failed" for result in results)
-    skipped = sum(result.status == "skipped" for result in results)
-    if arguments.json:
-        print(json_text({"checks": [vars(result) for result in results], "failed": failed}))
-    else:
-        print(f"{len(results) - failed - skipped} passed, {failed} failed, {skipped} skipped")
-    return 1 if failed else 0
+        do = "see `lancet env` for what torch finds, or leave --gpu out"
+        raise UserError("--gpu", got="no GPU that torch can use", expected="at least one", do=do)
+    for device, ranks in (("cpu", arguments.ranks), ("cuda", min(arguments.ranks, gpus))):
+        if ranks:
+            command = ["-m", "lancet_kernels.cli", "selftest", "--device", device]
+            environment = {"TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+            launch(ranks, command, device=device, environment=environment)
+    return 0
 
 
-def _on_ranks(ranks: int, device: str, quiet: bool) -> list[Result]:
-    """The results of all checks on one kind of device. A rank that fails makes its check fail."""
-    with tempfile.TemporaryDirectory(prefix="lancet-selftest-") as folder:
-        file = Path(folder, "results.json")
-        command = ["-m", "lancet_kernels.cli", "selftest", "--device", device, "--results", str(file)]
-        environment = {"TRITON_INTERPRET": "1" if device == "cpu" else "0"}
-        failure = ""
-        try:
-            launch(ranks, command + ["--json"] * quiet, device=device, environment=environment)
-        except RankFailed as error:
-            failure = str(error)
-        written = json.loads(file.read_text()) if file.exists() else []
-    results = [Result(**fields) for fields in written]
-    if failure:
-        if not results or results[-1].status != "running":
-            results.append(Result("start of the ranks", device))
-        results[-1].status, results[-1].detail = "failed", failure
-        if not quiet:
-            print(results[-1].line(), flush=True)
-    return results
-
-
-@dataclass
-class Result:
-    """A line of the report. status: "running", "ok", "failed" or "skipped"."""
-
-    name: str
-    device: str
-    status: str = "running"
-    detail: str = ""
-    seconds: float = 0.0
-
-    def line(self) -> str:
-        """The result as text for people."""
-        time_s = f"{self.seconds:5.1f} s" if self.status in ("ok", "failed") else " " * 7
-        return (
-            f"{self.status:<7}  {time_s}  {self.device}: {self.name}{': ' * bool(self.detail)}{self.detail}"
-        )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of a result from its reference, relative to the largest value. tolerance 0: bitwise."""
-
-    value: float
-    tolerance: float
-    detail: str
-
-
-def run_checks(rank: Rank, results_file: Path, show: Callable[[str], None]) -> None:
-    """Run every check that this device can run, on all ranks together; rank 0 writes and shows the results.
-
-    Raises: what a check raises, which ends the job; its result is then still "running" in the file.
-    """
-    results: list[Result] = []
-
-    def write() -> None:
-        if rank.rank == 0:
-            write_json_atomically(results_file, [asdict(result) for result in results])
-
+def run_checks(rank: Rank) -> None:
+    """Run every check that this device can run, on all ranks together. Raises: UserError for a difference."""
     for name, check, lack in _checks(rank):
-        result = Result(name, rank.device.type)
-        results.append(result)
-        if check is None:
-            result.status, result.detail = "skipped", lack
-        else:
-            write()
-            start = time.perf_counter()
-            outcome = check(rank)
-            value = _largest(outcome.value, rank)
-            result.status = "ok" if value <= outcome.tolerance else "failed"
-            result.detail = (
-                f"{outcome.detail}, difference {value:.1e}"
-                if outcome.tolerance
-                else f"{outcome.detail}, {'bitwise equal' if value == 0 else f'{value:.0f} values are wrong'}"
-            )
-            result.seconds = time.perf_counter() - start
-        write()
+        result = f"skipped  {lack}"
+        if check is not None:
+            difference, tolerance = check(rank)
+            own = torch.tensor(difference, dtype=torch.float64).nan_to_num(float("inf"))
+            largest = float(over_ranks(own, group_name(None), "max", "largest difference"))
+            if largest > tolerance:
+                expected = f"at most {tolerance:.0e}, relative to the largest value"
+                raise UserError(name, got=f"a difference of {largest:.1e}", expected=expected, do="report it")
+            result = f"ok       difference {largest:.1e}"
         if rank.rank == 0:
-            show(result.line())
+            print(f"{rank.device.type}: {name:<58}{result}", flush=True)
 
 
-def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], Difference] | None, str]]:
-    """Name, check or None, and why there is none."""
+def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], tuple[float, float]] | None, str]]:
+    """Name; check, which gives the relative difference from a reference and what is allowed, or None; and why
+    there is none."""
     usable = backends()
     if rank.device.type == "cpu":
-        kernels = fused = usable["fused, Triton's interpreter on the CPU"]
-        where = "in Triton's interpreter"
+        fused, where = usable["fused, Triton's interpreter on the CPU"], "in Triton's interpreter"
     else:
-        kernels, where = usable["fused, one GPU"], "on the GPU"
-        fused = kernels if rank.world == 1 else usable["fused, several GPUs"]
+        fused = usable["fused, one GPU" if rank.world == 1 else "fused, several GPUs"]
+        where = "on the GPU"
     alone = f"{rank.world} rank{'s' * (rank.world != 1)}"
-    if rank.world > 1:
-        yield f"all-to-all between {alone}", _all_to_all, ""
-    else:
-        yield "all-to-all between ranks", None, "needs two ranks: --ranks 2"
     yield f"MoELayer, backend torch, {alone}", lambda r: _layer(r, "torch"), ""
     yield f"a plan applied, {alone}", _plan, ""
-    yield f"kernel of rows {where}", _kernel if kernels.works else None, kernels.reason
     check = (lambda r: _layer(r, "fused")) if fused.works else None
     yield f"MoELayer, backend fused, {where}, {alone}", check, fused.reason
-
-
-def _largest(value: float, rank: Rank) -> float:
-    """The largest of all ranks; NaN counts as infinite."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=rank.device).nan_to_num(float("inf"))
-    if rank.world > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
@@ -216,29 +113,6 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.float64:
         return 1e-10
     return 2e-5 if device.type == "cpu" else 5e-3
-
-
-def _all_to_all(rank: Rank) -> Difference:
-    """Rank s sends 1 + (s + e) % 3 rows to expert e; the value of a row encodes source, expert and row
-    number."""
-    W = rank.world
-    E = W * LOCAL_EXPERTS
-
-    def rows(source: int, expert: int) -> Tensor:
-        number = torch.arange(1 + (source + expert) % 3, device=rank.device)
-        return (100 * (E * source + expert) + number).float()[:, None].expand(-1, D)
-
-    group = group_name(None)
-    sent = torch.cat([rows(rank.rank, e) for e in range(E)])
-    count_E = torch.tensor([1 + (rank.rank + e) % 3 for e in range(E)], device=rank.device)
-    count_WL = count_E.view(W, LOCAL_EXPERTS)
-    received_WL = ops.exchange_counts(count_WL, D, sent.dtype, group)
-    received = ops.all_to_all(sent, count_WL, received_WL, group, True)
-    back = ops.all_to_all(received, received_WL, count_WL, group, False, sent.shape[0])
-    own = range(LOCAL_EXPERTS * rank.rank, LOCAL_EXPERTS * (rank.rank + 1))
-    expected = torch.cat([rows(source, e) for e in own for source in range(W)])
-    wrong = received.shape != expected.shape or int((received != expected).sum()) + int((back != sent).sum())
-    return Difference(float(wrong), 0.0, f"{sent.shape[0]} rows to {E} experts and back")
 
 
 class _Weights:
@@ -268,7 +142,7 @@ class _Weights:
         return y_ND.detach().view_as(self.x_WTD), {name: t.grad for name, t in tensors.items()}
 
 
-def _layer(rank: Rank, backend: str) -> Difference:
+def _layer(rank: Rank, backend: str) -> tuple[float, float]:
     """Forward and backward of a dropless top-2 layer."""
     dtype = torch.float64 if backend == "torch" and rank.device.type == "cpu" else torch.float32
     weights = _Weights(rank, dtype)
@@ -291,8 +165,7 @@ def _layer(rank: Rank, backend: str) -> Difference:
     expected_WTD, gradients = weights.reference()
     pairs = [(y_TD.detach(), expected_WTD[rank.rank]), (got["router"], gradients["router"])]
     pairs += [(got[name], gradients[name][own]) for name in ("w1", "w2")]
-    what = f"forward and backward in {str(dtype).removeprefix('torch.')}"
-    return Difference(max(_relative(*pair) for pair in pairs), _tolerance(dtype, rank.device), what)
+    return max(_relative(*pair) for pair in pairs), _tolerance(dtype, rank.device)
 
 
 class _Step(nn.Module):
@@ -309,7 +182,7 @@ class _Step(nn.Module):
         return (self.layers(x) - target).square().mean() / self.ranks
 
 
-def _plan(rank: Rank) -> Difference:
+def _plan(rank: Rank) -> tuple[float, float]:
     """A step planned for a slow link, so that ranges are cut: the same loss and gradients as the plain
     module."""
     # Imported here, because these import torch's tracer.
@@ -337,18 +210,4 @@ def _plan(rank: Rank) -> Difference:
         if rank.world > 1 and parameter not in experts:
             dist.all_reduce(parameter.grad)
         pairs.append((got[name], parameter.grad))
-    plan = planned.plan
-    what = f"ranges in parts: {len(plan.ranges)}, loss and gradients"
-    return Difference(max(_relative(*pair) for pair in pairs), _tolerance(x.dtype, rank.device), what)
-
-
-def _kernel(rank: Rank) -> Difference:
-    """The kernel that copies tokens to the rows of their choices; one of these is dropped."""
-    # Imported here, because it imports Triton.
-    from lancet_kernels.kernels.moe.permute import permute
-
-    x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(rank.rank))
-    row_TK = torch.arange(T * K).flip(0).view(T, K) - 1
-    rows_SD = permute(x_TD.to(rank.device), row_TK.to(rank.device), None, T * K - 1).cpu()
-    expected = x_TD.repeat_interleave(K, 0).flip(0)[1:]
-    return Difference(float((rows_SD != expected).sum()), 0.0, f"{T * K - 1} rows, float32")
+    return max(_relative(*pair) for pair in pairs), _tolerance(x.dtype, rank.device)

@@ -25,24 +25,12 @@ def collected_once() -> Iterator[None]:
         yield
 
 
-def test_json_has_versions_backends_and_caches(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("LANCET_TUNED", str(tmp_path / "lancet_kernels" / "mine.json"))
-    folder = tmp_path / "lancet_kernels"
-    folder.mkdir()
-    (folder / "times.json").write_text(json.dumps({"milliseconds": {"a": 1.0, "b": 2.0}}))
-    (folder / "device_costs.json").write_text("{")
+def test_json_has_versions_and_backends(capsys: pytest.CaptureFixture) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["machine"]["torch_version"] == torch.__version__
     assert facts["backends"]["torch, CPU ranks (gloo)"]["works"] == torch.distributed.is_gloo_available()
     assert facts["backends"]["torch, GPUs (NCCL)"]["works"] == torch.cuda.is_available()
-    states = {what: cache["state"] for what, cache in facts["caches"].items()}
-    assert states["op times"].startswith("2 entries")
-    assert states["device costs"].startswith("unreadable")
-    assert states["tuned configurations"] == "not there yet"
 
 
 def test_says_neither_who_nor_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,12 +60,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a machine with two GPUs answers torch."""
-    answers = {
-        "is_available": True,
-        "device_count": 2,
-        "get_device_capability": (9, 0),
-        "can_device_access_peer": True,
-    }
+    answers = {"is_available": True, "device_count": 2, "get_device_capability": (9, 0)}
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
@@ -88,8 +71,6 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     facts = environment()
     assert facts["machine"]["nvidia_gpu_models"] == "GPU 0: H100; GPU 1: H100"
-    assert facts["nvlink"].startswith("2 of 2 ordered pairs of GPUs have peer access")
-    assert facts["symmetric_memory"]["torch"] == "backend CUDA"
     assert facts["backends"]["torch, GPUs (NCCL)"] == {"works": True, "reason": "NCCL 2.27.3"}
     assert facts["backends"]["fused, one GPU"]["works"]
     several = facts["backends"]["fused, several GPUs"]
