@@ -1,8 +1,8 @@
 """The command `lancet`.
 
 Every subcommand prints for people, or with `--json` (but `selftest`) for machines: one JSON document on the
-last line of standard output, everything else on standard error. A failure is one line on standard error and an exit
-code that is not 0.
+last line of standard output, everything else on standard error. A failure is one line on standard error and
+an exit code that is not 0.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "env",
         help="show versions, GPUs and backends, for a bug report",
-        description="Show versions, GPUs, which backends can run here and why the others cannot. To paste into "
-        "a bug report: no host names, user names, paths or secrets are in it.",
+        description="Show versions, GPUs, which backends can run here and why the others cannot. To paste "
+        "into a bug report: no host names, user names, paths or secrets are in it.",
     )
     command.add_argument("--json", action="store_true", help="print the facts as JSON")
     command.set_defaults(run=run)

@@ -325,8 +325,8 @@ def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, ste
     os.kill(job_ranks(process.pid)[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=timeout + 60)
     assert (process.returncode, out) == (1, "")
-    (line,) = without_steps(err)
-    waited = WAITED.fullmatch(line)
+    # On a loaded machine torch's store adds warnings of its own.
+    (waited,) = [match for line in without_steps(err) if (match := WAITED.fullmatch(line))] or [None]
     assert waited, err
     assert float(waited["seconds"]) > timeout / 2
     if step == "plain":
