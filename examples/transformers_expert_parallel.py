@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-import lancet_kernels.integrations.transformers  # noqa: F401  registers "lancet"
+import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers "lancet"
 from lancet_kernels import CausalLMStep, OptimizedModule, optimize
 
 STEPS = 10

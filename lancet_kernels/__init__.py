@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from lancet_kernels.data_parallel.gradients import clip_gradients, set_gradient_group
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.layer.dropout_layer import Dropout, dropout
+from lancet_kernels.layer.gradients import clip_gradients, set_gradient_group
 from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import Groups
@@ -12,52 +12,52 @@ from lancet_kernels.ops.comm.stand_in import standing_for
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
 
 if TYPE_CHECKING:
-    from lancet_kernels.conversion.causal_lm import CausalLMStep
-    from lancet_kernels.conversion.convert import ConversionReport, convert
-    from lancet_kernels.conversion.export import export_state_dict
-    from lancet_kernels.conversion.load import load_safetensors
-    from lancet_kernels.data_parallel.ddp import ddp, prepare_data_parallel
-    from lancet_kernels.data_parallel.fsdp import fsdp
     from lancet_kernels.graph.capture.capture import CaptureError
-    from lancet_kernels.ops.fused.fused_experts import reset_exchanges
+    from lancet_kernels.layer.ddp import ddp, prepare_data_parallel
+    from lancet_kernels.layer.fsdp import fsdp
+    from lancet_kernels.ops.moe.fused_experts import reset_exchanges
     from lancet_kernels.optimization.graphed import GraphedStep
     from lancet_kernels.optimization.optimize import optimize
     from lancet_kernels.optimization.optimized_module import OptimizedModule
+    from lancet_kernels.optimization.overlap_pass import overlap_pass
     from lancet_kernels.parallelization.parallel_linears import parallelize_linears
     from lancet_kernels.parallelization.parallel_module import ParallelModule
     from lancet_kernels.parallelization.parallelize import parallelize
     from lancet_kernels.parallelization.partitioned_linear import whole_state_dict
     from lancet_kernels.parallelization.square_layer import SquareLinear
-    from lancet_kernels.passes.overlap import overlap_pass
-    from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+    from lancet_kernels.schedules.cut.partition_range import PartitionOptions
     from lancet_kernels.schedules.plan import Plan
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
+    from lancet_kernels.transformers.causal_lm import CausalLMStep
+    from lancet_kernels.transformers.convert import ConversionReport, convert
+    from lancet_kernels.transformers.export import export_state_dict
+    from lancet_kernels.transformers.load import load_safetensors
 else:
     # Imported on first use, because they import torch's tracer.
     _HOMES = {
         "CaptureError": "graph.capture.capture",
-        "CausalLMStep": "conversion.causal_lm",
-        "ConversionReport": "conversion.convert",
+        "CausalLMStep": "transformers.causal_lm",
+        "ConversionReport": "transformers.convert",
         "GraphedStep": "optimization.graphed",
         "OptimizedModule": "optimization.optimized_module",
         "ParallelModule": "parallelization.parallel_module",
-        "PartitionOptions": "schedules.partition.partition_range",
+        "PartitionOptions": "schedules.cut.partition_range",
         "Plan": "schedules.plan",
         "PlanningOptions": "schedules.strategies",
         "ShardingStrategy": "schedules.shard.sharding_strategy",
         "SquareLinear": "parallelization.square_layer",
-        "convert": "conversion.convert",
-        "ddp": "data_parallel.ddp",
-        "export_state_dict": "conversion.export",
-        "fsdp": "data_parallel.fsdp",
-        "load_safetensors": "conversion.load",
+        "convert": "transformers.convert",
+        "ddp": "layer.ddp",
+        "export_state_dict": "transformers.export",
+        "fsdp": "layer.fsdp",
+        "load_safetensors": "transformers.load",
         "optimize": "optimization.optimize",
-        "overlap_pass": "passes.overlap",
+        "overlap_pass": "optimization.overlap_pass",
         "parallelize": "parallelization.parallelize",
         "parallelize_linears": "parallelization.parallel_linears",
-        "prepare_data_parallel": "data_parallel.ddp",
-        "reset_exchanges": "ops.fused.fused_experts",
+        "prepare_data_parallel": "layer.ddp",
+        "reset_exchanges": "ops.moe.fused_experts",
         "whole_state_dict": "parallelization.partitioned_linear",
     }
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from lancet_kernels.cli import main
+from lancet_kernels.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

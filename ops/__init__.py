@@ -16,11 +16,10 @@ from lancet_kernels.ops.comm.shards import (
     take_shard,
 )
 from lancet_kernels.ops.comm.shift import shift, start_shift
-from lancet_kernels.ops.linear.square_linear import square_linear
 from lancet_kernels.ops.moe.combine import combine, combine_dweight
-from lancet_kernels.ops.moe.dispatch import dispatch
+from lancet_kernels.ops.moe.dispatch import dispatch, kept_counts, send_rows
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.gate import gate, gate_backward
+from lancet_kernels.ops.moe.gate import gate, gate_backward, router_logits
 from lancet_kernels.ops.moe.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_dbias,
@@ -29,7 +28,5 @@ from lancet_kernels.ops.moe.grouped_gemm import (
 )
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.moe.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
-from lancet_kernels.ops.moe.router_logits import router_logits
-from lancet_kernels.ops.moe.send_rows import kept_counts, send_rows
-from lancet_kernels.ops.random.dropout import dropout
-from lancet_kernels.ops.random.token_index import token_index
+from lancet_kernels.ops.random import dropout, token_index
+from lancet_kernels.ops.square_linear import square_linear

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.schedules.hiding import WEIGHT_GRADIENTS, Filler, Hiding
-from lancet_kernels.schedules.prediction import Prediction
+from lancet_kernels.schedules.time.hiding import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
 
 PLAIN = "plain"
 """The module without a plan, among what was measured."""

@@ -16,6 +16,7 @@ from typing import Any
 from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.schedules.cut.ranges import LaunchFillers, PartitionRange
 from lancet_kernels.schedules.explanation import (
     account_text,
     bounds_text,
@@ -27,11 +28,9 @@ from lancet_kernels.schedules.explanation import (
     predicted_choice,
     table,
 )
-from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork
-from lancet_kernels.schedules.hiding import Hiding
-from lancet_kernels.schedules.partition.ranges import LaunchFillers, PartitionRange
-from lancet_kernels.schedules.prediction import Prediction
-from lancet_kernels.schedules.time.recomputation import Recomputation
+from lancet_kernels.schedules.time.fused_launch import LaunchWork
+from lancet_kernels.schedules.time.hiding import Hiding, Prediction
+from lancet_kernels.schedules.time.peak_memory import Recomputation
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 _NOT_RUN = {
@@ -44,7 +43,7 @@ _NOT_RUN = {
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """How one overlap group, an MoE layer, runs (`schedules.fuse.fused`).
+    """How one overlap group, an MoE layer, runs (`schedules.rewrite.fused`).
 
     Attributes:
         layer: its first instruction. fused: one launch per direction; otherwise on streams.

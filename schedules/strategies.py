@@ -29,21 +29,20 @@ from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.graph.rules.part_instruction import can_be_cut
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
-from lancet_kernels.schedules.order.ordering import issue_early
-from lancet_kernels.schedules.order.weight_gradients import sums_gradients
-from lancet_kernels.schedules.partition.partition_range import (
+from lancet_kernels.schedules.cut.duplex import duplex
+from lancet_kernels.schedules.cut.partition_range import (
     PartitionOptions,
     choose_ranges,
     forward_length,
     whole_forward,
 )
-from lancet_kernels.schedules.partition.pipeline import PipelineCosts
-from lancet_kernels.schedules.partition.ranges import PartitionRange, range_names
+from lancet_kernels.schedules.cut.pipeline import PipelineCosts
+from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
+from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
+from lancet_kernels.schedules.order.ordering import issue_early
+from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
-from lancet_kernels.schedules.time.recomputation import Recomputation
+from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 TUTEL_DEGREES = (1, 2, 4, 8)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.losses import moe_losses
-from lancet_kernels.training.models import GPT2MoE, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class GPT2Loss(nn.Module):
 
 
 class WrittenOutGPT2Attention(nn.Module):
-    """The parameters of `training.models.Attention`; queries, keys and values by `split`."""
+    """The parameters of `layer.gpt2_moe.Attention`; queries, keys and values by `split`."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         batch, sequence, width = x_BSD.shape

@@ -10,7 +10,7 @@ import lancet_kernels.schedules.rewrite.walk as library
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import Outcome, dear_communication, outcome

@@ -25,16 +25,15 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
 from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.schedules.partition.axes import AxisInference
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
-from lancet_kernels.schedules.partition.ranges import PartitionRange
+from lancet_kernels.schedules.cut.axes import AxisInference
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.training.models import GPT2MoE, ModelConfig
-from lancet_kernels.training.step import TrainingStep
 
 VOCABULARY = 13
 ADDED_BY_CUTTING = {

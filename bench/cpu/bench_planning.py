@@ -2,7 +2,7 @@
 
 import pytest
 
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.simulation.simulate import Setting
 

@@ -29,13 +29,13 @@ from torch import nn
 
 from lancet_kernels import CausalLMStep, convert, ddp, optimize
 from lancet_kernels.atomic import write_json_atomically
-from lancet_kernels.commands.options import names_among
-from lancet_kernels.measuring.step_bench import iteration
-from lancet_kernels.measuring.timing import in_turn
+from lancet_kernels.cli.options import names_among
+from lancet_kernels.measure.launch import launch
+from lancet_kernels.measure.ranks import report_errors, start_ranks, under_launcher
+from lancet_kernels.measure.step_bench import iteration
+from lancet_kernels.measure.timing import in_turn
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.explanation import PLAIN
-from lancet_kernels.training.launch import launch
-from lancet_kernels.training.ranks import report_errors, start_ranks, under_launcher
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, SEQUENCES, TOKENS = 4, 8, 2, 256, 4, 64
 TRANSFORMERS, CONVERT = "transformers", "convert"

@@ -33,8 +33,8 @@ from lancet_kernels.kernels.overlap import default_overlap_config
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.kernels.warmup import variants, warm_up, warming_up
-from lancet_kernels.measuring.fused_pass import FusedPasses, most_rows
-from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
+from lancet_kernels.measure.timing import Clock
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 Results = Iterator[dict]
@@ -294,7 +294,7 @@ def planned_step(device: torch.device) -> Results:
     if device.type == "cpu":
         model = "--model gpt2-tiny-moe --batch 2 --device cpu --rounds 1 --warmup 0"
     step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet,auto {model}"
-    figures = json.loads(said_by("-m", "lancet_kernels.cli", *step.split(), "--json"))
+    figures = json.loads(said_by("-m", "lancet_kernels", *step.split(), "--json"))
     yield {"link_gbps": figures["link_gbps"], "prediction_error": figures["prediction_error"]}
     for name, ms in figures["iteration_ms"].items():
         exposed = figures["account_ms"][name].get("exposed all_to_all")

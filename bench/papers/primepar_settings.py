@@ -12,8 +12,8 @@ from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, bloc
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.slices import BACKWARD, FORWARD, GRADIENT, Partition, split, square
-from lancet_kernels.schedules.linears.partition_costs import PartitionCost, phase_times, redistributions
-from lancet_kernels.schedules.linears.segments import Problem, Solution, megatron, solve
+from lancet_kernels.schedules.shard.partition_costs import PartitionCost, phase_times, redistributions
+from lancet_kernels.schedules.shard.segments import Problem, Solution, megatron, solve
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 SEQUENCE = 2048

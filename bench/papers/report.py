@@ -23,8 +23,8 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.drawing import Chart, Row, draw, flat
-from lancet_kernels.commands import aligned
-from lancet_kernels.commands.environment import cpu_cores
+from lancet_kernels.cli import aligned
+from lancet_kernels.cli.environment import cpu_cores
 
 Call = tuple[Callable[..., Any], tuple]
 Run = Callable[[Sequence[Call]], list]

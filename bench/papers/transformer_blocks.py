@@ -1,4 +1,4 @@
-"""A transformer block as a graph for `schedules.linears.segments`, and what Megatron's partitions of it cost.
+"""A transformer block as a graph for `schedules.shard.segments`, and what Megatron's partitions of it cost.
 
     0 add  1 norm  2 qkv  3 attention  4 projection  5 add  6 norm  7 fc1  8 activation  9 fc2  10 add
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.rules.slices import Partition
-from lancet_kernels.schedules.linears.partition_costs import Operator, linear, pointwise
-from lancet_kernels.schedules.linears.segments import Problem, Solution, megatron, solution_of
+from lancet_kernels.schedules.shard.partition_costs import Operator, linear, pointwise
+from lancet_kernels.schedules.shard.segments import Problem, Solution, megatron, solution_of
 
 EDGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (5, 10))
 MLP = ("fc1", "activation", "fc2")

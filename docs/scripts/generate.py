@@ -27,7 +27,7 @@ SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 def command_line() -> str:
     """A section for each command of `lancet`, from its parser."""
-    from lancet_kernels.cli import _parser
+    from lancet_kernels.cli.main import _parser
 
     (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     sections: list[str] = []
@@ -64,7 +64,7 @@ def _escaped(text: str) -> str:
 
 def support() -> str:
     """Tables: what may be done around `optimize`, by the tests that show it; model families."""
-    from lancet_kernels.conversion.registry import FAMILIES
+    from lancet_kernels.transformers.registry import FAMILIES
 
     sys.path.insert(0, str(ROOT))
     from tests.lancet_kernels.optimization import test_setups
@@ -97,12 +97,12 @@ def support() -> str:
             "## Models of transformers",
             "",
             "`convert`: loss and all gradients are compared with the original's on 1 and 2 ranks, and the "
-            "exported weights bit by bit, in `tests/lancet_kernels/conversion/`.",
+            "exported weights bit by bit, in `tests/lancet_kernels/transformers/`.",
             "",
             *_table(("family", "block", "outcome"), families),
             "",
             '`ep_implementation="lancet"`: loss and all gradients are compared with those of `"all_to_all"` '
-            "on 2 and 4 ranks, with FSDP, in `tests/lancet_kernels/integrations/`.",
+            "on 2 and 4 ranks, with FSDP, in `tests/lancet_kernels/transformers/`.",
             "",
             *_table(("family", "without a plan", "under `optimize`, also in microbatches"), sharded),
         ]

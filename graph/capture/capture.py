@@ -50,7 +50,7 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, trace
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.ops.moe.rows import expected_sizes
+from lancet_kernels.ops.comm.rows import expected_sizes
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
-from lancet_kernels.ops.moe.rows import expected_sizes
+from lancet_kernels.ops.comm.rows import expected_sizes
 
 
 def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

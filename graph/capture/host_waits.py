@@ -3,7 +3,7 @@ graph.
 
 The host needs the sizes of an irregular collective, the counts of the experts' rows where torch's grouped_mm
 does not take the operands, and the shapes of results that depend on data. Other ops of this library do not
-make the host wait (`ops.fused.kernel_path`).
+make the host wait (`ops.moe.kernel_path`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torch._dynamo.variables.base import VariableTracker
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.plain_tensors import PlainTensors
 from lancet_kernels.graph.capture.traced_function import TracedFunction
-from lancet_kernels.ops.moe.rows import expected_sizes
+from lancet_kernels.ops.comm.rows import expected_sizes
 
 
 class Assumptions:

@@ -33,7 +33,7 @@ from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.shards import all_gather, all_reduce, reduce_scatter
 from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.ops.fused import fused_graph
+from lancet_kernels.ops.moe import fused_graph
 
 SMALLEST_BYTES = 1024
 GPU_SLEEP_CYCLES = 500_000

@@ -31,7 +31,7 @@ from lancet_kernels.graph.rules.slices import (
     shifts,
 )
 from lancet_kernels.ops.comm.redistribute import Piece, Redistribution
-from lancet_kernels.ops.linear.square_linear import Movements
+from lancet_kernels.ops.square_linear import Movements
 
 UNCUT = "1"
 """Stands for a dimension that no primitive cuts."""
@@ -115,7 +115,7 @@ def summing_groups(partition: Partition) -> tuple[tuple[tuple[int, ...], ...], .
 
 
 def is_executable(partition: Partition) -> bool:
-    """Can `ops.linear.square_linear` run it? Every phase begins with the tiles that the forward began with,
+    """Can `ops.square_linear` run it? Every phase begins with the tiles that the forward began with,
     the gradient of a weight stays, a rank's output has the features of the gradient that comes back, and
     every shift sends one tile from and one to each rank; with replicas in the way it may not be so."""
     dweight = LINEAR[GRADIENT].result

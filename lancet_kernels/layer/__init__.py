@@ -1,4 +1,4 @@
-"""`MoELayer`, and what a model's layers have in common.
+"""`MoELayer`, what a model's layers have in common, and gradients over ranks.
 
-Read `moe_layer` first, then `model_layers`.
+Read `moe_layer` first, then `model_layers`; `gradients`, `ddp` and `fsdp` for training on several ranks.
 """

@@ -4,7 +4,7 @@ T  tokens on this rank      D  features
 
 torch's dropout takes numbers from a sequence, so they depend on what was drawn before: a plan may neither
 cut it into parts nor move it past another random op. Here a number depends only on seed, call site,
-training step, token of the global batch, and feature (`ops.random.dropout`).
+training step, token of the global batch, and feature (`ops.random`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from lancet_kernels.ops.moe.gates import Gate, parse_gate
 from lancet_kernels.ops.moe.losses import RoutingSums
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.ops.fused.fused_experts import LayerMemory
+    from lancet_kernels.ops.moe.fused_experts import LayerMemory
 
 BACKENDS = ("torch", "fused")
 
@@ -145,7 +145,7 @@ class MoELayer(ExpertsByGlobalId):
         check_exchange_options(backend, timeout=timeout, max_tokens=max_tokens, receive_factor=receive_factor)
         if fused:
             # Only here: the kernels need Triton, which not every machine has.
-            from lancet_kernels.ops.fused.fused_experts import LayerExchange
+            from lancet_kernels.ops.moe.fused_experts import LayerExchange
 
             self.exchange = LayerExchange(
                 self.expert_group, self.local_experts, d_model, d_ff, activation,
@@ -314,7 +314,7 @@ class MoELayer(ExpertsByGlobalId):
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
         # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
         if self.exchange is not None and not torch.compiler.is_compiling():
-            from lancet_kernels.ops.fused.fused_experts import check_fused, fused_experts
+            from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
 
             check_fused(x_TD)
             # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops

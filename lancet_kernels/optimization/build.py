@@ -8,17 +8,17 @@ from functools import cache, cached_property, partial
 
 from torch import Tensor, fx
 
-from lancet_kernels.data_parallel.outside_gradients import GradientWatch
-from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.capture.host_waits import host_waits
 from lancet_kernels.graph.capture.run import Recorder
-from lancet_kernels.measuring.trial import milliseconds_of, milliseconds_per_step
+from lancet_kernels.layer.outside_gradients import GradientWatch
+from lancet_kernels.layer.summed_gradients import PlannedSums
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Guards
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import PairedMicrobatches, with_pair
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
+from lancet_kernels.optimization.trial import milliseconds_of, milliseconds_per_step
 from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order

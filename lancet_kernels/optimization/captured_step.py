@@ -13,7 +13,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import (
     copy_of,
@@ -22,27 +21,28 @@ from lancet_kernels.graph.capture.captured_graph import (
     module_of,
     state_name,
 )
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
+from lancet_kernels.graph.capture.twin import Twin, twin_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.graph.sharded.fsdp import ShardedParameter
-from lancet_kernels.graph.sharded.twin import Twin, twin_of
+from lancet_kernels.layer.gradients import gradient_groups, groups_of
 from lancet_kernels.layer.model_layers import moe_layers
-from lancet_kernels.ops.comm.accumulated import Accumulation
+from lancet_kernels.ops.comm.all_reduce import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
-from lancet_kernels.ops.fused.fused_graph import register_layer
+from lancet_kernels.ops.moe.fused_graph import register_layer
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
-from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
+from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards
 from lancet_kernels.schedules.rewrite.walk import CAPTURED, UNPLANNED, GradientSums, Step, fuse, walk
 from lancet_kernels.schedules.time.simulate import simulate
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.ops.fused.fused_experts import LayerExchange
+    from lancet_kernels.ops.moe.fused_experts import LayerExchange
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ class CapturedStep:
 
     def _exchange_of(self, layer: MatchedLayer) -> LayerExchange:
         """The exchange of a matched layer, with the options of its module if that is a fused one."""
-        from lancet_kernels.ops.fused.fused_experts import LayerExchange
+        from lancet_kernels.ops.moe.fused_experts import LayerExchange
 
         node = layer.w1
         while node.op != "placeholder":  # a cast of the parameter

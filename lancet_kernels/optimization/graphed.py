@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.fused import fused_graph
+from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 

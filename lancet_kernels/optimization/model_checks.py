@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.sharded.fsdp import ShardedParameter, sharded_parameters
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.ops.comm.groups import Groups, group_size
 

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lancet_kernels.data_parallel.fsdp import fsdp
-from lancet_kernels.data_parallel.gradients import broadcast_replicated
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.inner_compile import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
-from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.layer.fsdp import fsdp
+from lancet_kernels.layer.gradients import broadcast_replicated
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank

@@ -15,11 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lancet_kernels.data_parallel.replicas import Replicas
-from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.layer.replicas import Replicas
+from lancet_kernels.layer.summed_gradients import PlannedSums
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import Arguments, Guards, as_arguments, bind
@@ -45,7 +45,7 @@ class OptimizedModule(nn.Module):
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
     host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
-    layers (`ops.fused.fused_graph`).
+    layers (`ops.moe.fused_graph`).
     """
 
     def __init__(

@@ -11,11 +11,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.data_parallel.outside_gradients import has_hooks
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, output_node
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.layer.outside_gradients import has_hooks
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.optimization.captured_step import CapturedStep, placeholder_value
 from lancet_kernels.optimization.guards import Arguments
@@ -62,7 +62,7 @@ class PairedMicrobatches:
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
-        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.accumulated`).
+        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.all_reduce`).
         self._held_by_sums = {
             self._parameters[name]
             for node in step.module.graph.nodes

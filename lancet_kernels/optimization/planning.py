@@ -29,13 +29,13 @@ from lancet_kernels.optimization.rank_agreement import (
     result_of_first_rank,
 )
 from lancet_kernels.schedules import MICROBATCHES
-from lancet_kernels.schedules.fuse.fused import CHOICES, every_launch
-from lancet_kernels.schedules.fuse.fused_prediction import EFFICIENCY
+from lancet_kernels.schedules.cut.ranges import range_names
 from lancet_kernels.schedules.order.best_order import OrderSearch
-from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
+from lancet_kernels.schedules.rewrite.fused import CHOICES, every_launch
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
+from lancet_kernels.schedules.time.fused_launch import EFFICIENCY
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 _log = logging.getLogger(__name__)

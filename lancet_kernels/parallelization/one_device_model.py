@@ -28,8 +28,8 @@ from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.optimization.captured_step import placeholder_value
 from lancet_kernels.optimization.guards import Arguments
-from lancet_kernels.schedules.duplex import copies_of_batch
-from lancet_kernels.schedules.partition.ranges import PartitionRange
+from lancet_kernels.schedules.cut.duplex import copies_of_batch
+from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.rewrite.realize import cut_ranges
 from lancet_kernels.schedules.shard.shard_graph import shard_graph
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy

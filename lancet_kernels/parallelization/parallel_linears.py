@@ -2,7 +2,7 @@
 
     norm -> qkv -> attention -> projection -> add -> norm -> fc1 -> activation -> fc2 -> add
 
-PrimePar's search (`schedules.linears.segments`) finds the partition of each operator of a block, or
+PrimePar's search (`schedules.shard.segments`) finds the partition of each operator of a block, or
 Megatron's rule gives it; the linear layers are replaced in place, and what redistributes between operators is
 derived. The code in between stays the model's own. So additions and norms are whole on every rank, attention
 is cut along heads, activations along rows and features, and the search is told so.
@@ -33,8 +33,8 @@ from lancet_kernels.ops.comm.groups import (
 )
 from lancet_kernels.optimization.guards import as_arguments
 from lancet_kernels.parallelization.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
-from lancet_kernels.schedules.linears.partition_costs import linear, pointwise
-from lancet_kernels.schedules.linears.segments import Problem, home_squares, megatron, solve_apart
+from lancet_kernels.schedules.shard.partition_costs import linear, pointwise
+from lancet_kernels.schedules.shard.segments import Problem, home_squares, megatron, solve_apart
 
 LINEAR_STRATEGIES = ("primepar", "megatron")
 DEFAULT_CLUSTER = "p3dn"

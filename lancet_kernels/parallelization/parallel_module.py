@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lancet_kernels.data_parallel.gradients import broadcast_first, set_gradient_group
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.forward_program import runs_graph
 from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.layer.gradients import broadcast_first, set_gradient_group
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.shards import shard_of
 from lancet_kernels.optimization.guards import Guards, bind, hooks_of

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.data_parallel.gradients import set_gradient_group
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.rules.slices import BACKWARD, FORWARD, Partition
 from lancet_kernels.graph.rules.tile_layouts import (
@@ -24,10 +23,11 @@ from lancet_kernels.graph.rules.tile_layouts import (
     redistribution,
     summing_groups,
 )
+from lancet_kernels.layer.gradients import set_gradient_group
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_rank, group_size, subgroup
 from lancet_kernels.ops.comm.redistribute import Way, moved
 from lancet_kernels.ops.comm.shift import check_alike
-from lancet_kernels.ops.linear.square_linear import Sums, square_linear
+from lancet_kernels.ops.square_linear import Sums, square_linear
 
 WEIGHT, BIAS = (("k", "n"), 0), (("k", UNCUT), -1)
 """Dimensions of a parameter, and the step of the forward whose tiles ranks hold."""

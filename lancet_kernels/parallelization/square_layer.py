@@ -5,7 +5,7 @@
 Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (r, (r + c) % q) (*skewed*),
 so that several layers, with element-wise functions between them, can follow each other. No activation and no
 weight is replicated; tiles are shifted between ranks while GEMMs run (PrimePar, ASPLOS '24;
-`ops.linear.square_linear`, `graph.rules.slices`).
+`ops.square_linear`, `graph.rules.slices`).
 """
 
 from __future__ import annotations

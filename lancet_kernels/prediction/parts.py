@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.conversion.convert import convert
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import (
@@ -32,6 +31,7 @@ from lancet_kernels.graph.program.program import Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.prediction import attention
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.transformers.convert import convert
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.program.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep, model_config
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import Step
@@ -33,8 +34,6 @@ from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, P
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.simulation.own_step import OwnStep, capture_step
-from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
-from lancet_kernels.training.step import TrainingStep
 
 PAPER_BATCH = {
     ("p4de", "gpt2-s-moe"): 24,

@@ -2,17 +2,30 @@
 
 A bucket has one dtype. The sum is over the ranks of the group, in the order gloo and NCCL choose for a
 buffer of that size: the same bucket gives the same bits in every step.
+
+Gradients of several microbatches are summed over the ranks once. Without sums, a backward leaves the
+gradients of this rank: what is whole on every rank in `.grad`, and what FSDP shards in a `GradientSum`, since
+`.grad` has room for a shard only. The next backward with sums adds them before it sums over the ranks.
+
+    backward 1    .grad = a                 held = A          (gradients of this rank)
+    backward 2    .grad = sum(a + b)        .grad = this rank's shard of sum(A + B)
+
+A gradient that is in `.grad` before the first of them is summed already: it is set aside, and the sum is
+added to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
 
@@ -52,3 +65,100 @@ def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pendin
     """Start to replace a contiguous tensor by its sum over the ranks. Args: finish: makes the result then."""
     work = dist.all_reduce(total, group=link_group_of(group), async_op=True)
     return Pending(work, finish)
+
+
+class Accumulation:
+    """Whether gradients are summed over the ranks now (`sums`), and what is set aside until they are."""
+
+    def __init__(self) -> None:
+        self.sums = True
+        self._by_key: dict[object, GradientSum] = {}
+        # By parameter whose `.grad` is of this rank alone: what was there before, summed.
+        self._aside: dict[Tensor, Tensor | None] = {}
+
+    @property
+    def unsummed(self) -> bool:
+        """Are there gradients of this rank alone?"""
+        in_grad = any(parameter.grad is not None for parameter in self._aside)
+        return in_grad or any(one.held is not None for one in self._by_key.values())
+
+    @contextlib.contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """A context in which backwards do not sum."""
+        before, self.sums = self.sums, False
+        try:
+            yield
+        finally:
+            self.sums = before
+
+    def number_of(self, key: object, parameters: Sequence[Tensor] = ()) -> int:
+        """The number by which a graph refers to a sum; the same for the same key.
+
+        Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
+        """
+        if key not in self._by_key:
+            self._by_key[key] = GradientSum(self, parameters)
+        return self._by_key[key].number
+
+    def forget(self) -> None:
+        """After a failure: drop the gradients of this rank alone; `.grad` is what it was before them."""
+        for parameter, summed in self._aside.items():
+            # None: the gradients were set to zero since.
+            parameter.grad = None if parameter.grad is None else summed
+        self._aside.clear()
+        for one in self._by_key.values():
+            one.held = None
+
+    def keep(self, parameter: Tensor) -> None:
+        """Before a gradient of this rank alone is added to `.grad`: set aside what is summed."""
+        # None: the gradients were set to zero since, or there are none yet.
+        if parameter.grad is None or parameter not in self._aside:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of this rank alone, which is summed now; `.grad` is what was set aside again."""
+        if parameter not in self._aside:
+            return None
+        summed, gradient = self._aside.pop(parameter), parameter.grad
+        # None: the gradients were set to zero since.
+        parameter.grad = None if gradient is None else summed
+        return gradient
+
+
+class GradientSum:
+    """One sum of a graph, and what it holds of earlier backwards."""
+
+    def __init__(self, accumulation: Accumulation, parameters: Sequence[Tensor]) -> None:
+        self.accumulation, self.parameters = accumulation, tuple(parameters)
+        self.held: Tensor | None = None
+        self.number = max(_SUMS, default=-1) + 1
+        _SUMS[self.number] = self
+
+    def add(self, summand: Tensor) -> Tensor | None:
+        """The summand with what is held; None: it is held, too, and there is nothing to sum yet."""
+        total = summand if self.held is None else self.held.add_(summand)
+        # A copy: the summand may be a view of what the graph still reads.
+        self.held = None if self.accumulation.sums else total.clone() if total is summand else total
+        return total if self.accumulation.sums else None
+
+
+_SUMS: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
+
+
+def sum_when_due(op: Callable[..., Any], number: int, summand: Any, *arguments: Any) -> Any:
+    """A functional collective that sums. Without sums a bucket (a list) stays as it is: `.grad` has room for
+    it; a single summand is held, and the result is zeros."""
+    one = _SUMS[number]
+    if isinstance(summand, list):
+        if not one.accumulation.sums:
+            for parameter in one.parameters:
+                one.accumulation.keep(parameter)
+            return summand
+        earlier = [one.accumulation.take(parameter) for parameter in one.parameters]
+        return op([g if e is None else g + e for g, e in zip(summand, earlier, strict=True)], *arguments)
+    total = one.add(summand)
+    if total is not None:
+        return op(total, *arguments)
+    scatters = op is torch.ops._c10d_functional.reduce_scatter_tensor.default
+    rows = summand.shape[0] // (group_size(arguments[-1]) if scatters else 1)
+    return summand.new_zeros(rows, *summand.shape[1:])

@@ -4,8 +4,8 @@
 
 `exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
 and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
-are sorted by rank before it and by local expert after it; on the way back it is the reverse (`ops.moe.rows`).
-Its adjoint is itself, with the counts swapped and the direction reversed.
+are sorted by rank before it and by local expert after it; on the way back it is the reverse (`rows`). Its
+adjoint is itself, with the counts swapped and the direction reversed.
 
 `start_exchange_counts` and `start_all_to_all` do the same in two steps, so that computation runs in between:
 other ranks answer an exchange of counts only when they come to it.
@@ -25,8 +25,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
 from lancet_kernels.ops.comm.link_group import LinkWork, link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
+from lancet_kernels.ops.comm.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
-from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.registration import op
 
 # Width, dtype, experts per rank, a number for the layer, whether a plan runs.

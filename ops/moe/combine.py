@@ -1,6 +1,6 @@
 """Combine: gather each token's rows back from the experts and add them up with their weights.
 
-    T  tokens on this rank      S  rows that were sent, and came back (`ops.moe.rows`)
+    T  tokens on this rank      S  rows that were sent, and came back (`ops.comm.rows`)
     K  choices per token        D  model width
 
 Dropped choices contribute zero. The sum over K is computed in a fixed order and in at least float32, then
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+from lancet_kernels.ops.moe.kernel_path import runs_in_kernels
 from lancet_kernels.ops.registration import op
 
 

@@ -1,7 +1,7 @@
 """What cutting a batch into parts needs: rows of each part, and whole tensors out of parts again.
 
     T  tokens of this part      E = W * L  experts      C  capacity of the whole batch
-    K  choices per token        P  parts                S, R  rows to send, rows received (`ops.moe.rows`)
+    K  choices per token        P  parts                S, R  rows to send, rows received (`ops.comm.rows`)
 
 A part of a batch is a batch: it sends anything from 0 to C rows to an expert (Lancet, section 2.3), with
 counts and rows of its own (`part_rows`). Where the backward wants the whole batch's rows, those of the parts
@@ -19,9 +19,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.comm.rows import DROPPED, segments, traced_rows
+from lancet_kernels.ops.moe.dispatch import send_rows
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
-from lancet_kernels.ops.moe.rows import DROPPED, segments, traced_rows
-from lancet_kernels.ops.moe.send_rows import send_rows
 from lancet_kernels.ops.registration import op
 
 

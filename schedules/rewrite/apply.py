@@ -32,7 +32,7 @@ from lancet_kernels.graph.program.from_fx import (
     with_elements,
 )
 from lancet_kernels.graph.program.phases import forward_nodes
-from lancet_kernels.ops.comm.accumulated import sum_when_due
+from lancet_kernels.ops.comm.all_reduce import sum_when_due
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 from lancet_kernels.ops.comm.shift import start_shift
@@ -159,7 +159,7 @@ def start_early_wait_late(
     Args:
         blocking: names of collectives that are waited for at once.
         number_of: gives the number of a sum of gradients (`GRADIENTS_OF`), which may be left to a later
-            backward then (`ops.comm.accumulated`).
+            backward then (`ops.comm.all_reduce`).
     """
     graph = module.graph
     for node in list(graph.nodes):

@@ -18,12 +18,12 @@ from lancet_kernels.graph.program.from_fx import program_from_graph
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.rules.part_instruction import is_cut, part_instruction, part_name
-from lancet_kernels.schedules.fuse.copy_fillers import add_fillers, choose_fillers
-from lancet_kernels.schedules.fuse.fused import WORK
-from lancet_kernels.schedules.partition.ranges import PartitionRange, pipeline_order, positions, range_names
+from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.rewrite.apply import instruction_order
+from lancet_kernels.schedules.rewrite.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.rewrite.cut import Values, cut_range
 from lancet_kernels.schedules.rewrite.cut_wholes import JOIN_STEP
+from lancet_kernels.schedules.rewrite.fused import WORK
 
 
 def cut_ranges(

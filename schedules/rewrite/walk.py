@@ -25,22 +25,21 @@ from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.schedules.fuse.fused import lower
-from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
-from lancet_kernels.schedules.hiding import what_hides
 from lancet_kernels.schedules.order.sink import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.prediction import Prediction, exposed_bounds
 from lancet_kernels.schedules.rewrite import apply, buckets, in_place
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
+from lancet_kernels.schedules.rewrite.fused import lower
+from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
 from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.time.hiding import Prediction, exposed_bounds, what_hides
 from lancet_kernels.schedules.time.simulate import Timeline
 
 NumberOf = Callable[[tuple[object, ...]], int]
-"""Gives the number of a sum of gradients (`ops.comm.accumulated`)."""
+"""Gives the number of a sum of gradients (`ops.comm.all_reduce`)."""
 UNPLANNED = Plan("", "", "", (), (), Prediction(0.0, 0.0, 0.0))
 """The plan of the passes before costs are known; with `fused`, the layers to try as fused launches."""
 

@@ -17,8 +17,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.forms import PARTIAL, Form
 from lancet_kernels.graph.program.program import Instruction, Phase, Program
-from lancet_kernels.schedules.shard.conversions import forms_of, held_bytes
-from lancet_kernels.schedules.shard.signatures import Signature, signatures
+from lancet_kernels.schedules.shard.signatures import Signature, forms_of, held_bytes, signatures
 
 
 @dataclass(frozen=True)

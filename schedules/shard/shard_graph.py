@@ -26,9 +26,8 @@ from lancet_kernels.graph.rules.part_instruction import part_name, whole_name
 from lancet_kernels.graph.rules.rules import MEAN, rule_for
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.schedules.shard.blocks import preparations
-from lancet_kernels.schedules.shard.conversions import SLICE, collective
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
-from lancet_kernels.schedules.shard.signatures import signatures
+from lancet_kernels.schedules.shard.signatures import SLICE, collective, signatures
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 

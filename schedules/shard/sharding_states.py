@@ -20,14 +20,14 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.forms import WHOLE, Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.blocks import Block, BlockSignature, blocks_of, saved_outputs
-from lancet_kernels.schedules.shard.conversions import (
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, STATE_COPIES, Communication
+from lancet_kernels.schedules.shard.signatures import (
     ADJOINT,
     CollectiveCosts,
     collective,
     forms_of,
     held_bytes,
 )
-from lancet_kernels.schedules.shard.sharding_costs import COPIES, STATE_COPIES, Communication
 
 
 class Held(NamedTuple):

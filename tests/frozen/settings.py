@@ -21,12 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lancet_kernels
-from lancet_kernels import Groups, MoELayer, PartitionOptions, PlanningOptions, cli, optimize
+from lancet_kernels import Groups, MoELayer, PartitionOptions, PlanningOptions, optimize
+from lancet_kernels.cli import main
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, model_config
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 from lancet_kernels.simulation.simulate import Setting, simulate_setting
-from lancet_kernels.training.models import GPT2MoE, model_config
 from tests.lancet_kernels.prediction.small_models import DEEPSEEK, QWEN3, written
 from tests.model_zoo import MODELS, Size, make_model
 
@@ -138,14 +139,14 @@ def optimized(name: str) -> dict[str, Any]:
 
 def predicted(name: str) -> dict[str, Any]:
     """What `lancet plan --hf` says of one of `HF`."""
-    from lancet_kernels.commands.options import to_options
-    from lancet_kernels.commands.plan_command import PlanOptions
+    from lancet_kernels.cli.options import to_options
+    from lancet_kernels.cli.plan_command import PlanOptions
     from lancet_kernels.prediction.answer import answer
 
     config, cluster, gpus, options = HF[name]
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), config)
-        arguments = cli._parser().parse_args(["plan", "--hf", path, "--sequence", "128", *options])
+        arguments = main._parser().parse_args(["plan", "--hf", path, "--sequence", "128", *options])
         figures = answer(to_options(PlanOptions, arguments).question(cluster, gpus)).to_json()
     return {name: figures[name] for name in ("memory_limit_gib", "strategies", "impossible")}
 
@@ -176,7 +177,7 @@ def names() -> dict[str, str]:
 def helps() -> dict[str, list[str]]:
     """The lines of the command's help, and of each subcommand's."""
     with mock.patch.dict("os.environ", COLUMNS="100"):
-        parser = cli._parser()
+        parser = main._parser()
         (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         own = {"lancet": parser, **commands.choices}
         return {name: one.format_help().splitlines() for name, one in own.items()}

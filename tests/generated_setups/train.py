@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 from lancet_kernels import CaptureError, expert_parameters, set_routing_step
-from lancet_kernels.data_parallel.gradients import clip_gradients
 from lancet_kernels.errors import UserError
+from lancet_kernels.layer.gradients import clip_gradients
 from lancet_kernels.ops.comm.groups import Groups
 from tests.generated_setups.describe import STEPS, Setup
 from tests.generated_setups.modules import D, S, V, build, inner

@@ -16,7 +16,7 @@ from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOL
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.graph.rules.rules import Rule, rule_for
-from lancet_kernels.ops.moe.rows import expected_sizes
+from lancet_kernels.ops.comm.rows import expected_sizes
 
 Values = Mapping[fx.Node, object]
 

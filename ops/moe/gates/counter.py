@@ -1,6 +1,6 @@
 """Hash and random gates: routing that is computed from a key instead of learned.
 
-Each (key, expert) pair gets a 64-bit number from a counter (`ops.random.splitmix`), and a token goes to the k
+Each (key, expert) pair gets a 64-bit number from a counter (`ops.random`), and a token goes to the k
 experts with the largest numbers, however the batch was cut. Hash (Roller et al. 2021) keys by token id: a
 token of the vocabulary always meets the same experts. Random (Zuo et al. 2022, Chen et al. 2023) keys by the
 global index of the token in the step's batch, mixed with the step.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.moe.gates.base import Gate
 from lancet_kernels.ops.moe.gates.slots import top_k_stable
-from lancet_kernels.ops.random.splitmix import GOLDEN, signed, splitmix64
+from lancet_kernels.ops.random import GOLDEN, signed, splitmix64
 
 
 @dataclass(frozen=True)

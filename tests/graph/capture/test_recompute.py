@@ -14,8 +14,7 @@ from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
 from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.time.peak_memory import peak_memory
-from lancet_kernels.schedules.time.recomputation import Recomputation
+from lancet_kernels.schedules.time.peak_memory import Recomputation, peak_memory
 
 D = 8
 

@@ -156,9 +156,9 @@ PLAIN = {
     "graph/program": "program program_json reachability forms",
     "graph/rules": "part_instruction equations rules",
     "graph/costs": "clusters communication costs device_costs kernel_costs",
-    "schedules/time": "clock simulate peak_memory timeline recomputation",
+    "schedules/time": "clock simulate peak_memory timeline",
     "schedules/order": "weight_gradients list_schedule best_order ordering",
-    "schedules/partition": "axes pipeline ranges partition_range",
+    "schedules/cut": "axes pipeline ranges partition_range",
     "schedules": "plan strategies",
 }
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
-from lancet_kernels.schedules.partition.axes import AxisInference
+from lancet_kernels.schedules.cut.axes import AxisInference
 from tests.capturing import read_only_step
 from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
 from tests.graph.samples import SAMPLES, Draw

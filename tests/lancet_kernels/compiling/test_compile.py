@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from lancet_kernels.cli import main
+from lancet_kernels.cli.main import main
 from lancet_kernels.compiling import specimens
 from lancet_kernels.compiling.compile import FEW_SPILLED_BYTES, CompiledKernel, compile_specimen, problems
 from lancet_kernels.compiling.compile_pool import compile_all
@@ -43,7 +43,7 @@ def printed_with(triton, *arguments):
 
 
 def kernels_command(triton, *arguments):
-    return json.loads(printed_with(triton, "-m", "lancet_kernels.cli", "kernels", "--json", *arguments))
+    return json.loads(printed_with(triton, "-m", "lancet_kernels", "kernels", "--json", *arguments))
 
 
 def check_rows(found, triton, arch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lancet_kernels import MoELayer
-from lancet_kernels.ops.fused.fused_experts import fused_experts
+from lancet_kernels.ops.moe.fused_experts import fused_experts
 
 pytestmark = pytest.mark.gpu
 CASES = [

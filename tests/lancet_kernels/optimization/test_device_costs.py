@@ -21,8 +21,8 @@ from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.optimization import captured_step
 from lancet_kernels.optimization.planning import plans_for
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
-from lancet_kernels.schedules.partition.ranges import reassembly_instruction
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.ranges import reassembly_instruction
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions

@@ -12,11 +12,11 @@ import torch
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers
 from lancet_kernels.optimization.rank_agreement import capture_alike
-from lancet_kernels.schedules.fuse import fused_prediction
-from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import PlanningOptions
+from lancet_kernels.schedules.time import fused_launch as fused_prediction
+from lancet_kernels.schedules.time.fused_launch import LaunchWork, best_fit
 from tests.grids import few_of
 from tests.planned_steps import StepCase, build_step
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from lancet_kernels import OptimizedModule, ops, optimize
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.ops.fused import fused_experts, fused_graph
+from lancet_kernels.ops.moe import fused_experts, fused_graph
 from lancet_kernels.optimization import build
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import PlanningOptions

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, OptimizedModule, optimize, set_routing_step
 from lancet_kernels.graph.program.from_fx import program_from_graph
-from lancet_kernels.ops.fused import fused_experts, fused_graph
+from lancet_kernels.ops.moe import fused_experts, fused_graph
 from lancet_kernels.optimization import build
-from lancet_kernels.schedules.fuse import fused_prediction
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
+from lancet_kernels.schedules.time import fused_launch as fused_prediction
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.lancet_kernels.layer.test_fused_layer import largest_difference

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import lancet_kernels.optimization.planning as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.grids import few_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lancet_kernels.cli import main
+from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind

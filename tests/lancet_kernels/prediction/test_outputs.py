@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lancet_kernels.cli import main
+from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.prediction.answer import answer
 from lancet_kernels.prediction.question import Question, gib

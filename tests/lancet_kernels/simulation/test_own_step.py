@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lancet_kernels import optimize
-from lancet_kernels.cli import main
+from lancet_kernels.cli.main import main
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation.own_step import OwnStep
 from lancet_kernels.simulation.simulate import simulate_setting

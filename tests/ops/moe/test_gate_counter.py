@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import Hash, Random
-from lancet_kernels.ops.random.splitmix import GOLDEN, splitmix64
+from lancet_kernels.ops.random import GOLDEN, splitmix64
 from tests.grids import few_of
 from tests.moe_reference import drawn
 from tests.ops.op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before

@@ -13,7 +13,7 @@ from lancet_kernels.ops import router_logits as router_logits_op
 from tests.grids import few_of
 
 # The package has the function under the name of its module.
-module = importlib.import_module("lancet_kernels.ops.moe.router_logits")
+module = importlib.import_module("lancet_kernels.ops.moe.gate")
 
 
 def naive_router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from lancet_kernels.graph.program.forms import WHOLE, Forms, cut_along
 from lancet_kernels.graph.program.from_fx import tensor_names
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.graph.rules.part_instruction import can_be_cut, is_cut
-from lancet_kernels.schedules.partition.axes import AxisInference
+from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.cut import CutError, cut_range
+from lancet_kernels.schedules.rewrite.cut import cut_range
+from lancet_kernels.schedules.rewrite.cut_nodes import CutError
 from tests.capturing import Step, read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size

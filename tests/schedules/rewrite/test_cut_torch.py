@@ -13,8 +13,8 @@ from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.graph.rules.part_instruction import can_be_cut
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.schedules.partition.axes import AxisInference
-from lancet_kernels.schedules.partition.ranges import pipeline_order
+from lancet_kernels.schedules.cut.axes import AxisInference
+from lancet_kernels.schedules.cut.ranges import pipeline_order
 from lancet_kernels.schedules.rewrite.cut import cut_range
 from lancet_kernels.schedules.strategies import Planner
 from tests.capturing import Step, read_only_step

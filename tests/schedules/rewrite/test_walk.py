@@ -9,8 +9,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.sink import sink_statistics
-from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, check_halves, walk
 from lancet_kernels.schedules.strategies import PlanningOptions

@@ -1,0 +1,169 @@
+"""Options of `lancet plan --hf`: a model of transformers from its `config.json`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lancet_kernels.atomic import file_errors, json_text
+from lancet_kernels.cli.options import option, positive_int
+from lancet_kernels.errors import UserError, check_name
+
+if TYPE_CHECKING:
+    from lancet_kernels.prediction.answer import Answer
+    from lancet_kernels.prediction.question import Question
+    from lancet_kernels.prediction.search import Found
+
+
+@dataclass(frozen=True)
+class HfFlags:
+    """What only applies to `--hf`."""
+
+    hf: str | None = option(
+        None, "plan a model of transformers from its config.json alone", parse=str, metavar="CONFIG.JSON"
+    )
+    experts_over: int | None = option(
+        None,
+        "with --hf: GPUs that share one set of experts (default: all that divide them)",
+        parse=positive_int,
+    )
+    fsdp: bool = option(
+        False, "with --hf: shard parameters, gradients and optimizer (default: the optimizer)"
+    )
+    replicate: bool = option(False, "with --hf: shard nothing")
+    sequence: int = option(4096, "with --hf: tokens of a sequence", parse=positive_int)
+    microbatch: int = option(1, "with --hf: sequences per GPU and microbatch", parse=positive_int)
+    accumulate: int = option(1, "with --hf: microbatches per step", parse=positive_int)
+    recompute: str = option(
+        "none",
+        "with --hf: what the backward computes again; selective is attention",
+        choices=("none", "full", "selective", "attention", "experts"),
+    )
+    dispatch: str = option(
+        "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
+    )
+
+    def question(self, cluster: str, gpus: int) -> Question:
+        """What is asked. Raises: UserError."""
+        from lancet_kernels.prediction.question import Question
+
+        assert self.hf is not None
+        if self.fsdp and self.replicate:
+            raise UserError("options", got="--fsdp and --replicate", expected="one of them", do="drop one")
+        sharding = "full" if self.fsdp else "none" if self.replicate else "optimizer"
+        question = Question(
+            self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
+            self.recompute, self.dispatch,
+        )  # fmt: skip
+        return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
+
+    def unused(self) -> list[str]:
+        """Options that were given without --hf."""
+        return [f.name for f in fields(HfFlags) if f.name != "hf" and getattr(self, f.name) != f.default]
+
+
+def add_output_options(command: argparse.ArgumentParser) -> None:
+    """Add what `--hf` can write."""
+    command.add_argument(
+        "--search", action="store_true", help="with --hf: find the best layouts for the GPUs"
+    )
+    command.add_argument(
+        "--search-seconds", type=float, default=600.0, metavar="SECONDS",
+        help="when the search stops; it says what it did not try (default: 600)",
+    )  # fmt: skip
+    command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
+
+
+def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
+    """Predict, print and write the requested files. -> exit code."""
+    from lancet_kernels.prediction.answer import AUTO, STRATEGIES, answer, check_fits
+
+    check_name("--strategy with --hf", strategy, (*STRATEGIES, AUTO))
+    for unsupported in ("save", "timeline"):
+        if getattr(arguments, unsupported):
+            raise UserError(
+                "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
+                do="plan your own step with --module to save a plan that runs",
+            )  # fmt: skip
+    start = time.perf_counter()
+    question = flags.question(cluster, gpus)
+    result = answer(question)
+    found = None
+    if arguments.search:
+        from lancet_kernels.prediction.search import search
+
+        found = search(question, arguments.search_seconds)
+    figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
+    written = _write_files(result, strategy, arguments, found)
+    figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
+    if arguments.json:
+        print(json_text(figures))
+        return 0
+    print(_text(result) if found is None else _text_of_search(found))
+    print("\n".join(f"{what} written to {path}" for what, path in written.items()))
+    if found is None:
+        check_fits(result)
+    return 0
+
+
+def _write_files(
+    result: Answer, strategy: str, arguments: argparse.Namespace, found: Found | None
+) -> dict[str, str]:
+    """Write every requested file. -> kind of file -> path."""
+    chosen = result.strategies.get(strategy, result.strategies[result.best])
+    if arguments.trace:
+        from lancet_kernels.schedules.time.timeline import save_trace
+
+        with file_errors(arguments.trace):
+            save_trace(chosen.events, arguments.trace)
+    if arguments.report:
+        from lancet_kernels.prediction.report import report
+
+        with file_errors(arguments.report):
+            Path(arguments.report).write_text(report(result, found), encoding="utf-8")
+    files = {"trace": arguments.trace, "report": arguments.report}
+    return {kind: path for kind, path in files.items() if path}
+
+
+def _text_of_search(found: Found) -> str:
+    lines = [f"{'step ms':>10} {'GiB':>6}  the best layouts that fit"]
+    for one in found.best:
+        q = one.question
+        lines.append(
+            f"{one.step_ms:10.1f} {one.peak_memory_gib:6.1f}  experts over {q.expert_ranks}, "
+            f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
+            f"{q.recompute}, {one.strategy}"
+        )
+    reasons = Counter(re.sub(r"[ :]*[0-9.]+ (ms|GiB)", "", one.why) for one in found.others)
+    lines += ["", f"{len(found.others)} others:"]
+    return "\n".join([*lines, *(f"  {count} {why}" for why, count in reasons.most_common())])
+
+
+def _text(result: Answer) -> str:
+    from lancet_kernels.prediction.answer import ASSUMED
+
+    lines = [f"Simulated, nothing was run: {result.question.describe()}", ""]
+    lines.append(
+        f"{'strategy':10} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
+    )
+    for name in result.strategies:
+        one, figures = result.strategies[name], result.figures(name)
+        tokens, tflops = figures["tokens_per_s_per_gpu"], figures["tflops_per_gpu"]
+        idle = {**one.exposed_ms, "waiting for the host": one.host_ms}
+        exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in idle.items() if ms >= 0.5) or "nothing"
+        lines.append(
+            f"{name:10} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
+            f"{tflops:8.1f} {one.peak_memory_gib:6.1f}  {exposed}"
+        )
+    lines += [f"{name}: not possible, {why}" for name, why in result.impossible.items()]
+    memory = ", ".join(f"{kind} {size:.1f}" for kind, size in result.strategies[result.best].memory.items())
+    fits = "fits" if result.fits(result.best) else "does not fit"
+    lines += ["", f"Best: {result.best}, which {fits} into {result.memory_limit_gib:.1f} GiB ({memory})."]
+    captured, planned = result.seconds["capture"], result.seconds["plan"]
+    lines += [f"Captured in {captured:.1f} s, planned in {planned:.1f} s.", "", "Assumed:"]
+    return "\n".join([*lines, *(f"- {text}" for text in ASSUMED)])

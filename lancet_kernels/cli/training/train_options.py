@@ -1,0 +1,202 @@
+"""The options of `lancet train`, and which of them do not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lancet_kernels.cli.options import (
+    PlanningFlags,
+    non_negative_float,
+    non_negative_int,
+    option,
+    positive_float,
+    positive_float_or_none,
+    positive_int,
+    probability,
+)
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, BENCH_VOCAB, MODELS, ModelConfig, model_config
+from lancet_kernels.layer.moe_layer import BACKENDS
+from lancet_kernels.ops.moe.gates import GATES, parse_gate
+from lancet_kernels.schedules import STRATEGY_NAMES
+
+
+@dataclass(frozen=True)
+class TrainOptions(PlanningFlags):
+    """What to train, on what, how long. The fields are the options of `lancet train`."""
+
+    model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    ranks: int = option(
+        2, "processes to start on this machine; under torchrun the number that it started", parse=positive_int
+    )
+    gate: str = option(
+        "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
+    )
+    top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
+    experts: int | None = option(
+        None, "total number of experts (default: 2 per rank of an expert group)", parse=positive_int
+    )
+    expert_ranks: int | None = option(
+        None,
+        "ranks in an expert group; several groups hold the same experts (default: all ranks)",
+        parse=positive_int,
+    )
+    capacity_factor: float | None = option(
+        1.25,
+        "tokens that an expert takes, relative to an even share; none: dropless",
+        parse=positive_float_or_none,
+    )
+    data: str | None = option(
+        None,
+        "text file or folder (default: the sources of Python's standard library)",
+        parse=str,
+        metavar="PATH",
+    )
+    tokenizer: str | None = option(None, "tokenizer.json (default: bytes)", parse=str, metavar="FILE")
+    steps: int = option(300, "total number of training steps", parse=positive_int)
+    batch: int = option(8, "sequences per rank and step", parse=positive_int)
+    sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
+    optimizer: str = option("adamw", "adamw, or sgd with momentum as in the paper", choices=("adamw", "sgd"))
+    lr: float | None = option(
+        None, "peak learning rate (default: 1e-3 for adamw, 0.1 for sgd)", parse=positive_float
+    )
+    momentum: float = option(0.9, "momentum of sgd", parse=non_negative_float)
+    weight_decay: float = option(0.0, "weight decay of the optimizer", parse=non_negative_float)
+    warmup: int = option(
+        20, "steps in which the learning rate grows linearly to its peak", parse=non_negative_int
+    )
+    clip: float | None = option(
+        1.0, "largest norm of the whole gradient; none: no clipping", parse=positive_float_or_none
+    )
+    balance_weight: float = option(0.01, "weight of the load-balance loss", parse=non_negative_float)
+    z_weight: float = option(0.0, "weight of the router's z-loss", parse=non_negative_float)
+    bias_rate: float = option(
+        0.001, "update rate of the sigmoid gate's correction bias", parse=non_negative_float
+    )
+    dropout: float = option(
+        0.0, "dropout probability at embedding, attention and feed-forward output", parse=probability
+    )
+    seed: int = option(0, "seed of weights, data order and dropout", parse=non_negative_int)
+    validation_batches: int = option(8, "number of batches for the validation loss", parse=positive_int)
+    strategy: str = option(
+        "auto",
+        "how all-to-alls are hidden; auto: as is fastest, measured; none: they are waited for",
+        choices=STRATEGY_NAMES,
+    )
+    plan: str | None = option(
+        None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
+    )
+    backend: str = option(
+        "torch",
+        "fused: MoE layers run as persistent kernels where the plan says so (GPUs, or TRITON_INTERPRET=1)",
+        choices=BACKENDS,
+    )
+    link_gbps: float | None = option(
+        None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
+    )
+    compare: int = option(
+        0,
+        "at the end, compare this many iterations of none, lancet and the plan on a slow emulated link "
+        "(CPU ranks)",
+        parse=non_negative_int,
+    )
+    device: str = option(
+        "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
+    checkpoint_every: int = option(
+        100,
+        "steps between checkpoints; the last step gets one, too; 0: only when the run is told to stop",
+        parse=non_negative_int,
+    )
+    log_every: int = option(
+        10,
+        "steps between lines on standard error; 0: none",
+        parse=non_negative_int,
+    )
+    output: str | None = option(
+        None, "new folder of this run (default: runs/<date and time>)", parse=str, metavar="FOLDER"
+    )
+
+    def chosen_device(self) -> str:
+        """ "cpu" or "cuda"."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
+    """The model's configuration. Raises: UserError for options that do not fit together."""
+    sharing = options.expert_ranks or ranks
+    if ranks % sharing:
+        raise UserError(
+            "expert-ranks",
+            got=sharing,
+            expected=f"a divisor of the {ranks} ranks",
+            do="change --expert-ranks or --ranks",
+        )
+    gate = parse_gate(options.gate)
+    top_k = options.top_k or (2 if gate.name == "gshard" else 1)
+    config = model_config(
+        options.model,
+        vocab=max(vocab, BENCH_VOCAB if options.model == BENCH_MODEL else 0),
+        num_experts=options.experts or 2 * sharing,
+        top_k=top_k,
+        gate=str(gate),
+        capacity_factor=options.capacity_factor,
+        dropout=options.dropout,
+        # What no dropout uses must not keep a run from being resumed.
+        dropout_seed=options.seed if options.dropout else 0,
+    )
+    if options.sequence is not None and options.sequence > config.sequence:
+        raise UserError(
+            "sequence",
+            got=options.sequence,
+            expected=f"at most {config.sequence}",
+            do=f"{config.name} has no more",
+        )
+    if config.num_experts % sharing:
+        raise UserError(
+            "experts",
+            got=config.num_experts,
+            expected=f"a multiple of the {sharing} ranks that share them",
+            do="change --experts, --expert-ranks or --ranks",
+        )
+    gate.check(config.num_experts, top_k)
+    gate.check_capacity_factor(config.capacity_factor)
+    return config
+
+
+def check_options(options: TrainOptions, ranks: int) -> None:
+    """Check the options before a rank starts. Raises: UserError."""
+    build_config(options, ranks, vocab=256)
+    for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
+        if path is not None and not Path(path).exists():
+            raise UserError(what, got=path, expected="an existing path", do=f"check --{what}")
+    if options.plan is not None and (options.strategy == "none" or not Path(options.plan).is_file()):
+        raise UserError(
+            "plan",
+            got=f"{options.plan} with strategy {options.strategy}",
+            expected="a plan file, and another strategy than none",
+            do="check --plan and --strategy",
+        )
+    if options.backend == "fused":
+        # Only here: the kernels need Triton, which not every machine has.
+        from lancet_kernels.optimization.planning import FusedChoice
+        from lancet_kernels.schedules.strategies import PlanningOptions
+
+        FusedChoice(options.strategy, PlanningOptions(), "auto", None, torch.device(options.chosen_device()))
+    if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
+        raise UserError(
+            "compare",
+            got=f"{ranks} rank(s) on {options.chosen_device()} with strategy {options.strategy}",
+            expected="at least 2 CPU ranks and another strategy than none",
+            do="leave --compare out",
+        )
+    if options.link_gbps is not None and options.chosen_device() == "cuda":
+        raise UserError(
+            "link-gbps", got="device cuda", expected="cpu", do="only CPU ranks can share an emulated link"
+        )

@@ -1,0 +1,189 @@
+"""One rank's training: model, optimizer and data, a step, the validation loss, a comparison of plans.
+
+B  sequences per rank and step      S  sequence length      W  ranks
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lancet_kernels.cli.training.data import Corpus, batch_of_rank, check_length
+from lancet_kernels.cli.training.train_options import TrainOptions, build_config
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep
+from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients
+from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
+from lancet_kernels.layer.summed_gradients import SummedModule
+from lancet_kernels.measure.ranks import Rank
+from lancet_kernels.ops.comm.groups import Groups, over_ranks
+from lancet_kernels.ops.comm.link import emulate_link, link
+
+_RATES = {"adamw": 1e-3, "sgd": 0.1}
+
+
+class Trainer:
+    """Model, optimizer and data of one rank."""
+
+    def __init__(self, options: TrainOptions, rank: Rank, corpus: Corpus) -> None:
+        self.options, self.rank, self.corpus = options, rank, corpus
+        config = build_config(options, rank.world, corpus.vocab_size)
+        self.sequence = options.sequence or config.sequence
+        for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
+            check_length(tokens, self.sequence, part)
+        torch.manual_seed(options.seed)
+        self.groups = _groups(rank, options.expert_ranks)
+        self.model = GPT2MoE(config, self.groups).to(rank.device)
+        self.optimizer = _optimizer(options, self.model)
+        broadcast_replicated(self.model, self.groups)
+        self.module: nn.Module = TrainingStep(
+            self.model,
+            rank.world,
+            options.balance_weight,
+            options.z_weight,
+            torch.bfloat16 if rank.device.type == "cuda" else None,
+        )
+        self.about = {
+            **{k: v for k, v in asdict(config).items() if k != "name"},
+            "model": config.name,
+            "optimizer": options.optimizer,
+        }
+        name_layers(self.module)
+        emulate_link(options.link_gbps if rank.world > 1 else None)
+
+    def plan(self, cache: Path) -> None:
+        """Train with the plan of the chosen strategy from now on; "none" trains without a plan.
+
+        Args: cache: the plan file, so that a resumed run has the same plan, and sums in the same order.
+        """
+        if self.options.strategy != "none":
+            # Imported here, because torch's tracer takes a second to import.
+            from lancet_kernels.optimization.optimize import optimize
+            from lancet_kernels.schedules.strategies import PlanningOptions
+
+            self.module = optimize(
+                self.module,
+                self.batch(1),
+                strategy=self.options.strategy,
+                cache=cache,
+                options=PlanningOptions(self.options.partition()),
+                plan=self.options.plan,
+                reduce_gradients="sum" if self.rank.world > 1 else False,
+                backend=self.options.backend,
+            )
+        elif self.rank.world > 1:
+            # The objective is divided by the number of ranks already.
+            self.module = SummedModule(self.module, self.groups, divide_by=1)
+
+    def batch(self, step: int, tokens: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this rank, [B, S] int64 each; `tokens`: to be read from."""
+        inputs, targets = batch_of_rank(
+            self.corpus.train if tokens is None else tokens,
+            seed=self.options.seed,
+            step=step,
+            batch=self.options.batch,
+            sequence=self.sequence,
+            rank=self.rank.rank,
+        )
+        return inputs.to(self.rank.device), targets.to(self.rank.device)
+
+    def step(self, step: int, stop: bool = False) -> tuple[dict[str, float], bool]:
+        """One training step (they count from 1). Returns its metrics, the same on every rank, and whether any
+        rank is to `stop` behind it."""
+        options, rank = self.options, self.rank
+        begin = time.perf_counter()
+        link.read()
+        tokens = self.batch(step)
+        set_routing_step(self.model, step)
+        result = self.module(*tokens)
+        result.objective.backward()
+        norm = clip_gradients(self.model, options.clip, self.groups)
+        rate = self._learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for layer, assigned_E in zip(moe_layers(self.model), result.assigned, strict=True):
+            if layer.correction_bias is not None:
+                layer.update_correction_bias(assigned_E, options.bias_rate)
+        traffic = link.read()
+        of_rank = {
+            "loss": result.loss,
+            "balance_loss": result.balance,
+            "dropped": result.dropped,
+            "all_to_all_ms": traffic.all_to_all_ms,
+            "exposed_ms": traffic.exposed_ms,
+        }
+        *means, stopping = self._mean_over_ranks([*of_rank.values(), stop])
+        seconds = time.perf_counter() - begin
+        metrics = {
+            "step": step,
+            **dict(zip(of_rank, means, strict=True)),
+            "gradient_norm": float(norm),
+            "learning_rate": rate,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": options.batch * rank.world * self.sequence / seconds,
+        }
+        return metrics, stopping > 0
+
+    def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
+        own = torch.tensor([float(v) for v in values], dtype=torch.float64)
+        what = "mean of the step's figures over the ranks"
+        return over_ranks(own, self.groups.data, "mean", what).tolist()
+
+    def compare(self, picture: Path) -> dict[str, object]:
+        """Measure blocking and planned iterations, interleaved, on an emulated link
+        (`measure.step_bench`).
+
+        The link is that of the run, or one on which all-to-all takes 40 % of a blocking iteration.
+        """
+        # Imported here, because torch's tracer takes a second to import.
+        from lancet_kernels.measure import step_bench
+        from lancet_kernels.schedules.strategies import PlanningOptions
+
+        step, inputs = getattr(self.module, "module", self.module), self.batch(1)
+        gbps = self.options.link_gbps or step_bench.slow_link(step, inputs)
+        options = PlanningOptions(self.options.partition())
+        strategies = dict.fromkeys(("none", "lancet", self.options.strategy))
+        modules = step_bench.planned(step, inputs, strategies, options=options)
+        measured = step_bench.measure(modules, inputs, self.options.compare)
+        step_bench.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
+        figures = step_bench.report(measured, self.options.strategy, f"emulated, {gbps:.3g} Gbit/s")
+        return figures | {"iterations": self.options.compare, "timeline": str(picture)}
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean cross-entropy over the validation batches of all ranks."""
+        batches = [self.batch(i, self.corpus.validation) for i in range(self.options.validation_batches)]
+        losses = [float(self.module(*tokens).loss) for tokens in batches]
+        return self._mean_over_ranks([statistics.fmean(losses)])[0]
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warmup to the peak, then constant."""
+        peak = self.options.lr or _RATES[self.options.optimizer]
+        return peak * min(1.0, step / max(1, self.options.warmup))
+
+
+def _groups(rank: Rank, expert_ranks: int | None) -> Groups:
+    """Consecutive ranks, `expert_ranks` of them (None: all), share one set of experts. Collective."""
+    if rank.world == 1:
+        return Groups()
+    sharing = expert_ranks or rank.world
+    shape = rank.world // sharing, sharing
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replica", "expert"))
+    return Groups.from_mesh(mesh, expert="expert", replica="replica")
+
+
+def _optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """Every step sets the learning rate."""
+    common: dict[str, Any] = {"params": model.parameters(), "lr": 0.0, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(**common, momentum=options.momentum)
+    return torch.optim.AdamW(**common, betas=(0.9, 0.95))

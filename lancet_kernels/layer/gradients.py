@@ -1,0 +1,157 @@
+"""Gradients across ranks: which are summed over which ranks.
+
+The backward all-to-all has already summed the gradients of experts over their expert group; they are summed
+over their replica group, all other gradients over the data group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard
+from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, data_group_name, group_of, group_size
+from lancet_kernels.ops.comm.waiting import waiting
+
+_MARK = "_lancet_gradient_groups"
+
+
+def set_gradient_group(
+    module: nn.Module, groups: AnyGroups | None, names: Collection[str] | None = None
+) -> None:
+    """Set the ranks over which the gradients of a module's own parameters are summed.
+
+    For parameters that are sharded by hand (tensor parallel): without it their gradients would be summed over
+    ranks that hold other shards. Copies of the module keep the setting.
+
+    Args: groups: ranks with the same shard and different tokens (of `Groups` the data group); None: no other
+        rank has it. names: parameters of `module` itself, not of its submodules; None: all of them.
+    Raises: UserError for a name that is no parameter of the module.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    what = f"parameter of {type(module).__name__}"
+    for name in names or ():
+        check_name(what, name, own, do="name a parameter of the module itself, not of a submodule")
+    marks = dict(getattr(module, _MARK, {}))
+    name = "" if groups is None else data_group_name(groups)
+    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, name))
+
+
+def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
+    """The groups of a model: those given; else those its layers were given; else around its expert groups.
+
+    Collective over all ranks of the job, unless they are given.
+    Raises: UserError for layers of different expert groups.
+    """
+    wanted = None if groups is None else Groups.of(groups)
+    layers = moe_layers(model)
+    ranks = sorted({str(layer.ranks) for layer in layers})
+    present = expert_groups(model)
+    if len(present) > 1 or (wanted is not None and present - {wanted.expert}):
+        raise UserError(
+            "expert groups of the model's MoE layers",
+            got=f"different ones, of {' and '.join(ranks)} ranks",
+            expected="one for all layers, that of `groups` if it is given",
+            do="give all layers the same group",
+        )
+    given = [layer.groups for layer in layers if layer.groups is not None]
+    if wanted is not None or given:
+        return wanted or given[0]
+    # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
+    return Groups.around(next(iter(present), None))
+
+
+def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
+    """For every parameter, trained or frozen, the group that holds the same values and sums its gradient; ""
+    for what FSDP shards."""
+    experts = set(expert_parameters(model))
+    group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
+    for module in model.modules():
+        marks: Mapping[str, str] = getattr(module, _MARK, {})
+        group_of |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
+    # FSDP scatters the gradients of what it shards.
+    return {p: "" if isinstance(p, DTensor) else group for p, group in group_of.items()}
+
+
+def as_backward_finishes(
+    group_of_parameter: Mapping[nn.Parameter, str],
+) -> Iterator[tuple[nn.Parameter, torch.dtype, str, int]]:
+    """(parameter, dtype, group, bytes) of those whose gradient is summed, about in the order of the backward:
+    from the last one to the first."""
+    for parameter, group in reversed([*group_of_parameter.items()]):
+        if parameter.requires_grad and group:
+            yield parameter, parameter.dtype, group, parameter.numel() * parameter.element_size()
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGroups | None = None) -> Tensor:
+    """Scale all gradients so that the norm over the whole model is at most `largest_norm` (None: do not
+    scale).
+
+    Collective over the data group. Args: groups: as for `optimize`.
+    Returns: the norm before clipping, the same on every rank.
+    Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share.
+    """
+    groups = groups_of(model) if groups is None else Groups.of(groups)
+    if group_size(groups.world) != group_size(groups.data):
+        raise UserError(
+            "groups",
+            got=f"{group_size(groups.world)} ranks, {group_size(groups.data)} of them with different tokens",
+            expected="no tensor-parallel ranks",
+            do="clip the gradients yourself",
+        )
+    over = gradient_groups(model, groups)
+    # What n ranks hold counts once: each of them adds an n-th.
+    held: dict[int, list[nn.Parameter]] = {}
+    for parameter, group in over.items():
+        held.setdefault(group_size(group) * copies_of_shard(parameter), []).append(parameter)
+    squares = [_sum_of_squares(parameters) / ranks for ranks, parameters in held.items()]
+    square = torch.stack(squares).sum() if squares else _sum_of_squares([])
+    if groups.data:
+        with waiting("norm of the gradients", group_of(groups.data)):
+            dist.all_reduce(square, group=group_of(groups.data))
+    norm = square.sqrt()
+    if largest_norm is not None:
+        scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in _local_gradients(model.parameters()):
+            gradient.mul_(scale.to(gradient))
+    return norm
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are; of sharded ones, those of this rank's shards."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = _local_gradients(parameters)
+    if not gradients:
+        device = parameters[0].device if parameters else None
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # In its own dtype the norm of a bf16 gradient would have 8 bits, and an fp16 one would overflow.
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, wide)
+    return torch.stack([n.double() for n in norms]).square().sum()
+
+
+def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
+    """Broadcast parameters (also frozen ones) and buffers from the first rank of each group."""
+    over = gradient_groups(model, groups)
+    with torch.no_grad():
+        for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
+            broadcast_first(tensor, group, "broadcast of the replicated parameters")
+
+
+def broadcast_first(tensor: Tensor, group: str, what: str) -> None:
+    """Give the tensor the values that it has on the first rank of a group. Args: what: for messages."""
+    if group:
+        process_group = group_of(group)
+        with waiting(what, process_group):
+            dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)

@@ -1,0 +1,1 @@
+"""Measuring steps on this machine: launching ranks, timing, benches."""

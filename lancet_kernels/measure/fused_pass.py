@@ -1,0 +1,109 @@
+"""Runs only the fused kernels of a layer, without gate and parameters, to time them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lancet_kernels import symmetric
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing, SavedPass
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.ops.moe.dispatch import kept_counts, send_rows
+from lancet_kernels.ops.moe.gate import gate
+from lancet_kernels.tuning.workloads import Workload
+
+# Short, so that a peer that fails does not delay tuning for long.
+TIMEOUT_S = 20.0
+
+
+def most_rows(workload: Workload, world: int) -> dict[str, int]:
+    """Room for any routing of the workload's tokens on `world` ranks."""
+    sent = workload.tokens * workload.choices
+    each = min(workload.capacity, workload.tokens) * (workload.experts // world)
+    return {"send_rows": sent, "receive_rows": world * min(sent, each)}
+
+
+class FusedPasses:
+    """Random rows, routing and experts of a workload on this rank. The constructor and each pass are
+    collective."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        self.workload, self.dtype, self.device = workload, dtype, device
+        self.memory = symmetric.create(None, device, TIMEOUT_S)
+        self.local_experts = workload.experts // self.memory.world
+        self._generator = torch.Generator(device).manual_seed(self.memory.rank)
+        self.experts = Experts(
+            self._random(self.local_experts, workload.width, workload.wide),
+            None,
+            self._random(self.local_experts, workload.hidden, workload.width),
+            None,
+            workload.activation,
+        )
+        self.route(workload.tokens, workload.capacity)
+        self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator, device=self.device, dtype=torch.float32)
+        return (values * 0.1).to(self.dtype)
+
+    def route(self, tokens: int, capacity: int, skew: float = 0.0) -> None:
+        """Other tokens on this rank, at most `workload.tokens`, of which an expert takes at most `capacity`.
+
+        skew: 0: experts are alike; the larger, the more tokens go to the first ones.
+        """
+        w = self.workload
+        self.x, self.dy = (self._random(tokens, w.width) for _ in range(2))
+        score = self._random(tokens, w.experts).float()
+        score -= 0.1 * skew * torch.arange(1, w.experts + 1, device=self.device).log()
+        used = torch.zeros(w.experts, dtype=torch.int64, device=self.device)
+        expert, slot, weight, used = gate(score, used, None, None, "topk", w.choices, capacity)
+        kept = kept_counts(used, capacity, 1).view(-1)
+        self.routing = Routing.of(expert, send_rows(expert, slot, kept), weight, kept)
+
+    def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
+        """Forward and backward exchange; configurations with the same rows per signal share them."""
+        rows = config.gemm.block_m
+        if rows not in self._exchanges:
+            sizes: dict[str, Any] = {
+                "local_experts": self.local_experts,
+                **most_rows(self.workload, self.memory.world),
+                "width": self.workload.width,
+                "dtype": self.dtype,
+                "chunk_rows": rows,
+                "timeout_s": TIMEOUT_S,
+            }
+            forward, backward = (
+                Exchange(self.memory, f"{name}{rows}", **sizes) for name in ("forward", "backward")
+            )
+            self._exchanges[rows] = forward, backward
+        return self._exchanges[rows]
+
+    def forward(self, config: OverlapConfig) -> torch.Tensor:
+        """One forward pass without a backward. Raises: CommunicationError, in this or in the next pass."""
+        exchange, _ = self.exchanges(config)
+        out, saved = self.begin(config)
+        exchange.release(saved.opened)
+        exchange.watch()
+        return out
+
+    def begin(self, config: OverlapConfig) -> tuple[torch.Tensor, SavedPass]:
+        """A forward pass; `backward` must follow."""
+        exchange, _ = self.exchanges(config)
+        return moe_forward(exchange, self.x, self.routing, self.experts, config)
+
+    def forward_backward(self, config: OverlapConfig) -> ExpertGradients:
+        """One forward and its backward pass."""
+        _, saved = self.begin(config)
+        return self.backward(config, saved)
+
+    def backward(self, config: OverlapConfig, saved: SavedPass) -> ExpertGradients:
+        """The backward of a pass of `begin`."""
+        forward, backward = self.exchanges(config)
+        gradients = moe_backward(forward, saved, backward, self.dy, self.routing, self.experts, config)
+        forward.release(saved.opened)
+        for exchange in (forward, backward):
+            exchange.watch()
+        return gradients

@@ -1,0 +1,365 @@
+"""Measures a training step on the ranks of this job, in one run: as it is, in DistributedDataParallel, and
+with the plan of each strategy.
+
+The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
+affects all equally; means over the middle half of the rounds, by time, without warm-up rounds. An iteration
+is forward, backward and the sums of gradients. The link may be slow
+enough that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.ddp import ddp
+from lancet_kernels.layer.gradients import groups_of
+from lancet_kernels.layer.summed_gradients import SummedModule
+from lancet_kernels.measure.timing import in_turn, peak_memory_gb
+from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
+from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.paired import loss_of
+from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.schedules.plan import Prediction
+from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
+from lancet_kernels.schedules.time.timeline import save_picture
+
+Inputs = Sequence | Mapping[str, object]
+"""The inputs of one step, by position or by name."""
+DDP, DDP_LIKE = "ddp", "ddp-like"
+BASELINES = ("none", "tutel")
+COUNTS = "exchange_counts"
+_FIGURES = "figures of all ranks"
+TIMES = ("iteration_ms", "exposed_ms", "all_to_all_ms", "cpu_ms", "late_ms", "no_core_ms")
+"""The fields of `Iteration` of which `Measured` has the means."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means of one contender over the middle half of its rounds and over the ranks, in milliseconds per
+    iteration.
+
+    exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
+    of those that this library starts, and of the exchange of counts. late_ms: the part of `exposed_ms` that
+    waits for a rank that came late, which only an emulated link can tell. cpu_ms: CPU time of the computing
+    thread; on a GPU the time in which its stream does not wait. no_core_ms: how long the thread could have
+    computed and had no core. Both without its waits.
+    peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
+    predicted: of a plan.
+    """
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    cpu_ms: float
+    waited_ms: Mapping[str, float]
+    peak_memory_gb: float
+    predicted: Prediction | None
+    late_ms: float = 0.0
+    no_core_ms: float = 0.0
+
+    def account(self, uncut_ms: float) -> dict[str, float]:
+        """Where the milliseconds of an iteration go; together they are `iteration_ms`. All but `other`, which
+        is left over, are measured.
+
+        Args: uncut_ms: CPU time of the same step with nothing cut. The exchange of counts, a few bytes, waits
+        for a rank that came late.
+        """
+        waited = dict(self.waited_ms)
+        late_ms = self.late_ms + waited.pop(COUNTS, 0.0)
+        parts = {"computation": uncut_ms, "cutting": self.cpu_ms - uncut_ms}
+        parts |= {f"exposed {collective}": ms for collective, ms in waited.items()}
+        if "all_to_all" in waited:
+            parts["exposed all_to_all"] -= self.late_ms
+        parts |= {"late rank": late_ms, "no core": self.no_core_ms}
+        return {**parts, "other": self.iteration_ms - sum(parts.values())}
+
+
+def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
+    """The step as it is, whose gradients are not summed; on several ranks also a copy of it in
+    DistributedDataParallel, or over an emulated link, which that would not use, with the same sums by this
+    library. Collective."""
+    if not dist.is_initialized():
+        return {PLAIN: step}
+    if link.gbps is not None:
+        groups = groups_of(step)
+        return {PLAIN: step, DDP_LIKE: SummedModule(step, groups, group_size(groups.data))}
+    iteration(step, inputs)
+    unused = [p for p in step.parameters() if p.requires_grad and p.grad is None]
+    (ranks_with_unused,) = _mean_over_ranks([float(bool(unused))])
+    wrapped = ddp(copy.deepcopy(step), find_unused_parameters=ranks_with_unused > 0)
+    return {PLAIN: step, DDP: wrapped}
+
+
+def planned(
+    step: nn.Module,
+    inputs: Inputs,
+    strategies: Iterable[str],
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
+    accumulate: int = 1,
+) -> dict[str, OptimizedModule]:
+    """The step optimized with each strategy, without those that are impossible. Collective.
+
+    Args: times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
+    """
+    names = list(strategies)
+    optimized: dict[str, OptimizedModule] = {}
+    # `auto` first, because its plan lists the impossible strategies.
+    for name in sorted(names, key=lambda name: name != AUTO):
+        if not any(name in module.plan.impossible for module in optimized.values()):
+            optimized[name] = optimize(
+                step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
+            )
+    return {name: optimized[name] for name in names if name in optimized}
+
+
+def measure(
+    contenders: Mapping[str, nn.Module],
+    inputs: Inputs,
+    rounds: int,
+    warmup: int = 2,
+    accumulate: int = 1,
+) -> dict[str, Measured]:
+    """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
+
+    Args: accumulate: microbatches of an iteration.
+    """
+    iterations = in_turn(
+        contenders, lambda name: iteration(contenders[name], inputs, accumulate), rounds, warmup
+    )
+    return {
+        name: _measured(module, inputs, iterations[name], accumulate) for name, module in contenders.items()
+    }
+
+
+def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
+    # Of all ranks, because the means are collective: a rank may have waited for nothing.
+    of_ranks = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
+    waits = sorted({what for of_rank in of_ranks for what in of_rank})
+    times = [
+        (*(getattr(one, name) for name in TIMES), *(one.waited_ms.get(what, 0.0) for what in waits))
+        for one in iterations
+    ]
+    # Of medians, the parts would not add up to the whole. The first column is the time of the iteration.
+    middle = sorted(times)[len(times) // 4 : len(times) - len(times) // 4]
+    means = [statistics.fmean(column) for column in zip(*middle, strict=True)]
+    held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
+    *means, memory = _mean_over_ranks([*means, held])
+    predicted = _predicted(module, accumulate) if isinstance(module, OptimizedModule) else None
+    return Measured(
+        **dict(zip(TIMES, means, strict=False)),
+        waited_ms=dict(zip(waits, means[len(TIMES) :], strict=True)),
+        peak_memory_gb=memory,
+        predicted=predicted,
+    )
+
+
+def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
+    """What the plan predicts for an iteration of several microbatches."""
+    one, pair_ms = module.plan.predicted, module.plan.pair_ms
+    several = one.iteration_ms * accumulate
+    if module.plan.pair:
+        several = module.timeline.times.last_ms + pair_ms * (accumulate - 1)
+    return replace(one, iteration_ms=several, exposed_ms=one.exposed_ms * accumulate)
+
+
+class Iteration(NamedTuple):
+    """One forward and backward on this rank."""
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    cpu_ms: float
+    bytes_on_wire: int
+    waited_ms: Mapping[str, float]
+    late_ms: float
+    no_core_ms: float
+    """As of `Measured`, on this rank; so are `cpu_ms` and `waited_ms`."""
+
+
+def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
+    """Run one forward and backward, or those of several microbatches whose gradients are summed once; a
+    backward starts at the module's first output that has one. Collective.
+
+    Raises: UserError for a module without such an output.
+    """
+    module.zero_grad(set_to_none=True)
+    if dist.is_initialized():
+        with waiting("barrier before an iteration"):
+            dist.barrier()
+    link.read()
+    begin, cpu, without = time.perf_counter(), time.thread_time(), seconds_without_core()
+    if isinstance(module, OptimizedModule) and accumulate > 1:
+        module.microbatches([inputs] * accumulate)
+    else:
+        _run(module, inputs, accumulate)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
+    no_core_ms, traffic = (seconds_without_core() - without) * 1e3, link.read()
+    computing_ms, no_core_ms = cpu_ms - traffic.waiting_cpu_ms, no_core_ms - traffic.waiting_for_core_ms
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        computing_ms, no_core_ms = elapsed_ms - sum(traffic.waited_ms.values()), 0.0
+    return Iteration(
+        elapsed_ms,
+        traffic.exposed_ms,
+        traffic.all_to_all_ms,
+        computing_ms,
+        traffic.bytes_on_wire,
+        traffic.waited_ms,
+        traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
+        no_core_ms,
+    )
+
+
+def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
+    no_sync = getattr(module, "no_sync", contextlib.nullcontext)
+    for number in range(accumulate):
+        with no_sync() if number < accumulate - 1 else contextlib.nullcontext():
+            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+            loss_of(result, "the step").backward()
+
+
+def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4) -> float:
+    """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
+
+    The blocking iteration is the plain step, whose all-to-alls block.
+    Raises: UserError for a step in which nothing travels.
+    """
+    emulate_link(None)
+    iterations = [iteration(step, inputs) for _ in range(6)][1:]
+    # CPU time, because other load of the machine does not belong to the iteration.
+    compute_ms, size = _mean_over_ranks(
+        [statistics.median(t.cpu_ms for t in iterations), iterations[-1].bytes_on_wire]
+    )
+    if not size:
+        raise UserError(
+            "share of all-to-all",
+            got="a step without all-to-alls",
+            expected="an MoELayer whose experts are on several ranks",
+            do="leave --share out, or use --link-gbps",
+        )
+    target_ms = compute_ms * share / (1 - share)
+    gbps = size * 8 / (target_ms * 1e-3) / 1e9
+    emulate_link(gbps)
+    return gbps
+
+
+def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[str, object]:
+    """The figures of all contenders, and of strategy `best` compared with the measured baselines."""
+    own = measured[best]
+    blocking = {name: measured[name] for name in BASELINES if name in measured}
+    predicted = {name: m.predicted for name, m in measured.items() if m.predicted is not None}
+    uncut_ms = measured["none" if "none" in measured else best].cpu_ms
+    errors = {name: abs(p.iteration_ms / measured[name].iteration_ms - 1) for name, p in predicted.items()}
+    figures: dict[str, object] = {
+        "link": link_name,
+        "best": best,
+        "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
+        "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+        "waited_ms": {name: dict(m.waited_ms) for name, m in measured.items()},
+        "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
+        "account_ms": {name: m.account(uncut_ms) for name, m in measured.items()},
+        "cpu_ms": {name: m.cpu_ms for name, m in measured.items()},
+        "peak_memory_gb": {name: m.peak_memory_gb for name, m in measured.items()},
+        "predicted_ms": {name: p.iteration_ms for name, p in predicted.items()},
+        "predicted_exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
+        "predicted_peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
+        "prediction_error": statistics.fmean(errors.values()),
+        "prediction_errors": errors,
+    }
+    if blocking:
+        fastest = min(m.iteration_ms for m in blocking.values())
+        figures["speedup_vs_best_baseline"] = fastest / own.iteration_ms
+    for name, m in blocking.items():
+        figures[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
+    return figures
+
+
+def save_timeline(module: OptimizedModule, inputs: Inputs, path: str | Path, write: bool) -> None:
+    """Draw one iteration, predicted and measured on this rank. Collective; `write` on one rank only."""
+    with module.recorded() as events:
+        iteration(module, inputs)
+    if write:
+        save_picture({"predicted": module.timeline.events, "measured": events}, path)
+
+
+def table(figures: Mapping) -> str:
+    """The figures of `report` as a table for people."""
+    times: Mapping[str, float] = figures["iteration_ms"]
+    waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one} - {COUNTS})
+    usual = next((name for name in (DDP, DDP_LIKE, PLAIN) if name in times), None)
+    head = f"{'':<18}{'step ms':>9}" + ("" if usual is None else f"{'saved':>8}")
+    rows = [head + "".join(f"{_wait_name(w):>{_width(w)}}" for w in waits)]
+    rows[0] += f"{'peak GB':>10}{'predicted ms':>14}{'off':>7}{'peak GB':>10}"
+    for name, ms in times.items():
+        line = f"{name:<18}{ms:>9.1f}" + ("" if usual is None else f"{1 - ms / times[usual]:>8.1%}")
+        # DistributedDataParallel waits for its sums out of our sight.
+        seen = [w for w in waits if not (name == DDP and w == "all_reduce")]
+        of_one = figures["waited_ms"][name]
+        line += "".join(f"{f'{of_one.get(w, 0.0):.1f}' if w in seen else '?':>{_width(w)}}" for w in waits)
+        line += f"{figures['peak_memory_gb'][name]:>10.3g}"
+        if name in figures["predicted_ms"]:
+            line += f"{figures['predicted_ms'][name]:>14.1f}{figures['prediction_errors'][name]:>7.0%}"
+            line += f"{figures['predicted_peak_memory_gb'][name]:>10.3g}"
+        rows.append(line)
+    if usual is not None:
+        rows.append(f"saved: against {usual}; {PLAIN}: no gradient is summed")
+    rows += _account_table(figures["account_ms"])
+    rows.append(f"link {figures['link']}; {_gain(figures)}")
+    return "\n".join(rows)
+
+
+def _account_table(accounts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line per contender: the parts of its step."""
+    parts = [*dict.fromkeys(part for account in accounts.values() for part in account)]
+    names = [part.replace("_", "-") for part in parts]
+    lines = ["of the step, ms".ljust(18) + "".join(f"{name:>{len(name) + 2}}" for name in names)]
+    for contender, account in accounts.items():
+        cells = (f"{account.get(part, 0.0):>{len(part) + 2}.1f}" for part in parts)
+        lines.append(contender.ljust(18) + "".join(cells))
+    return lines
+
+
+def _gain(figures: Mapping) -> str:
+    """How much faster the best strategy is than the best that does not plan, and what it hides."""
+    best, times = figures["best"], figures["iteration_ms"]
+    others = {name: times[name] for name in (DDP, DDP_LIKE, *BASELINES) if name in times and name != best}
+    if not others:
+        return best
+    rival = min(others, key=others.__getitem__)
+    text = f"{best} against {rival} {others[rival] / times[best]:.2f}x"
+    exposed = [
+        f"exposed all-to-all {-figures[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+        for name in BASELINES
+        if f"exposed_reduction_vs_{name}" in figures and name != best
+    ]
+    return ", ".join([text, *exposed])
+
+
+def _wait_name(collective: str) -> str:
+    return f"waits {collective.replace('_', '-')}"
+
+
+def _width(collective: str) -> int:
+    return len(_wait_name(collective)) + 2
+
+
+def _mean_over_ranks(values: Iterable[float]) -> list[float]:
+    own = torch.tensor([*values], dtype=torch.float64)
+    return over_ranks(own, group_name(None), "mean", _FIGURES).tolist()

@@ -1,1 +1,0 @@
-"""Measuring steps on this machine."""

@@ -1,0 +1,97 @@
+"""A pass for anybody's graph: computation in an order that hides its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import fx
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.program.from_fx import is_wait
+from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.optimization.node_costs import NodeCosts, milliseconds
+from lancet_kernels.optimization.traced_graph import read_graph
+from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.sink import read_late
+from lancet_kernels.schedules.rewrite.walk import UNPLANNED, Step, order, wait_late, walk
+from lancet_kernels.schedules.strategies import MORE_MEMORY
+from lancet_kernels.schedules.time.peak_memory import peak_memory
+
+CLUSTER = "dgx-h100"
+_STRATEGIES = ("none", "lancet-dw")
+
+
+def overlap_pass(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object] | None = None,
+    *,
+    costs: NodeCosts | None = None,
+    cluster: str | Path | Cluster = CLUSTER,
+    memory_limit: float | None = MORE_MEMORY,
+    strategy: str = "lancet-dw",
+) -> fx.GraphModule:
+    """Orders a traced graph so that its collectives hide behind computation; what it computes stays the same.
+
+    The graph is a forward, a backward, a joint graph of both, or a whole step, with functional collectives
+    (`torch.ops._c10d_functional`) and fake results (`meta["val"]`). All-gathers and all-to-alls start early,
+    weight gradients and other work that nothing waits for fill the gaps, and each `wait_tensor` stands right
+    before the first node that reads what arrived. No node is added, removed or changed, `meta` included; run
+    the pass behind those that recompute, offload or bucket.
+
+    All ranks must get the same order, or they wait for each other for ever: the same graph, and costs that
+    depend on shapes alone, as those of a cluster do, or that the ranks have agreed on.
+
+    Args:
+        gm: changed in place.
+        example_inputs: unused; passes of GraphTrainer and inductor get them.
+        costs: milliseconds of a node, or None for a node that it does not know.
+        cluster: gives the time of these, by name or as a .toml file; ranks fill node after node.
+        memory_limit: the predicted peak memory of the order, at most, in peaks of the graph as it is; None:
+            no limit.
+        strategy: "lancet-dw", or "none", which leaves the graph as it is. The others cut batches, for which
+            a functional all-to-all has no rule.
+    Returns: `gm`.
+    Raises: UserError: a graph that it cannot read, in one line; the graph is then unchanged.
+    """
+    check_name("strategy", strategy, STRATEGY_NAMES)
+    if strategy not in _STRATEGIES:
+        raise UserError(
+            "strategy of overlap_pass",
+            got=repr(strategy),
+            expected=f"{' or '.join(_STRATEGIES)}: no rule cuts a batch through functional all-to-alls",
+            do="call optimize() on the model for the others",
+        )
+    if memory_limit is not None and not memory_limit >= 1:
+        raise UserError(
+            "memory_limit of overlap_pass",
+            got=memory_limit,
+            expected="a number from 1, in peaks of the graph as it is, or None",
+            do="give 1.1 for a tenth more",
+        )
+    where = load_cluster(cluster)
+    if strategy == "none" or not any(map(is_wait, gm.graph.nodes)):
+        return gm
+    program = read_graph(gm.graph)
+    ms = milliseconds(gm.graph, program, costs, where)
+    names = tuple(program.instructions[i].name for i in _order(program, ms, memory_limit))
+    return walk(Step(gm, program), replace(UNPLANNED, order=names), (order, wait_late)).module
+
+
+def _order(program: Program, ms: Sequence[float], memory_limit: float | None) -> list[int]:
+    """Positions in the order to run."""
+    given = zip(program.instructions, ms, strict=True)
+    timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
+    limit = None if memory_limit is None else memory_limit * peak_memory(program)
+    best = best_order(timed, _own_time, memory_limit_bytes=limit, search=True).order
+    late = read_late(program, best, float("inf") if limit is None else limit)
+    program.reordered(late)  # raises where an instruction would run before one that it depends on
+    return late
+
+
+def _own_time(instruction: Instruction, _tensors: object) -> float:
+    assert instruction.milliseconds is not None
+    return instruction.milliseconds

@@ -1,1 +1,0 @@
-"""Training: models, data, ranks, gradients, checkpoints, the loop."""

@@ -1,4 +1,0 @@
-"""Random numbers that do not depend on how a batch is cut.
-
-Read `splitmix`, then `token_index` and `dropout`.
-"""

@@ -1,4 +1,0 @@
-"""Lancet, section 5: which ranges of the forward are cut into parts.
-
-Read `ranges` and `axes`, then `pipeline`, and the dynamic program in `partition_range`.
-"""

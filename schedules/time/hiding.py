@@ -1,0 +1,167 @@
+"""What simulating a plan predicts of its iteration, what of it no order could hide, and what computes while
+messages travel, by layer: the facts that `Plan.explain` puts into words.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lancet_kernels.graph.costs.costs import collective_of
+from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
+from lancet_kernels.graph.rules.part_instruction import whole_name
+from lancet_kernels.schedules.time.clock import link_of
+from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, lower_bound_ms
+from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The simulated iteration of a plan; of several microbatches, that of one in the mean."""
+
+    iteration_ms: float
+    exposed_ms: float
+    """Communication time during which compute idles."""
+    peak_memory_gb: float
+    lower_bound_ms: float = 0.0
+    """A bound for every order of this Program: the compute time, the link time, or the critical path."""
+    computation_ms: float = 0.0
+    """It and `exposed_by` make up `iteration_ms`."""
+    exposed_by: Mapping[str, float] = field(default_factory=dict)
+    """`exposed_ms` by collective; where several are exposed at once, the one that started first counts."""
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Prediction:
+        times, instructions = timeline.times, timeline.program.instructions
+        ms = timeline.durations_ms
+        bound = lower_bound_ms(timeline.program, ms)
+        exposed_by: dict[str, float] = defaultdict(float)
+        for one, number in ((times, 1), (times.before, times.others)):
+            for i, idle in exposed_intervals(one).items() if one else ():
+                exposed_by[collective_of(instructions[i])] += idle * number / (1 + times.others)
+        return cls(
+            timeline.iteration_ms,
+            timeline.exposed_ms,
+            timeline.peak_memory_bytes / 1e9,
+            bound,
+            computation_ms=sum(ms[i] for i in times.compute),
+            exposed_by={name: exposed_by[name] for name in sorted(exposed_by)},
+        )
+
+
+def exposed_bounds(program: Program, ms: Sequence[float]) -> dict[str, float]:
+    """By collective, milliseconds of it during which compute idles in every order.
+
+    A message is hidden by computation that no path connects with it; what is longer than all of that is
+    exposed, for each message alone and for all of a kind together. Nothing is said where messages travel on
+    several links, because what two of them expose at once counts for one.
+
+    Args: ms: durations by position.
+    """
+    messages = [i for i, x in enumerate(program.instructions) if x.kind.is_communication]
+    if len({link_of(program.instructions[i]) for i in messages}) > 1:
+        return {}
+    computes = [x.kind is Kind.COMPUTE for x in program.instructions]
+    compute_ms = np.where(computes, ms, 0.0)
+
+    def bits(bitset: int) -> np.ndarray:
+        """[positions] of truth values."""
+        raw = np.frombuffer(bitset.to_bytes((len(ms) + 7) // 8, "little"), dtype=np.uint8)
+        return np.unpackbits(raw, count=len(ms), bitorder="little").astype(bool)
+
+    alone: dict[str, float] = {}
+    sent_ms: dict[str, float] = {}
+    hides: dict[str, np.ndarray] = {}
+    for i in messages:
+        kind = collective_of(program.instructions[i])
+        beside = bits(program.reachability.independent(i))
+        alone[kind] = alone.get(kind, 0.0) + max(0.0, ms[i] - float(compute_ms @ beside))
+        sent_ms[kind] = sent_ms.get(kind, 0.0) + ms[i]
+        hides[kind] = beside if kind not in hides else hides[kind] | beside
+    together = {kind: sent_ms[kind] - float(compute_ms @ hides[kind]) for kind in sent_ms}
+    return {kind: max(alone[kind], together[kind]) for kind in sorted(sent_ms)}
+
+
+WEIGHT_GRADIENTS = "weight gradients"
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Computation of some layers while a message travels: `work` is a phase, "weight gradients" or
+    "recomputation"."""
+
+    work: str
+    layers: tuple[str, ...]
+    ms: float
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """The messages of one kind, phase and layer in a predicted iteration, and what computes meanwhile.
+
+    layer: path of the module; "": messages of no layer, gradient all-reduces say. count: of messages.
+    ms: the sum of their times, `exposed_ms` the part of it in which nothing computes. fillers: longest first;
+    they and `exposed_ms` make up `ms`.
+    """
+
+    kind: str
+    phase: str
+    layer: str
+    count: int
+    ms: float
+    exposed_ms: float
+    fillers: tuple[Filler, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hiding:
+        """The value from those of `asdict`, as lists."""
+        fillers = tuple(Filler(f["work"], tuple(f["layers"]), f["ms"]) for f in data["fillers"])
+        return cls(**{**data, "fillers": fillers})
+
+
+def what_hides(
+    timeline: Timeline, layers: Mapping[str, str], weight_gradients: Collection[str]
+) -> tuple[Hiding, ...]:
+    """What computes while each message of a simulated iteration travels, in the order of their start.
+
+    Args: layers: instruction of the graph before it was cut -> path of its module. weight_gradients: names
+        of instructions, of the same graph.
+    """
+    # One after the other, as compute is one resource.
+    computed = [event for event in timeline.events if event.kind is Kind.COMPUTE]
+    found: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        if event.kind is not Kind.COMPUTE:
+            layer = "" if event.kind is Kind.ALL_REDUCE else layers.get(_of_graph(event), "")
+            found[event.kind, event.phase, layer].append(event)
+    result = []
+    for (kind, phase, layer), messages in found.items():
+        shares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for message in messages:
+            first = bisect_right(computed, message.start_ms, key=lambda event: event.end_ms)
+            for event in islice(computed, first, None):
+                if event.start_ms >= message.end_ms:
+                    break
+                both = min(event.end_ms, message.end_ms) - max(event.start_ms, message.start_ms)
+                if both > 0:
+                    work = label(event, weight_gradients)
+                    work = WEIGHT_GRADIENTS if work == WEIGHT_GRADIENT else work
+                    shares[work][layers.get(_of_graph(event), "")] += both
+        fillers = [Filler(work, tuple(of), sum(of.values())) for work, of in shares.items()]
+        fillers.sort(key=lambda filler: -filler.ms)
+        ms = sum(message.end_ms - message.start_ms for message in messages)
+        exposed = max(0.0, ms - sum(filler.ms for filler in fillers))
+        result.append(Hiding(kind.value, phase.value, layer, len(messages), ms, exposed, tuple(fillers)))
+    return tuple(result)
+
+
+def _of_graph(event: Event) -> str:
+    """The instruction of the graph before it was cut."""
+    name = whole_name(event.name)
+    return original_name(name) or name

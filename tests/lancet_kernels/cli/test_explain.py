@@ -1,0 +1,38 @@
+"""`lancet explain`: a saved plan, and the difference of two."""
+
+import json
+
+import pytest
+
+from lancet_kernels.cli.main import main
+
+TINY = ["plan", "--model", "gpt2-tiny-moe", "--gpus", "8", "--most-parts", "2"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    for strategy in ("none", "tutel"):
+        assert main([*TINY, "--gate", "hash", "--strategy", strategy, "--save", str(folder / strategy)]) == 0
+    return [str(folder / name) for name in ("none", "tutel")]
+
+
+@pytest.mark.long
+def test_a_plan_and_the_difference_of_two(files, capsys):
+    assert main(["explain", files[0]]) == 0
+    assert capsys.readouterr().out.startswith("Plan `none` for gpt2-tiny-moe, 8 GPUs")
+    assert main(["explain", files[0], files[0]]) == 0
+    assert capsys.readouterr().out.endswith("\n\nBoth plans run the same.\n")
+    assert main(["explain", *files]) == 0
+    out = capsys.readouterr().out
+    assert "strategy: none, and tutel" in out
+    assert main(["explain", *files, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["different"] == [line for line in out.splitlines() if line][3:]
+    assert found["plans"][files[1]]["strategy"] == "tutel"
+    assert not found["runs_the_same"]
+
+
+def test_a_file_that_is_no_plan(tmp_path, capsys):
+    assert main(["explain", str(tmp_path / "missing.json")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,176 @@
+import sys
+import sysconfig
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lancet_kernels.cli.training.data as data
+from lancet_kernels.cli.training.data import batch_of_rank, load_corpus
+from lancet_kernels.errors import UserError
+from tests.examples import examples
+from tests.moe_reference import MASK, splitmix
+
+
+def text_of(tokens):
+    return bytes(tokens.tolist()).decode()
+
+
+def write_files(folder, texts):
+    for name, text in texts.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_single_file_gives_its_last_twentieth_to_validation(tmp_path):
+    """Also of a folder with one text."""
+    write_files(tmp_path, {"text.txt": "0123456789" * 10, "b.bin": b"\0"})
+    corpus = load_corpus(tmp_path)
+    assert (corpus.name, corpus.vocab_size, corpus.train.dtype) == (str(tmp_path), 256, np.uint8)
+    assert text_of(corpus.train) == "0123456789" * 9 + "01234"
+    assert text_of(corpus.validation) == "56789"
+
+
+def test_small_folder_gives_its_last_file_to_validation(tmp_path):
+    write_files(
+        tmp_path,
+        {
+            "b.txt": "bee",
+            "a.txt": "ay",
+            "sub/z.txt": "zed",
+            "sub/c.bin": b"\0binary",
+            ".git/x": "hidden",
+            "empty": "",
+        },
+    )
+    corpus = load_corpus(str(tmp_path))
+    assert text_of(corpus.train) == "ay\nbee"
+    assert text_of(corpus.validation) == "zed"
+
+
+def test_every_twentieth_file_goes_to_validation(tmp_path):
+    write_files(tmp_path, {f"{index:02d}.txt": f"<{index:02d}>" for index in range(1, 46)})
+    corpus = load_corpus(str(tmp_path))
+    assert text_of(corpus.validation) == "<20>\n<40>"
+    train = text_of(corpus.train).split("\n")
+    assert train == [f"<{index:02d}>" for index in range(1, 46) if index not in (20, 40)]
+
+
+def test_default_is_the_library_without_tests_and_packages(tmp_path, monkeypatch):
+    skipped = ["site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"]
+    write_files(tmp_path, {f"{folder}/x.py": "no" for folder in skipped})
+    write_files(tmp_path, {"ast.py": "A", "json/tool.py": "J", "json/tests/x.py": "no", "LICENSE.txt": "no"})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = load_corpus()
+    assert corpus.name == f"python-stdlib-{sys.version_info.major}.{sys.version_info.minor}"
+    assert (text_of(corpus.train), text_of(corpus.validation)) == ("A", "J")
+
+
+def test_the_real_library_is_megabytes_of_python():
+    corpus = load_corpus()
+    text = bytes(corpus.train)
+    assert len(text) > 3_000_000
+    assert b"\0" not in text
+    assert text.count(b"\nimport ") > 500
+    assert 0.02 < len(corpus.validation) / len(text) < 0.1
+
+
+def word_tokenizer(path, words):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel(words, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("\n", "isolated")
+    # Would add a token to every text if special tokens were not switched off.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[BOS] $A", special_tokens=[("[BOS]", 1)]
+    )
+    tokenizer.save(str(path))
+
+
+def test_tokenizer_encodes_file_by_file(tmp_path):
+    word_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "[BOS]": 1, "\n": 2, "red": 3, "green": 299})
+    write_files(tmp_path / "texts", {"1": "red", "2": "green\nblue", "3": "green"})
+    corpus = load_corpus(str(tmp_path / "texts"), str(tmp_path / "tokenizer.json"))
+    assert (corpus.vocab_size, corpus.train.dtype) == (300, np.uint16)
+    assert corpus.train.tolist() == [3, 2, 299, 2, 0]
+    assert corpus.validation.tolist() == [299]
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.uint32)])
+def test_tokens_take_the_smallest_type(tmp_path, largest, dtype):
+    word_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "[BOS]": 1, "big": largest})
+    (tmp_path / "text").write_text("big")
+    corpus = load_corpus(str(tmp_path / "text"), str(tmp_path / "tokenizer.json"))
+    assert (corpus.train.dtype, corpus.train.tolist()) == (dtype, [largest])
+
+
+def test_long_texts_are_encoded_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "ENCODED_AT_ONCE", 7)
+    text = "ab\ncdefghijklmno\n\npq\nr"
+    pieces = list(data._pieces(text))
+    assert pieces == ["ab\n", "cdefghi", "jklmno\n", "\npq\nr"]
+
+
+def test_missing_tokenizers_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'lancet-kernels\[tokenizers\]'"):
+        load_corpus(None, "tokenizer.json")
+
+
+def test_bad_inputs_are_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "bad.json").write_text("{\n}")
+    for path, tokenizer, message in [
+        ("missing", None, "missing, which does not exist"),
+        ("empty", None, "empty, which has no text"),
+        ("binary", None, "binary, which has no text"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            load_corpus(str(tmp_path / path), tokenizer)
+        assert "\n" not in str(caught.value)
+    for tokenizer in ("bad.json", "missing.json"):
+        pytest.importorskip("tokenizers")
+        with pytest.raises(
+            UserError, match=r"tokenizer: got .*json \(.*\), expected a tokenizer.json"
+        ) as caught:
+            load_corpus(None, str(tmp_path / tokenizer))
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_start_where_the_hash_says():
+    tokens = np.arange(1000, dtype=np.uint16)
+    inputs, targets = batch_of_rank(tokens, seed=-1, step=7, batch=3, sequence=4, rank=1)
+    starts = [splitmix(splitmix(splitmix(MASK) ^ 7) ^ row) % 996 for row in (3, 4, 5)]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.tolist() == [[start + place for place in range(4)] for start in starts]
+    assert torch.equal(targets, inputs + 1)
+
+
+@examples(50)
+@given(
+    seed=st.integers(-(2**70), 2**70),
+    step=st.integers(0, 2**40),
+    rows=st.integers(1, 5),
+    ranks=st.integers(1, 8),
+    sequence=st.integers(1, 9),
+    extra=st.integers(0, 50),
+)
+def test_any_number_of_ranks_reads_the_same_batch(seed, step, rows, ranks, sequence, extra):
+    tokens = np.arange(sequence + 1 + extra, dtype=np.uint8)
+    sizes = {"seed": seed, "step": step, "sequence": sequence}
+    whole = batch_of_rank(tokens, **sizes, batch=rows * ranks, rank=0)
+    parts = [batch_of_rank(tokens, **sizes, batch=rows, rank=rank) for rank in range(ranks)]
+    for which in (0, 1):
+        assert torch.equal(torch.cat([part[which] for part in parts]), whole[which])
+
+
+def test_too_few_tokens():
+    sizes = {"seed": 0, "step": 0, "batch": 2, "rank": 0}
+    tokens = np.zeros(5, dtype=np.uint8)
+    batch_of_rank(tokens, sequence=4, **sizes)
+    with pytest.raises(UserError, match="got 5 tokens, expected at least 6 for sequences of 5; give"):
+        batch_of_rank(tokens, sequence=5, **sizes)

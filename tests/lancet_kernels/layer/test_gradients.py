@@ -1,0 +1,209 @@
+"""Gradients across ranks: buckets against plain all-reduces, clipping against one process."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import Groups, MoELayer, UserError
+from lancet_kernels.layer.gradients import (
+    as_backward_finishes,
+    broadcast_replicated,
+    clip_gradients,
+    gradient_groups,
+    set_gradient_group,
+)
+from lancet_kernels.layer.summed_gradients import SummedModule
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from tests.grids import few_of
+
+
+class Odd(nn.Module):
+    """A tied weight, a parameter that nobody uses, one used on some ranks only, a frozen one, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.moe = MoELayer(4, 6, 4, capacity_factor=None)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, token_BS: Tensor, sometimes: bool) -> Tensor:
+        x = self.moe(self.embedding(token_BS)) * self.frozen * self.low.float()
+        return self.head(x * self.sometimes if sometimes else x)
+
+
+def backward_on(model: nn.Module, step: int, rank: int) -> None:
+    token_BS = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    y = model(token_BS, sometimes=rank % 2 == 0)
+    (nn.functional.cross_entropy(y.flatten(0, 1), token_BS.flatten()) / dist.get_world_size()).backward()
+
+
+def buckets_on_rank(bucket_bytes: int) -> list[str]:
+    """What differs, over three steps, from one all-reduce per gradient."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    bucketed = Odd()
+    torch.manual_seed(0)
+    plain = Odd()
+    summed = SummedModule(bucketed, Groups.around(), divide_by=1, bucket_bytes=bucket_bytes)
+    wrong = []
+    for step in range(3):
+        backward_on(summed, step, rank)
+        backward_on(plain, step, rank)
+        experts = {id(p) for p in (plain.moe.w1, plain.moe.w2)}
+        for (name, p), q in zip(plain.named_parameters(), bucketed.parameters(), strict=True):
+            if p.requires_grad and id(p) not in experts and name != "unused":
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+            # Of other shapes they are not equal.
+            if not (p.grad is q.grad is None or torch.equal(p.grad, q.grad)):
+                wrong.append(f"{name} in step {step}")
+        bucketed.zero_grad(set_to_none=step == 0)
+        plain.zero_grad(set_to_none=step == 0)
+    return wrong
+
+
+@pytest.mark.parametrize("bucket_bytes", few_of([1, 100, 1 << 20], 1))
+def test_buckets_equal_one_all_reduce_per_gradient(pool, bucket_bytes):
+    """Bitwise: two numbers have one sum."""
+    assert pool.run(buckets_on_rank, bucket_bytes, ranks=2) == [[], []]
+
+
+def overlap_on_rank() -> list[bool]:
+    """Did the first sum start before the first layer's backward ran? Are all sums of the backward?"""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    summed = SummedModule(model, Groups.around(), divide_by=1, bucket_bytes=1)
+    started, at_first = [], []
+    real = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: started.append(1) or real(*a, **k)
+    model[0].register_full_backward_pre_hook(lambda *_: at_first.append(len(started)))
+    try:
+        summed(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    finally:
+        dist.all_reduce = real
+    return [at_first[0] > 0, len(started) == 8]
+
+
+def test_buckets_start_during_backward(pool):
+    assert pool.run(overlap_on_rank) == [[True, True]] * 2
+
+
+def buckets_of(over: dict[nn.Parameter, str], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    cut = cut_into_buckets(as_backward_finishes(over), bucket_bytes)
+    assert all(over[p] == group for group, bucket in cut for p in bucket)
+    return [bucket for _, bucket in cut]
+
+
+def test_cut_into_buckets():
+    dtypes = {8: torch.bfloat16}
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtypes.get(n))) for n in (4, 2, 8, 1, 5)]
+    over = dict.fromkeys(parameters, "all")
+    # One dtype per bucket; what is of another kind does not close it.
+    assert sizes_of(buckets_of(over, 24)) == [[5, 1], [8], [2, 4]]
+    assert sizes_of(buckets_of(over, 32)) == [[5, 1, 2], [8], [4]]
+    over[parameters[1]], over[parameters[3]] = "others", ""
+    assert sizes_of(buckets_of(over, 24)) == [[5, 4], [8], [2]]
+    assert buckets_of({}, 24) == []
+    flat = [p for cut in buckets_of(dict.fromkeys(parameters, "all"), 1) for p in cut]
+    assert all(a is b for a, b in zip(flat, reversed(parameters), strict=True))
+
+
+def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
+    return [[p.numel() for p in bucket] for bucket in buckets]
+
+
+def test_gradient_groups():
+    """Every parameter has a group, marked ones their own, also in a copy of the model."""
+    model = Odd()
+    groups = Groups(expert="e", replica="r", data="d", world="w")
+    over = gradient_groups(model, groups)
+    assert len(over) == len(list(model.parameters()))
+    names = {name: over[p] for name, p in model.named_parameters()}
+    assert {name for name, group in names.items() if group == "r"} == {"moe.w1", "moe.w2"}
+    assert set(names.values()) == {"r", "d"}
+    with pytest.raises(
+        UserError, match="parameter of Embedding: got 'wight', expected one of weight; name a"
+    ):
+        set_gradient_group(model.embedding, None, ["wight"])
+    set_gradient_group(model.embedding, None, ["weight"])
+    for one in (model, copy.deepcopy(model)):
+        assert gradient_groups(one, groups)[one.embedding.weight] == ""
+
+
+# ---- clipping
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A gradient for every name; experts' as of all of them together."""
+    shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+    for name in ("moe.w1", "moe.w2"):
+        shapes[name] = (4, *shapes[name][1:])
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def clip_on_rank(largest: float | None) -> tuple[float, dict[str, Tensor]]:
+    model = Odd()
+    for name, grad in whole_gradients(model).items():
+        parameter = model.get_parameter(name)
+        ids = model.moe.expert_ids()
+        mine = grad[ids.start : ids.stop] if name.startswith("moe.w") else grad
+        parameter.grad = mine.to(parameter.dtype, copy=True)
+    norm = clip_gradients(model, largest, Groups.around())
+    return norm.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+@pytest.mark.parametrize("largest", few_of([None, 1.0, 1e6], 1))
+def test_clipping_across_expert_shards_equals_one_process(pool, ranks, largest):
+    whole = {name: nn.Parameter(torch.zeros_like(grad)) for name, grad in whole_gradients(Odd()).items()}
+    for name, grad in whole_gradients(Odd()).items():
+        whole[name].grad = grad.to(torch.bfloat16).float() if name == "low" else grad
+    before = whole["moe.w1"].grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(whole.values(), float("inf") if largest is None else largest)
+    results = pool.run(clip_on_rank, largest, ranks=ranks)
+    assert (largest == 1.0) == (not torch.equal(whole["moe.w1"].grad, before))
+    for rank, (got, gradients) in enumerate(results):
+        torch.testing.assert_close(got, norm.item(), rtol=1e-6, atol=0)
+        for name, grad in gradients.items():
+            wanted = whole[name].grad
+            wanted = wanted.chunk(ranks)[rank] if name.startswith("moe.w") else wanted
+            tolerance = 1e-2 if name == "low" else 1e-5
+            torch.testing.assert_close(grad.float(), wanted, rtol=tolerance, atol=0)
+    assert all(one[0] == two[0] for one, two in pairwise(results)), "ranks scale differently"
+
+
+def test_clipping_without_gradients_or_group():
+    assert clip_gradients(Odd(), 1.0, Groups()).item() == 0
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.tensor([[-3.0]])
+    assert clip_gradients(model, 1.5, Groups()).item() == 3
+    assert abs(model.weight.grad.item() + 1.5) < 1e-5
+
+
+def broadcast_on_rank() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = Odd()
+    model.register_buffer("count", torch.tensor([dist.get_rank() + 5]))
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    broadcast_replicated(model, Groups.around())
+    return {"own": own, "now": {n: t.detach().clone() for n, t in model.state_dict().items()}}
+
+
+def test_broadcast_makes_replicated_ones_equal(pool):
+    first, second = pool.run(broadcast_on_rank)
+    assert torch.equal(second["now"]["count"], torch.tensor([5]))
+    for name in ("embedding.weight", "moe.router", "sometimes"):
+        assert not torch.equal(first["own"][name], second["own"][name]) or name == "sometimes"
+        assert torch.equal(second["now"][name], first["own"][name])
+    assert torch.equal(second["now"]["moe.experts.2.w1"], second["own"]["moe.w1"][0]), (
+        "experts were overwritten"
+    )

@@ -1,0 +1,304 @@
+"""transformers' expert parallelism on our ops (`ep_implementation="lancet"`) beside its own "all_to_all":
+loss and all gradients, for each family, with FSDP, expert-FSDP and tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import CausalLMStep
+from tests.grids import few_of
+from tests.optimized import optimized
+from tests.ranks import RankPool
+from tests.refusals import refusal
+from tests.transformers_models import EXPERT_PARALLEL, PLANNED, tiny_batch, tiny_model
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """family -> the folder of a saved model; made once."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("models") / family
+            tiny_model(family).save_pretrained(folders[family])
+        return folders[family]
+
+    return folder
+
+
+def loaded(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> nn.Module:
+    """The model, sharded by transformers."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
+
+    config = DistributedConfig(ep_implementation=implementation, **sizes)
+    options = {"dtype": torch.float64, "experts_implementation": "eager", **options}
+    environment = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    environment["WORLD_SIZE"] = str(dist.get_world_size())
+    with mock.patch.dict(os.environ, environment):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+
+
+def loss_and_gradients(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> dict:
+    autocast = options.pop("autocast", False)
+    model = loaded(folder, implementation, sizes, **options)
+    batch = tiny_batch(dist.get_rank() // sizes.get("tp_size", 1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **local_gradients(model)}
+
+
+def local_gradients(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {n: g.to_local() if hasattr(g, "to_local") else g for n, g in gradients.items() if g is not None}
+
+
+def differences(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[int, float, bool]:
+    """-> compared gradients, the largest difference relative to the largest of its tensor, and do experts
+    have gradients other than 0?"""
+    theirs = loss_and_gradients(folder, "all_to_all", sizes, **options)
+    ours = loss_and_gradients(folder, "lancet", sizes, **options)
+    return compared(ours, theirs)
+
+
+def compared(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[int, float, bool]:
+    assert ours.keys() == theirs.keys()
+    worst = max(
+        float((ours[n] - t).abs().max() / t.abs().max().clamp(min=1e-30))
+        for n, t in theirs.items()
+        if t.numel()
+    )
+    return len(ours) - 1, worst, any(bool(g.any()) for n, g in ours.items() if "experts" in n)
+
+
+def planned(folder: str, sizes: dict[str, int], strategy: str, **options: Any) -> tuple[int, float, bool]:
+    """As `differences`, of the second of two planned steps beside "all_to_all" without a plan. In float32:
+    torch 2.13 divides float64 gradients of experts that one rank has alone twice."""
+    theirs = loss_and_gradients(folder, "all_to_all", sizes, dtype=torch.float32, **options)
+    model = loaded(folder, "lancet", sizes, dtype=torch.float32, **options)
+    batch = tiny_batch(dist.get_rank())
+    inputs = batch["input_ids"], batch["labels"]
+    step = optimized(CausalLMStep(model), inputs, strategy, reduce_gradients="mean", accumulate=2)
+    for _ in range(2):
+        model.zero_grad()
+        if strategy == "microbatches":
+            loss, _ = step.microbatches([inputs, inputs])
+        else:
+            loss = step(*inputs)
+            loss.backward()
+    assert not step.fallbacks
+    return compared({"loss": loss.detach(), **local_gradients(model)}, theirs)
+
+
+def check(
+    pool: RankPool, folder: Path, ranks: int, sizes: dict[str, int], bound: float = 1e-9, **options
+) -> None:
+    for count, worst, experts in pool.run(
+        differences, str(folder), sizes, options, ranks=ranks, timeout_s=240
+    ):
+        assert count > 20
+        assert worst < bound
+        assert experts
+
+
+def test_equals_all_to_all(pool, saved):
+    check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2})
+
+
+def names_and_kinds(folder: str) -> list[tuple[str, bool, str]]:
+    from lancet_kernels.transformers.expert_parallel import LancetEP, activation_of, has_plain_weights
+
+    loaded(folder, "all_to_all", {"fsdp_size": 2, "ep_size": 2})  # that others were built does not matter
+    model = loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2})
+    closures = [
+        c.cell_contents for m in model.modules() for c in getattr(m.forward, "__closure__", None) or ()
+    ]
+    layers = [value for value in closures if isinstance(value, LancetEP)]
+    return [(one.name, has_plain_weights(one.experts), activation_of(one.experts)) for one in layers]
+
+
+@pytest.mark.parametrize(
+    ("family", "activation"), few_of([("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")], 1)
+)
+def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
+    expected = [(f"experts {i}", True, activation) for i in range(2)]
+    assert pool.run(names_and_kinds, str(saved(family))) == [expected] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["none", "lancet-dw", "lancet", "microbatches"])
+@pytest.mark.parametrize(("family", "ranks", "sizes"), PLANNED)
+def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strategy):
+    for count, worst, experts in pool.run(
+        planned, str(saved(family)), sizes, strategy, ranks=ranks, timeout_s=400
+    ):
+        assert count > 20
+        assert worst < 1e-4
+        assert experts
+
+
+def refusal_of_a_plan(folder: str) -> str:
+    return refusal(lambda: planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none", swiglu_limit=6.0))
+
+
+@pytest.mark.long
+def test_experts_with_an_activation_of_their_own_are_not_planned(pool, saved):
+    messages = pool.run(refusal_of_a_plan, str(saved("GPT-OSS")))
+    assert messages[0] == messages[1]
+    assert "GptOssExperts: got an activation" in messages[0]
+
+
+class OwnExperts(nn.Module):
+    """Experts that are no weights: the square of a row, times the number of the expert from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 2
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return (x.square().unsqueeze(1) * ((index + 1) * weight).unsqueeze(2)).sum(1)
+
+
+def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
+    """Experts with a forward of their own, four on two ranks; all tokens to the experts of one rank, or as it
+    comes. -> equals the sum over the choices, gradients of tokens and weights too?"""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from lancet_kernels.transformers.expert_parallel import LancetEP
+
+    mesh = init_device_mesh("cpu", (2,))
+    alone = DeviceMesh("cpu", [dist.get_rank()])
+    layer = LancetEP(OwnExperts(), mesh, alone)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(5)])
+    if all_to_rank is not None:
+        index = 2 * all_to_rank + index % 2
+    y = layer(x, index, weight)
+    reference = (x.square().unsqueeze(1) * ((index % 2 + 1) * weight).unsqueeze(2)).sum(1)
+    y_gradients = torch.autograd.grad(y.sin().sum(), (x, weight))
+    gradients = torch.autograd.grad(reference.sin().sum(), (x, weight))
+    same = all(torch.allclose(a, b) for a, b in zip(y_gradients, gradients, strict=True))
+    return torch.allclose(y, reference), same
+
+
+@pytest.mark.parametrize("all_to_rank", [None, 1])
+def test_other_experts_run_their_own_forward(pool, all_to_rank):
+    """Also where a rank receives no row: then its experts run on a row of zeros, for their gradients."""
+    assert pool.run(own_forward, all_to_rank) == [(True, True)] * 2
+
+
+class Config:
+    _experts_implementation = "grouped_mm"
+
+
+def of_kind(gate: bool, bias: bool, transposed: bool, concatenated: bool) -> nn.Module:
+    """Experts as transformers' decorator describes them: four, D = 8, F = 16."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation(
+        has_gate=gate, has_bias=bias, is_transposed=transposed, is_concatenated=concatenated
+    )
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = 4
+            self.act_fn = nn.SiLU()
+            for name, inner, outer in (("gate_up_proj" if gate else "up_proj", 8, 32), ("down_proj", 16, 8)):
+                outer = 16 if name == "up_proj" else outer
+                shape = (4, inner, outer) if transposed else (4, outer, inner)
+                self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+                if bias:
+                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(4, outer)))
+
+        if not concatenated:
+
+            def _apply_gate(self, gate_up: Tensor) -> Tensor:
+                return torch.tanh(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+        def forward(self, *args: Tensor) -> Tensor:
+            raise AssertionError("its grouped products run in place of it")
+
+    return Experts(Config())
+
+
+def grouped_on_one_rank(*kind: bool) -> float:
+    """The largest difference of results and gradients between ours and transformers' grouped products."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lancet_kernels.transformers.expert_parallel import LancetEP, has_plain_weights
+
+    torch.manual_seed(1)
+    experts, mesh = of_kind(*kind), init_device_mesh("cpu", (1,))
+    assert has_plain_weights(experts)
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    inputs = [x, weight, *experts.parameters()]
+    results = []
+    for run in (LancetEP(experts, mesh, mesh), experts):
+        y = run(x, index, weight)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), inputs)])
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("gate", "concatenated"), [(True, True), (True, False), (False, True)])
+def test_every_layout_of_weights(pool, gate, bias, transposed, concatenated):
+    assert pool.run(grouped_on_one_rank, gate, bias, transposed, concatenated, ranks=1)[0] < 1e-5
+
+
+def other_layers(names: list[str]) -> str:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from lancet_kernels.transformers.expert_parallel import LancetEP
+
+    layer = LancetEP(OwnExperts(), init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
+    layer.name = names[dist.get_rank()]
+    return refusal(lambda: layer(torch.ones(3, 4), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
+
+
+def test_ranks_in_other_layers_are_named(pool):
+    for message in pool.run(other_layers, ["experts 0", "experts 1"]):
+        assert "experts 0 on rank 0" in message or "experts 1 on rank 1" in message
+
+
+@pytest.mark.parametrize(("dtype", "bound"), few_of([(torch.float32, 1e-4), (torch.bfloat16, 0.05)], 1))
+def test_autocast_and_lower_precision(pool, saved, dtype, bound):
+    """In float32 beside transformers' grouped products; in autocast the experts compute in bfloat16."""
+    options = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}
+    options |= {"autocast": True} if dtype is torch.bfloat16 else {}
+    check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2}, bound, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", EXPERT_PARALLEL)
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, {"fsdp_size": 2, "ep_size": 2}),
+        (2, {"tp_size": 2, "ep_size": 2}),
+        (4, {"fsdp_size": 4, "ep_size": 2}),
+        (4, {"fsdp_size": 4, "ep_size": 4}),
+        (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+        (4, {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}),
+    ],
+)
+def test_every_family_equals_all_to_all(pool, saved, family, ranks, sizes):
+    check(pool, saved(family), ranks, sizes)
