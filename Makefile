@@ -60,6 +60,8 @@ gpu:
 
 # mypy looks for packages in folders of their names; ours are mapped, so it gets links that are as installed.
 TYPED := build/mypy/lancet_kernels
+# import-linter does not follow links: a copy.
+IMPORTED := build/imports
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -69,6 +71,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/mypy -p bench
 	$(BIN)/mypy examples docs/scripts
+	rm -rf $(IMPORTED) && mkdir -p $(IMPORTED)
+	cp -r lancet_kernels $(IMPORTED) && cp -r ops graph schedules $(IMPORTED)/lancet_kernels
+	cd $(IMPORTED) && ../../$(BIN)/lint-imports --no-logo --no-cache ../../pyproject.toml
 
 # The pages, into build/docs; a warning is an error.
 docs: $(INSTALLED)

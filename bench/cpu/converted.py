@@ -33,9 +33,9 @@ from lancet_kernels.cli.options import names_among
 from lancet_kernels.measure.launch import launch
 from lancet_kernels.measure.ranks import report_errors, start_ranks, under_launcher
 from lancet_kernels.measure.step_bench import iteration
-from lancet_kernels.measure.timing import in_turn
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.timing import in_turn
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, SEQUENCES, TOKENS = 4, 8, 2, 256, 4, 64
 TRANSFORMERS, CONVERT = "transformers", "convert"

@@ -34,7 +34,7 @@ from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.kernels.warmup import variants, warm_up, warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
-from lancet_kernels.measure.timing import Clock
+from lancet_kernels.timing import Clock
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 Results = Iterator[dict]

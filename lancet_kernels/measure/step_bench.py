@@ -26,7 +26,6 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer.ddp import ddp
 from lancet_kernels.layer.gradients import groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
-from lancet_kernels.measure.timing import in_turn, peak_memory_gb
 from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
@@ -37,6 +36,7 @@ from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.schedules.plan import Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.time.timeline import save_picture
+from lancet_kernels.timing import in_turn, peak_memory_gb
 
 Inputs = Sequence | Mapping[str, object]
 """The inputs of one step, by position or by name."""

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lancet_kernels.measure.timing import in_turn
 from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.timing import in_turn
 
 WARMUP = 1
 

@@ -25,9 +25,9 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuning import Entry, TunedCache
 from lancet_kernels.kernels.warmup import warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses
-from lancet_kernels.measure.timing import Clock
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
 from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.timing import Clock
 from lancet_kernels.tuning.candidates import Place, Task, candidates
 
 # config -> a run of forward and backward.

@@ -12,7 +12,7 @@ from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.overlap import config_for_gpu
 from lancet_kernels.kernels.tuning import TunedCache
-from lancet_kernels.measure.timing import Clock
+from lancet_kernels.timing import Clock
 from lancet_kernels.tuning.candidates import Place, Task, candidates
 from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lancet_kernels.measure.timing import peak_memory_gb
+from lancet_kernels.timing import peak_memory_gb
 
 MB = 1_000_000
 
