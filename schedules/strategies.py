@@ -41,7 +41,9 @@ from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.report import Report
+from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
@@ -94,19 +96,20 @@ def ordered(plan: Plan, orders: OrderSearch, search: bool = True) -> tuple[Plan,
     best order by local search.
     """
     program, cost = orders.program, orders.cost
-    if plan.method.startswith(ORIGINAL_ORDER):
+    figures: dict[str, Any] = {}
+    if plan.report.method.startswith(ORIGINAL_ORDER):
         if plan.ranges:
             early = issue_early(program, range(len(program)), fixed=frozenset(plan.blocking))
             program = program.reordered(early)
         timeline = simulate(program, cost, blocking=frozenset(plan.blocking))
         order = list(range(len(program)))
     else:
-        limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
-        best = orders.best(limit, search=search)
+        limit_gb = plan.report.memory_limit_gb
+        best = orders.best(None if limit_gb is None else limit_gb * 1e9, search=search)
         timeline, order = Timeline(program, best.times), best.order
-        plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
+        figures = {"method": best.method, "without_limit_ms": best.without_limit_ms}
     names = tuple(program.instructions[i].name for i in order)
-    return replace(plan, order=names, predicted=Prediction.of(timeline)), timeline
+    return replace(plan, order=names).reported(predicted=Prediction.of(timeline), **figures), timeline
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> int:
@@ -114,11 +117,15 @@ def fastest_that_fits(plans: Sequence[Plan]) -> int:
     the one that needs least memory."""
 
     def rank(i: int) -> tuple[float, float]:
-        predicted, limit = plans[i].predicted, plans[i].memory_limit_gb
-        beyond = 0.0 if limit is None or predicted.peak_memory_gb <= limit else predicted.peak_memory_gb
-        return beyond, predicted.iteration_ms
+        report = plans[i].report
+        beyond = 0.0 if report.fits() else report.predicted.peak_memory_gb
+        return beyond, report.predicted.iteration_ms
 
     return min(range(len(plans)), key=rank)
+
+
+def _predicted_ms(plan: Plan) -> float:
+    return plan.report.predicted.iteration_ms
 
 
 def _while_faster(plans: Iterable[Plan]) -> list[Plan]:
@@ -126,7 +133,7 @@ def _while_faster(plans: Iterable[Plan]) -> list[Plan]:
     tried: list[Plan] = []
     for plan in plans:
         tried.append(plan)
-        if len(tried) > 1 and plan.predicted.iteration_ms > tried[-2].predicted.iteration_ms:
+        if len(tried) > 1 and _predicted_ms(plan) > _predicted_ms(tried[-2]):
             break
     return tried
 
@@ -185,9 +192,9 @@ class Planner:
     def plans(self, strategies: Sequence[str] = STRATEGY_NAMES) -> dict[str, Plan]:
         """The plans of the possible strategies; `compared` of each has the predictions of the others."""
         plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
-        predicted = {name: plan.predicted for name, plan in plans.items()}
+        predicted = {name: plan.report.predicted for name, plan in plans.items()}
         return {
-            name: replace(plan, compared={n: p for n, p in predicted.items() if n != name})
+            name: plan.reported(compared={n: p for n, p in predicted.items() if n != name})
             for name, plan in plans.items()
         }
 
@@ -220,10 +227,9 @@ class Planner:
             plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
             plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
         distinct = {p.fingerprint: p for p in (replace(plan, strategy=strategy) for plan in plans)}
-        best = sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
-        return best + [
-            replace(plan, strategy=strategy) for plan in always if plan.chosen not in {p.chosen for p in best}
-        ]
+        best = sorted(distinct.values(), key=_predicted_ms)[:most]
+        chosen = {plan.report.chosen for plan in best}
+        return best + [replace(p, strategy=strategy) for p in always if p.report.chosen not in chosen]
 
     def _tutel_degrees(self) -> list[Plan]:
         """One plan per degree, as long as more parts are faster; computation waits for the all-to-alls
@@ -232,7 +238,7 @@ class Planner:
         def of(degree: int) -> Plan:
             ranges = self._cut(self.expert_ranges, degree)
             plan = self._in_order(ranges, blocking=self._waited_for(ranges))
-            return replace(plan, method=f"{ORIGINAL_ORDER}, degree {degree}")
+            return plan.reported(method=f"{ORIGINAL_ORDER}, degree {degree}")
 
         return _while_faster(map(of, TUTEL_DEGREES))
 
@@ -276,7 +282,7 @@ class Planner:
     def _duplex(self) -> Plan:
         """The paper's schedule: in each stage, one copy computes while the other communicates."""
         plan = self._best([self._in_order((r,)) for r in self._ways_to_fill(self._copies)])
-        return replace(plan, method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage")
+        return plan.reported(method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage")
 
     def _ways_to_fill(self, copies: PartitionRange) -> list[PartitionRange]:
         """Copies without and with gradients of one copy as fillers of another's fused launches."""
@@ -300,9 +306,9 @@ class Planner:
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan of another strategy, as the plan of `auto`."""
-        compared = {other.strategy: other.predicted for other in self._strategy_plans}
+        compared = {other.strategy: other.report.predicted for other in self._strategy_plans}
         impossible = {name: str(error) for name, error in self.impossible.items()}
-        return replace(plan, chosen=plan.strategy, compared=compared, impossible=impossible)
+        return plan.reported(chosen=plan.strategy, compared=compared, impossible=impossible)
 
     def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
         """Plans with at most rho parts; while none of them fits into memory, also plans with fewer parts."""
@@ -310,7 +316,7 @@ class Planner:
         for most_parts in self._part_limits():
             candidates = plans_of(most_parts)
             plans += candidates
-            if any(plan.predicted.peak_memory_gb <= self.limit_gb for plan in candidates):
+            if any(plan.report.predicted.peak_memory_gb <= self.limit_gb for plan in candidates):
                 break
         return plans
 
@@ -332,19 +338,14 @@ class Planner:
     def _draft(self) -> Plan:
         """What all plans for this program and its costs say."""
         forward = self.program.instructions[: forward_length(self.program)]
-        return Plan(
-            program=self.program.name,
-            program_fingerprint=fingerprint(self.program),
-            strategy="",
-            order=(),
-            ranges=(),
-            predicted=Prediction(0.0, 0.0, 0.0),
+        report = Report(
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
             options=self.options.to_json(),
             costs=source_of(self.cost),
             memory_limit_gb=self.limit_gb,
             recomputation=Recomputation.of(self.program, self.cost),
         )
+        return Plan(self.program.name, fingerprint(self.program), strategy="", report=report)
 
     def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
         """The ranges cut along the capacity, without those that cannot be cut."""
@@ -405,7 +406,7 @@ class Planner:
     def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
         key = range_names(ranges), method, blocking
         if key not in self._ordered:
-            draft = replace(self._draft, ranges=ranges, method=method, blocking=blocking)
+            draft = replace(self._draft, ranges=ranges, blocking=blocking).reported(method=method)
             self._ordered[key] = self._with_order(draft, search=False)
         return self._ordered[key]
 
@@ -417,14 +418,12 @@ class Planner:
     def _searched(self, plan: Plan) -> Plan:
         """The plan with its best order improved by local search, which is done for the plans of strategies
         only: a search takes half a second."""
-        if plan.method.startswith(ORIGINAL_ORDER) or plan.method.endswith(SEARCHED):
+        if plan.report.method.startswith(ORIGINAL_ORDER) or plan.report.method.endswith(SEARCHED):
             return plan
         return self._with_order(plan, search=True)
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; if none does, the one that needs least."""
         best = plans[fastest_that_fits(plans)]
-        free = min(
-            p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
-        )
-        return replace(best, without_limit_ms=free)
+        free = [_predicted_ms(p) if (ms := p.report.without_limit_ms) is None else ms for p in plans]
+        return best.reported(without_limit_ms=min(free))

@@ -1,15 +1,16 @@
 """`optimize` for tests: without measuring, with plans that cut, and what a step gives."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from unittest import mock
 
 from torch import nn
 
 import lancet_kernels.schedules.rewrite.walk as library
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
@@ -35,14 +36,14 @@ def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **opti
 @contextlib.contextmanager
 def one_capture() -> Iterator[None]:
     """Within it, `optimize` gets the step that it captured first: for several strategies of one step."""
-    capture, steps = CapturedStep.of, []
+    module, steps = sys.modules[optimize.__module__], []
 
-    def captured_once(*arguments: object) -> CapturedStep:
+    def captured_once(*arguments: object) -> ModelStep:
         if not steps:
-            steps.append(capture(*arguments))
+            steps.append(capture_step(*arguments))
         return steps[0]
 
-    with mock.patch.object(CapturedStep, "of", captured_once):
+    with mock.patch.object(module, "capture_step", captured_once):
         yield
 
 

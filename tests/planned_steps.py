@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,15 @@ from torch import Tensor, fx, nn
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
 from lancet_kernels.graph.capture.captured_graph import is_tangent, output_node
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
+from lancet_kernels.graph.program.from_fx import op_name
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
-from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.cut.ranges import PartitionRange
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
@@ -188,18 +188,16 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = CapturedStep.of(self.module, self.inputs, {}, "sum", None)
-        captured = self._step.captured
-        self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
-        self.parameters = captured.parameter_of_gradient()
-        self.values = self._step.graph_inputs()
-        self.program = program_from_fx(self.joint)
+        self.step = capture_step(self.module, (self.inputs, {}), "sum")
+        self.joint, self.forward_outputs = self.step.module, self.step.forward_outputs
+        self.parameters = self.step.captured.parameter_of_gradient()
+        self.values, self.program = self.step.inputs, self.step.program
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]
 
-    def costed(self, cost: Cost = dear_communication) -> Step:
-        """The graph, with what its instructions cost."""
-        return Step(self.joint, self.program, cost, self.values)
+    def costed(self, cost: Cost = dear_communication) -> ModelStep:
+        """The step, with what its instructions cost."""
+        return replace(self.step, timed=self.program, cost=cost)
 
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""
@@ -260,7 +258,6 @@ class SmallStep:
             strategy="by hand",
             order=tuple(order),
             ranges=tuple(ranges),
-            predicted=Prediction(0.0, 0.0, 0.0),
         )
 
     def cut(self, first: str, last: str, parts: int) -> PartitionRange | None:

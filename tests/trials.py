@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-import lancet_kernels.optimization.build as library
+import lancet_kernels.optimization.trial as library
 
 
 def with_times(run: str = "milliseconds_per_step", **ms: float):

@@ -34,7 +34,7 @@ from lancet_kernels.measure.launch import launch
 from lancet_kernels.measure.ranks import report_errors, start_ranks, under_launcher
 from lancet_kernels.measure.step_bench import iteration
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.schedules.report import PLAIN
 from lancet_kernels.timing import in_turn
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, SEQUENCES, TOKENS = 4, 8, 2, 256, 4, 64
@@ -117,7 +117,7 @@ def _chosen(optimized: nn.Module | None) -> str | None:
     if not isinstance(optimized, OptimizedModule):
         return None
     plan = optimized.plan
-    return PLAIN if plan.plain else plan.chosen or plan.strategy
+    return PLAIN if plan.plain else plan.report.chosen or plan.strategy
 
 
 def _row(case: dict) -> str:

@@ -280,7 +280,7 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     figures = step_bench.report(measured, best, link)
     figures |= {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in plans.items()}}
     figures |= about | _conditions(options, rank)
-    impossible = {k: v for module in plans.values() for k, v in module.plan.impossible.items()}
+    impossible = {k: v for module in plans.values() for k, v in module.plan.report.impossible.items()}
     figures["impossible"] = {name: why for name, why in impossible.items() if name in options.strategies}
     if arguments.timeline:
         with file_errors(arguments.timeline, (OSError, ValueError)):
@@ -311,12 +311,12 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
 
 def _plan(module: OptimizedModule) -> dict[str, object]:
     """A summary of the plan."""
-    from lancet_kernels.schedules.explanation import PLAIN
+    from lancet_kernels.schedules.report import PLAIN
 
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
-    chosen = PLAIN if plan.plain else plan.chosen or plan.strategy
-    return {"chosen": chosen, "method": plan.method, "ranges": ranges}
+    chosen = PLAIN if plan.plain else plan.report.chosen or plan.strategy
+    return {"chosen": chosen, "method": plan.report.method, "ranges": ranges}
 
 
 def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan
-
-_SETTINGS = ("strategy", "chosen", "method", "costs", "memory_limit_gb")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -41,7 +40,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         return 0
     print(f"{'predicted':<40}{'iteration ms':>14}{'exposed ms':>12}{'peak GB':>9}")
     for file, plan in zip(files, plans, strict=True):
-        p = plan.predicted
+        p = plan.report.predicted
         print(f"{file:<40}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}")
     print("\n".join(["", *different, *(["Both plans run the same."] if same else [])]))
     return 0
@@ -52,8 +51,9 @@ def difference(one: Plan, other: Plan) -> list[str]:
     lines = []
     if one.program_fingerprint != other.program_fingerprint:
         lines.append(f"program: {one.program}, and {other.program}: another model, width or number of ranks")
-    for name in _SETTINGS:
-        values = getattr(one, name), getattr(other, name)
+    settings = [_settings(plan) for plan in (one, other)]
+    for name in settings[0]:
+        values = settings[0][name], settings[1][name]
         if values[0] != values[1]:
             lines.append(f"{name.replace('_', ' ')}: {values[0] or 'none'}, and {values[1] or 'none'}")
     cut = [set(map(_range_text, plan.ranges)) for plan in (one, other)]
@@ -72,6 +72,13 @@ def difference(one: Plan, other: Plan) -> list[str]:
     return lines
 
 
+def _settings(plan: Plan) -> dict[str, Any]:
+    of_report = {
+        name: getattr(plan.report, name) for name in ("chosen", "method", "costs", "memory_limit_gb")
+    }
+    return {"strategy": plan.strategy, **of_report}
+
+
 def _range_text(cut: PartitionRange) -> str:
     filled = sum(len(one.gradients) for one in cut.fillers)
     text = f"{cut.first} .. {cut.last} in {cut.parts} parts"
@@ -81,7 +88,7 @@ def _range_text(cut: PartitionRange) -> str:
 def _facts(plan: Plan) -> dict[str, object]:
     return {
         "program": plan.program,
-        "predicted": asdict(plan.predicted),
-        **{name: getattr(plan, name) for name in _SETTINGS},
-        "compared": {name: asdict(p) for name, p in plan.compared.items()},
+        "predicted": asdict(plan.report.predicted),
+        **_settings(plan),
+        "compared": {name: asdict(p) for name, p in plan.report.compared.items()},
     }

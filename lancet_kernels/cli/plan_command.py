@@ -170,7 +170,7 @@ def _report(simulated: Simulated, strategy: str, limit: float) -> dict[str, obje
     from lancet_kernels.simulation.simulate import ASSUMPTIONS
 
     setting, plans = simulated.setting, simulated.plans
-    predicted = {name: plan.predicted for name, plan in plans.items()}
+    predicted = {name: plan.report.predicted for name, plan in plans.items()}
     baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
     return {
         "simulated": True,
@@ -185,11 +185,11 @@ def _report(simulated: Simulated, strategy: str, limit: float) -> dict[str, obje
         "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
         "speedup_vs_best_baseline": baseline / predicted[strategy].iteration_ms,
-        "chosen": plans[strategy].chosen or strategy,
+        "chosen": plans[strategy].report.chosen or strategy,
         "impossible": {name: str(error) for name, error in simulated.impossible.items()},
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
-        "planning_options": dict(plans[strategy].options),
+        "planning_options": dict(plans[strategy].report.options),
         "assumptions": [*ASSUMPTIONS, *setting.assumptions],
     }
 
@@ -197,8 +197,8 @@ def _report(simulated: Simulated, strategy: str, limit: float) -> dict[str, obje
 def _text(simulated: Simulated, strategy: str, limit: float, written: dict[str, str]) -> str:
     plan = simulated.plans[strategy]
     lines = [f"Simulated, nothing was run: {simulated.setting.describe()}", "", plan.explain(), ""]
-    if plan.predicted.peak_memory_gb > limit:
-        lines.append(f"Does not fit: {plan.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
+    if plan.report.predicted.peak_memory_gb > limit:
+        lines.append(f"Does not fit: {plan.report.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
     planned = simulated.seconds[strategy]
     lines.append(f"Captured in {simulated.capture_seconds:.2f} s, planned in {planned:.2f} s.")
     lines += [f"{what} written to {path}" for what, path in written.items()]

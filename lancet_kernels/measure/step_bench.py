@@ -32,9 +32,9 @@ from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
-from lancet_kernels.schedules.explanation import PLAIN
-from lancet_kernels.schedules.plan import Prediction
+from lancet_kernels.schedules.report import PLAIN
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
+from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.timeline import save_picture
 from lancet_kernels.timing import in_turn, peak_memory_gb
 
@@ -121,7 +121,7 @@ def planned(
     optimized: dict[str, OptimizedModule] = {}
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
-        if not any(name in module.plan.impossible for module in optimized.values()):
+        if not any(name in module.plan.report.impossible for module in optimized.values()):
             optimized[name] = optimize(
                 step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
             )
@@ -171,7 +171,7 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
 
 def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
     """What the plan predicts for an iteration of several microbatches."""
-    one, pair_ms = module.plan.predicted, module.plan.pair_ms
+    one, pair_ms = module.plan.report.predicted, module.plan.report.pair_ms
     several = one.iteration_ms * accumulate
     if module.plan.pair:
         several = module.timeline.times.last_ms + pair_ms * (accumulate - 1)

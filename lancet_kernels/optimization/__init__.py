@@ -1,4 +1,4 @@
 """`optimize`: capture, plan, run.
 
-Read `optimize` and `captured_step`, then `optimized_module` with `guards` and `planned_shapes`.
+Read `optimize` and `step`, then `optimized_module` with `guards`.
 """

@@ -33,7 +33,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 _NUMBERS = (bool, int, float, complex, str)
 
 OTHER_SHAPE = "inputs of another shape"
-"""The reason for which only a shape differs from what was planned (`planned_shapes`)."""
+"""The reason for which only a shape differs from what was planned (`optimized_module`)."""
 
 
 def bind(

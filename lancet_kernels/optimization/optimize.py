@@ -30,21 +30,17 @@ from lancet_kernels.layer.gradients import broadcast_replicated
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
-from lancet_kernels.optimization.build import Builder, fastest
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.optimization.planning import (
-    FusedChoice,
-    fuse_layers,
-    on_device,
-    plans_of,
-)
-from lancet_kernels.optimization.rank_agreement import capture_alike
+from lancet_kernels.optimization.planning import FusedChoice, fuse_layers, on_device, plans_of
 from lancet_kernels.optimization.stages import Progress
+from lancet_kernels.optimization.step import ModelStep, capture_step
+from lancet_kernels.optimization.trial import fastest
 from lancet_kernels.schedules import MICROBATCHES
+from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
+from lancet_kernels.schedules.time.simulate import Timeline
 
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
 
@@ -131,27 +127,29 @@ def optimize(
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
-    captured = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups, accumulate)
-    step = capture_alike(captured)
-    _agree_with_the_plan(captured)
+    step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)
+    _agree_with_the_plan(step)
     progress.begin("measuring ops")
-    options, measured = on_device(options, captured.device), cluster is None
-    step = captured.costed(step, cluster)
+    options, measured = on_device(options, step.device), cluster is None
+    step, fused = step.costed(cluster), tuple[FusedGroup, ...]()
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
-        choice = FusedChoice(strategy, options, lowering, stored, captured.device, measured)
-        step = fuse_layers(captured, choice, cluster, step)
+        choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
+        step, fused = fuse_layers(step, choice, cluster)
         measured = measured and not choice.interpreted
     progress.begin("planning")
-    planned, fresh = plans_of(captured, step, strategy, options, plan, cache, measured)
+    planned, fresh = plans_of(step, fused, strategy, options, plan, cache, measured)
     tries = bool(trials) and fresh and measured and strategy == AUTO
     progress.begin("trying the plans" if tries else "applying the plan")
-    build = Builder(captured, step, inner_compile, compare_every)
-    optimized = fastest(build, planned, trials) if tries else build(*planned[0])
-    optimized.plan = step.described(optimized.plan, optimized.timeline)
-    if cache is not None and group_rank(captured.groups.world) == 0:
+
+    def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
+        return OptimizedModule(step, plan, timeline, inner_compile, compare_every)
+
+    optimized = fastest(step, build, planned, trials) if tries else build(*planned[0])
+    optimized.report(**step.figures(optimized.timeline))
+    if cache is not None and group_rank(step.groups.world) == 0:
         optimized.plan.save(cache)
-    progress.end(optimized.plan.choice_text() if optimized.plan.measured else "")
+    progress.end(optimized.plan.choice_text() if optimized.plan.report.measured else "")
     return optimized
 
 
@@ -207,10 +205,10 @@ def _check_choices(
             raise UserError(name, got=repr(number), expected=expected, do="use a whole number")
 
 
-def _agree_with_the_plan(captured: CapturedStep) -> None:
+def _agree_with_the_plan(step: ModelStep) -> None:
     """Let ranks start from equal parameters, and FSDP divide gradients as the plan does. Collective."""
-    model = captured.model
-    paths = [captured.captured.plain.paths[name] for name in captured.captured.plain.trained]
+    model = step.model
+    paths = [step.captured.plain.paths[name] for name in step.captured.plain.trained]
     if paths:
         warnings.warn(
             f"{', '.join(paths)} of {type(model).__name__}: trained, but no registered parameter; backward "
@@ -219,9 +217,9 @@ def _agree_with_the_plan(captured: CapturedStep) -> None:
             "an attribute, nn.ParameterList)",
             stacklevel=5,  # of who called optimize()
         )
-    if captured.twin is not None and captured.reduction:
+    if step.twin is not None and step.reduction:
         # There, FSDP itself scatters.
-        set_divisor(model, captured.divide_by)
-    if captured.reduces_gradients:
+        set_divisor(model, step.divide_by)
+    if step.reduces_gradients:
         # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
-        broadcast_replicated(model, captured.groups)
+        broadcast_replicated(model, step.groups)

@@ -1,46 +1,83 @@
 """The module that `optimize` returns: it trains with the plan, and runs the original module when the plan
-does not apply."""
+does not apply.
+
+The plan is for inputs of one shape. For another number of tokens a graph has the same instructions with
+tensors of other sizes, so order, parts and fused layers of the plan apply to it as they stand. Nothing is
+planned or measured again, and nothing is agreed upon: each rank captures what it needs when it needs it, and
+its collectives stay those of the plan, whatever shapes the other ranks have in that step. They wait in their
+next collective meanwhile.
+
+What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
+module runs without the plan, which all ranks must do in the same step; if one runs with it and one without,
+that is an error on both (`ops.comm.all_to_all`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import time
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Union
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.host_waits import host_waits
 from lancet_kernels.graph.capture.run import Recorder
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.layer.outside_gradients import GradientWatch
 from lancet_kernels.layer.replicas import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums
+from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.optimization.captured_step import CapturedStep
-from lancet_kernels.optimization.guards import Arguments, Guards, as_arguments, bind
+from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
-from lancet_kernels.optimization.planned_shapes import PlannedShapes
+from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.simulate import Event, Timeline
 
+_log = logging.getLogger(__name__)
+
 _Inputs = Union[Sequence[object], Mapping[str, object]]  # noqa: UP007  Python 3.10 subscribes no other form
 """A tuple by position, or a dict by name."""
+
+
+MOST_SHAPES = 8
+"""How many captured shapes are kept, beside the one that was planned; those used last (as torch.compile)."""
+
+
+@dataclass(frozen=True)
+class _Runnable:
+    """The planned step for one shape of the inputs, and what must be as it was."""
+
+    run: Callable[..., object]
+    guards: Guards
+
+    def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
+        """The result of the module."""
+        with running_a_plan():
+            return self.run(*inputs, **by_name)
 
 
 class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
     With gradients enabled and nothing changed since `optimize`, it runs the plan, also for inputs of other
-    shapes, which may differ between ranks (`planned_shapes`). After a temporary change (a mode, autocast) it
-    runs the original module, sums its gradients over the ranks as the plan would, and warns once per reason.
-    After a permanent change (parameters, wrappers around the model) it raises a UserError. Without gradients
-    it runs the original module; also with them if `plan.plain`.
+    shapes, which may differ between ranks. After a temporary change (a mode, autocast) it runs the original
+    module, sums its gradients over the ranks as the plan would, and warns once per reason. After a permanent
+    change (parameters, wrappers around the model) it raises a UserError. Without gradients it runs the
+    original module; also with them if `plan.plain`.
 
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
@@ -49,36 +86,45 @@ class OptimizedModule(nn.Module):
     """
 
     def __init__(
-        self,
-        captured: CapturedStep,
-        plan: Plan,
-        timeline: Timeline,
-        guards: Guards,
-        sums: PlannedSums | None,
-        compare_every: int,
-        shapes: PlannedShapes | None = None,
-        recorder: Recorder | None = None,
-        host_waits: Sequence[str] = (),
-        paired: Callable[[], PairedMicrobatches] | None = None,
+        self, step: ModelStep, plan: Plan, timeline: Timeline, inner_compile: str = "", compare_every: int = 0
     ) -> None:
-        """Args: sums: of a call without the plan; None: nothing is summed. shapes: run the plan; None: the
-        module runs as it is."""
+        """Args: step: with costs, which `plan` is for. inner_compile, compare_every: as of `optimize`."""
         super().__init__()
-        self.module = captured.model
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(captured.layer_numbers.values())
+        self.module = step.model
         # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
         self.training = self.module.training
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
-        self._guards, self._shapes, self._recorder = guards, shapes, recorder or Recorder()
-        self._sums, self._twin = sums, captured.twin
+        self.host_waits: tuple[str, ...] = ()
+        self.fused_layers = tuple(step.layer_numbers.values())
+        # Without what planning has cached.
+        self._step, self._inner_compile = replace(step), inner_compile
+        self._recorder = Recorder()
         self._replicas: Replicas | None = None
-        if captured.reduces_gradients:
-            self._replicas = Replicas(captured.model, captured.groups, compare_every)
-        self._accumulation = captured.accumulation
-        self._means = captured.reduction != "sum"
-        self._paired = paired
+        if step.reduces_gradients:
+            self._replicas = Replicas(step.model, step.groups, compare_every)
         self._signature = inspect.signature(self.module.forward)
+        self._guards = step.guards
+        self._others: OrderedDict[object, _Runnable | str] = OrderedDict()
+        self._sums: PlannedSums | None = None
+        self._watch: GradientWatch | None = None
+        self._first: _Runnable | None = None
+        if plan.plain and step.runs_as_it_is:
+            if step.reduction:
+                self._sums = planned_sums(step, step.module, early=True)
+            return
+        planned = step.planned(plan)
+        self.host_waits = tuple(host_waits(planned.module.graph))
+        self._sums, self._watch = sums_and_watch(step, planned.module)
+        self._first = self._runnable(planned, plan, self._guards)
+
+    def _runnable(self, planned: ModelStep, plan: Plan, guards: Guards) -> _Runnable:
+        give = None if self._watch is None else self._watch.give
+        return _Runnable(planned.compiled(plan, self._recorder, self._inner_compile, give), guards)
+
+    def report(self, **figures: object) -> None:
+        """Add figures to the report of the plan."""
+        self.plan = self.plan.reported(**figures)
 
     @torch.compiler.disable
     def forward(self, *inputs: object, **by_name: object) -> object:
@@ -87,27 +133,88 @@ class OptimizedModule(nn.Module):
         Raises: UserError for a model that changed permanently since it was planned, or whose parameters have
         become different on ranks that hold the same ones.
         """
-        if self._twin is not None:
-            self._twin.reshard()
+        self._reshard()
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
-        if self._shapes is None:
+        if self._first is None:
             self._guards.refuse_changes()
             self._compare_replicas()
             return self._watched(self._without_plan(inputs, by_name))
         arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
-        step = self._shapes.step_for(arguments)
+        planned = self._planned_for(arguments)
         self._compare_replicas()
-        if not isinstance(step, str):
-            return self._watched(step(*step.guards.inputs.laid_out(arguments)))
-        self.fallbacks[step] += 1
-        if self.fallbacks[step] == 1:
+        if not isinstance(planned, str):
+            return self._watched(planned(*planned.guards.inputs.laid_out(arguments)))
+        self.fallbacks[planned] += 1
+        if self.fallbacks[planned] == 1:
             warnings.warn(
-                f"the optimized {type(self.module).__name__} runs without its plan: {step}; gradients are "
+                f"the optimized {type(self.module).__name__} runs without its plan: {planned}; gradients are "
                 "right, communication is not hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
         return self._without_plan(inputs, by_name)
+
+    def _reshard(self) -> None:
+        if self._step.twin is not None:
+            self._step.twin.reshard()
+
+    def _planned_for(self, arguments: Arguments) -> _Runnable | str:
+        """The planned step for these arguments, or the reason why the module must run without the plan.
+
+        Raises: UserError as `Guards.reason`; where gradients would not be summed without the plan.
+        """
+        planned = self._planned_for_shapes(arguments)
+        plain = self._step.captured.plain
+        if isinstance(planned, str) and plain.trained and self._step.reduces_gradients:
+            raise UserError(
+                f"call of the optimized {type(self.module).__name__}",
+                got=f"{planned}, and {plain.paths[plain.trained[0]]}, which is trained but no parameter",
+                expected="a call that runs the plan, which alone sums that gradient over the ranks",
+                do="register it (nn.Parameter as an attribute, nn.ParameterList)",
+            )
+        return planned
+
+    def _planned_for_shapes(self, arguments: Arguments) -> _Runnable | str:
+        assert self._first is not None, "a module that runs as it is"
+        reason = self._guards.reason(arguments)
+        if reason != OTHER_SHAPE:
+            return reason or self._first
+        shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor))
+        if shapes not in self._others:
+            self._add_shapes(shapes, arguments)
+        self._others.move_to_end(shapes)
+        planned = self._others[shapes]
+        return planned if isinstance(planned, str) else planned.guards.reason(arguments) or planned
+
+    def _add_shapes(self, shapes: object, arguments: Arguments) -> None:
+        begin = time.monotonic()
+        try:
+            self._others[shapes] = self._planned_again(to_trace(arguments))
+        except UserError as error:
+            self._others[shapes] = f"{OTHER_SHAPE}, for which there is no plan: {error}"
+        _log.info("captured the step for %s in %.1f s", shapes, time.monotonic() - begin)
+        if len(self._others) > MOST_SHAPES:
+            self._others.popitem(last=False)
+            warnings.warn(
+                f"more than {MOST_SHAPES} shapes of inputs beside the planned one: the step is captured "
+                f"again, which takes {time.monotonic() - begin:.1f} s, for each shape that was not among the "
+                f"last {MOST_SHAPES}; pad batches to few lengths",
+                stacklevel=5,
+            )
+
+    def _planned_again(self, arguments: Arguments) -> _Runnable:
+        """The planned step for inputs of another shape.
+
+        Raises: UserError (CaptureError, CutError) if the plan does not apply to these.
+        """
+        step = self._step.with_inputs(arguments, self.plan.fused)
+        if (other := _first_difference(step.program, self._step.program)) is not None:
+            raise UserError(
+                "graph of the step", got=other, expected="the planned instructions", do="see fallbacks"
+            )
+        plan = replace(self.plan, program_fingerprint=fingerprint(step.program))
+        guards = self._guards.for_inputs(arguments, step.captured.assumptions())
+        return self._runnable(step.planned(plan), plan, guards)
 
     def _without_plan(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """The result of the module, whose gradients are summed over the ranks as the plan would sum them."""
@@ -135,7 +242,7 @@ class OptimizedModule(nn.Module):
         drop both, zero_grad() must set `.grad` to None, its default. Of parameters that FSDP shards,
         gradients are held whole, beside it.
         """
-        with self._accumulation.without_sums():
+        with self._step.accumulation.without_sums():
             yield
 
     def microbatches(self, batches: Sequence[_Inputs]) -> list[Any]:
@@ -156,17 +263,18 @@ class OptimizedModule(nn.Module):
 
     def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
         """As `microbatches`. Args: batches: the arguments of each."""
-        scale = 1.0 / len(batches) if self._means else 1.0
-        unsummed = self._accumulation.unsummed
-        in_pairs = self._paired is not None and len(batches) > 1 and not unsummed
+        scale = 1.0 if self._step.reduction == "sum" else 1.0 / len(batches)
+        unsummed = self._step.accumulation.unsummed
+        in_pairs = self._first is not None and self.plan.pair and len(batches) > 1 and not unsummed
         planned = self._all_planned(batches) if in_pairs else None
         if planned is not None:
-            return self._in_pairs(planned, scale)
+            self._compare_replicas()
+            return self._pairs(planned, scale)
         try:
             return self._one_by_one(batches, scale)
         except BaseException:
             if not unsummed:
-                self._accumulation.forget()
+                self._step.accumulation.forget()
             raise
 
     def _one_by_one(self, batches: Sequence[Arguments], scale: float) -> list[object]:
@@ -180,24 +288,18 @@ class OptimizedModule(nn.Module):
 
     def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
         """The inputs, if the plan as it stands applies to each of them."""
-        shapes = self._shapes
-        assert shapes is not None, "microbatches run in pairs with a plan alone"
-        if self._twin is not None:
-            self._twin.reshard()
-        first = shapes.first
-        if any(shapes.step_for(arguments) is not first for arguments in batches):
+        self._reshard()
+        if any(self._planned_for(arguments) is not self._first for arguments in batches):
             return None
-        return [first.guards.inputs.laid_out(arguments) for arguments in batches]
+        return [self._guards.inputs.laid_out(arguments) for arguments in batches]
 
-    def _in_pairs(self, batches: Sequence[Arguments], scale: float) -> list[object]:
-        assert self._paired is not None
-        pairs = self._paired()
-        self._compare_replicas()
-        return pairs(batches, scale)
+    @cached_property
+    def _pairs(self) -> PairedMicrobatches:
+        return PairedMicrobatches(self._step, self.plan)
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""
-        run = self._without_plan if self._shapes is None else self._shapes.first
+        run = self._without_plan if self._first is None else self._first
         return partial(run, *arguments)
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:
@@ -238,6 +340,42 @@ class OptimizedModule(nn.Module):
         for start, end in moved:
             times = (start - begin) * 1e3, (end - begin) * 1e3
             events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
+
+
+def _first_difference(mine: Program, planned: Program) -> str | None:
+    """The first instruction that differs by more than its sizes, in words; None if all are equal."""
+
+    def facts(i: Instruction) -> tuple[object, ...]:
+        return i.name, i.op, i.kind, i.phase, i.inputs, i.outputs, i.mutates, i.after
+
+    for one, other in zip(mine.instructions, planned.instructions, strict=False):
+        if facts(one) != facts(other):
+            return f"{one.name} ({one.op}) in place of {other.name} ({other.op})"
+    return None if len(mine) == len(planned) else f"{len(mine)} instructions, not {len(planned)}"
+
+
+def planned_sums(step: ModelStep, module: fx.GraphModule, early: bool = False) -> PlannedSums:
+    """The sums of calls without the plan. Args: module: has the buckets."""
+    buckets = buckets_in_order(module)
+    return PlannedSums(step.model, step.groups, buckets, step.divide_by, step.accumulation, early=early)
+
+
+def sums_and_watch(
+    step: ModelStep, module: fx.GraphModule
+) -> tuple[PlannedSums | None, GradientWatch | None]:
+    """The sums of calls without the plan, and what watches the gradients that the plan sums."""
+    plain = step.captured.plain
+    if not step.reduction:
+        return None, None
+    if not plain.trained:
+        sums = planned_sums(step, module)
+        return sums, sums.watch
+    # Where tensors are trained that are no parameters, nothing runs without the plan.
+    summed = {name for _, names in buckets_in_order(module) for name in names}
+    return None, GradientWatch(
+        {n: p for n, p in step.model.named_parameters(remove_duplicate=False) if n in summed},
+        lambda: [plain.values()[name] for name in plain.trained],
+    )
 
 
 def _differentiable(result: object) -> list[Tensor]:

@@ -17,9 +17,9 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.layer.outside_gradients import has_hooks
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
-from lancet_kernels.optimization.captured_step import CapturedStep, placeholder_value
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+from lancet_kernels.optimization.step import ModelStep, placeholder_value
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
@@ -27,7 +27,6 @@ from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
 from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
 from lancet_kernels.schedules.rewrite.walk import (
     UNPLANNED,
-    Step,
     order,
     split,
     start_early_wait_late,
@@ -40,18 +39,17 @@ class PairedMicrobatches:
     """Runs forward and backward of several microbatches, and adds their gradients to `.grad`.
 
     Args:
-        captured_step: changes nothing but gradients. step: its graph, with numbers of its sums.
-        plan: with the order of the pair.
+        step: changes nothing but gradients. plan: with the order of the pair.
     """
 
-    def __init__(self, captured_step: CapturedStep, step: Step, plan: Plan) -> None:
-        model, captured = captured_step.model, captured_step.captured
-        self._captured, self._accumulation = captured, captured_step.accumulation
+    def __init__(self, step: ModelStep, plan: Plan) -> None:
+        model, captured = step.model, step.captured
+        self._captured, self._accumulation = captured, step.accumulation
         self._name = type(model).__name__
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         first = captured.forward_outputs
         results = output_node(step.module).args[0]
-        halves = split(replace(step, module=copy_of(step.module), forward_outputs=first), plan).halves
+        halves = split(replace(step, module=copy_of(step.module)), plan).halves
         self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
         self._pair = pair_of(*halves)
         mixed = replace(step, module=self._pair.module, forward_outputs=None)
@@ -191,7 +189,7 @@ class _Runnable:
         return list(cast(Sequence, self._run(values)))
 
 
-def cannot_be_paired(step: CapturedStep) -> str:
+def cannot_be_paired(step: ModelStep) -> str:
     """The reason why microbatches of a step cannot run in pairs; "" if they can."""
     captured = step.captured
     if not captured.returns_alone:
@@ -205,7 +203,7 @@ def cannot_be_paired(step: CapturedStep) -> str:
     return f"a hook on {name}, which they do not call" if name else ""
 
 
-def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> Plan:
+def with_pair(step: ModelStep, plan: Plan, *, must: bool) -> Plan:
     """The plan with the order of a pair that rank 0 plans within the plan's memory limit; without one where
     microbatches cannot run in pairs. Collective.
 
@@ -213,8 +211,8 @@ def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> 
     """
 
     def planned() -> tuple[tuple[str, ...], float]:
-        reason = "a fused launch" if any(group.fused for group in captured.fused) else ""
-        reason = reason or cannot_be_paired(captured)
+        reason = "a fused launch" if any(group.fused for group in plan.fused) else ""
+        reason = reason or cannot_be_paired(step)
         if reason and must:
             raise UserError(
                 "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
@@ -224,9 +222,10 @@ def with_pair(captured: CapturedStep, step: Step, plan: Plan, *, must: bool) -> 
         halves = split(replace(step, module=copy_of(step.module)), plan).halves
         pair = pair_of(*halves)
         program = program_of_pair(pair, step.program)
-        limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
+        limit_gb = plan.report.memory_limit_gb
+        limit = None if limit_gb is None else limit_gb * 1e9
         best = best_order(program, step.cost, memory_limit_bytes=limit, search=True)
         return tuple(program.instructions[i].name for i in best.order), best.iteration_ms
 
-    names, milliseconds = result_of_first_rank(captured.groups.world, planned)
-    return replace(plan, pair=names, pair_ms=milliseconds)
+    names, milliseconds = result_of_first_rank(step.groups.world, planned)
+    return replace(plan, pair=names).reported(pair_ms=milliseconds)

@@ -2,7 +2,7 @@
 predicted with measured parts.
 
 A stored plan applies to one graph, which its fingerprint names. Where it is for another one, the error says
-in the user's words what differs (`CapturedStep.setting`).
+in the user's words what differs (`Step.setting`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.paired import with_pair
-from lancet_kernels.optimization.rank_agreement import (
-    capture_alike,
-    plans_of_first_rank,
-    result_of_first_rank,
-)
+from lancet_kernels.optimization.rank_agreement import plans_of_first_rank, result_of_first_rank
+from lancet_kernels.optimization.step import ModelStep, agreed
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.cut.ranges import range_names
 from lancet_kernels.schedules.order.best_order import OrderSearch
-from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
+from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.fused import CHOICES, every_launch
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
 from lancet_kernels.schedules.time.fused_launch import EFFICIENCY
+from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
 _log = logging.getLogger(__name__)
@@ -96,7 +93,8 @@ class FusedChoice:
         if self.lowering != "auto" or self.interpreted or self._stored_groups(streams.program):
             return groups
         streams_ms, fused_ms = (
-            step.planner(self.options).plan(self.strategy).predicted.iteration_ms for step in (streams, fused)
+            step.planner(self.options).plan(self.strategy).report.predicted.iteration_ms
+            for step in (streams, fused)
         )
         is_faster = fused_ms <= streams_ms
         how = "measured here" if groups[0].measured else f"by formula at efficiency {EFFICIENCY:g}"
@@ -117,27 +115,27 @@ class FusedChoice:
 
 
 def fuse_layers(
-    captured: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, step: Step
-) -> Step:
-    """The step with the layers fused that rank 0 chooses; `step` itself if it chooses none.
+    step: ModelStep, choice: FusedChoice, cluster: str | Path | Cluster | None
+) -> tuple[ModelStep, tuple[FusedGroup, ...]]:
+    """The step with the layers fused that rank 0 chooses, or `step` itself, and what was chosen.
 
-    Collective over all ranks. Args: cluster: as in `CapturedStep.costed`.
+    Collective over all ranks. Args: cluster: as in `ModelStep.costed`.
     """
-    world = captured.groups.world
-    captured.fused = result_of_first_rank(world, lambda: choice.groups(step))
-    if not any(group.fused for group in captured.fused):
-        return step
-    fused = captured.costed(capture_alike(captured), cluster)
-    captured.fused = result_of_first_rank(world, lambda: choice.confirmed(captured.fused, step, fused))
-    if not any(group.fused for group in captured.fused):
-        captured.layer_numbers.clear()
-        return step
-    return fused
+    world = step.groups.world
+    groups = result_of_first_rank(world, lambda: choice.groups(step))
+    if not any(group.fused for group in groups):
+        return step, groups
+    fused = agreed(lambda: step.with_fused(groups), world).costed(cluster)
+    groups = result_of_first_rank(world, lambda: choice.confirmed(groups, step, fused))
+    if any(group.fused for group in groups):
+        return fused, groups
+    step.layer_numbers.clear()
+    return step, groups
 
 
 def plans_of(
-    captured: CapturedStep,
-    step: Step,
+    step: ModelStep,
+    fused: tuple[FusedGroup, ...],
     strategy: str,
     options: PlanningOptions,
     given: str | Path | None,
@@ -147,27 +145,28 @@ def plans_of(
     """The plans of rank 0 for a step with their timelines, the best one first; are they new, or from a file?
     Collective.
 
-    Args: options, cache: as of `optimize`; given: its `plan`. measured: the step is measured on this machine.
+    Args: fused: as of `Plan`. options, cache: as of `optimize`; given: its `plan`. measured: the step is
+        measured on this machine.
     """
+    world = step.groups.world
     if given is not None:
-        plans = plans_of_first_rank(captured.groups.world, lambda: [plan_of_file(given, step, strategy)])
+        plans = plans_of_first_rank(world, lambda: [plan_of_file(given, step, strategy)])
     else:
         # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
         # A pair is a schedule of whole instructions.
         base = "lancet-dw" if strategy == MICROBATCHES else strategy
-        plans = plans_of_first_rank(
-            captured.groups.world, lambda: plans_for(step, base, options, cache, most)
-        )
-    planned = predicted(captured, step, plans, measured)
+        plans = plans_of_first_rank(world, lambda: plans_for(step, base, options, cache, most))
+    planned = predicted(step, plans, measured)
     best, timeline = planned.pop(fastest_that_fits([plan for plan, _ in planned]))
-    if best.chosen:
+    if best.report.chosen:
         # The predictions of the compared plans, updated with measurements of their partitioned graphs.
-        tried = {plan.chosen: plan.predicted for plan, _ in [(best, timeline), *planned]}
-        best = replace(best, compared={**best.compared, **tried})
-    best = replace(best, fused=captured.fused)
+        reports = [plan.report for plan, _ in [(best, timeline), *planned]]
+        tried = {report.chosen: report.predicted for report in reports}
+        best = best.reported(compared={**best.report.compared, **tried})
+    best = replace(best, fused=fused)
     if strategy == MICROBATCHES and not best.pair:
-        best = with_pair(captured, step, best, must=True)
+        best = with_pair(step, best, must=True)
     # One that was stored has its order.
     return [(best, timeline), *planned], not plans[0].order
 
@@ -198,10 +197,10 @@ def plans_for(
     if cache is not None and Path(cache).exists():
         try:
             plan = _loaded(cache, step)
-            if (plan.strategy, plan.options) == (strategy, options.to_json()):
-                if plan.costs == source_of(step.cost):
+            if (plan.strategy, plan.report.options) == (strategy, options.to_json()):
+                old, new = plan.report.costs, source_of(step.cost)
+                if old == new:
                     return [plan]
-                old, new = plan.costs or "of an older version", source_of(step.cost)
                 _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
             _log.warning("planning anew: %s", error)
@@ -215,7 +214,7 @@ def _loaded(path: str | Path, step: Step) -> Plan:
     plan = Plan.load(path)
     own = fingerprint(step.program)
     if own != plan.program_fingerprint:
-        made, here = _difference(plan.setting, step.setting)
+        made, here = _difference(plan.report.setting, step.setting)
         raise UserError(
             f"plan file {path}",
             got=f"a plan made for {made}",
@@ -239,9 +238,7 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
     return plan
 
 
-def predicted(
-    captured: CapturedStep, step: Step, plans: Sequence[Plan], measured: bool
-) -> list[tuple[Plan, Timeline]]:
+def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tuple[Plan, Timeline]]:
     """Each plan with its prediction, and the timeline of the simulated step. A plan without an order gets the
     best one. Collective, if measured.
 
@@ -252,11 +249,11 @@ def predicted(
     for plan in plans:
         key = range_names(plan.ranges)
         if key not in programs:
-            programs[key] = captured.measured(step, plan) if measured else step.cutter(plan.ranges)
+            programs[key] = step.measured(plan) if measured else step.cutter(plan.ranges)
         program = programs[key]
         if plan.order:
             timeline = simulate(program.reordered(plan.order), step.cost, blocking=plan.blocking)
-            result.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
+            result.append((plan.reported(predicted=Prediction.of(timeline)), timeline))
         else:
             result.append(ordered(plan, OrderSearch(program, step.cost)))
     return result

@@ -5,41 +5,15 @@ Rank 0 plans, and sends its plan, or its error, to all ranks. If graphs differ, 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar, cast
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.groups import from_first_rank, group_rank, values_of_ranks
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.walk import Step
 
 Value = TypeVar("Value")
 _COMPARISON = "comparison of the ranks' graphs and plans"
-
-
-def capture_alike(captured: CapturedStep) -> Step:
-    """The step, with example values of its inputs. Compares the graphs of all ranks before anything runs.
-
-    Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
-    """
-
-    def make() -> tuple[Step, str]:
-        step = replace(captured.step(), inputs=captured.graph_inputs())
-        tensors = [*captured.model.named_parameters(), *captured.model.named_buffers()]
-        state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
-        # A digest, because all ranks gather it from all ranks.
-        return step, fingerprint(step.program) + hashlib.sha256(repr(state).encode()).hexdigest()
-
-    return alike(
-        make,
-        captured.groups.world,
-        "training step",
-        "give every rank the same model and the same input shapes",
-    )
 
 
 def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str) -> Value:

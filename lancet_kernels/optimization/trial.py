@@ -1,4 +1,4 @@
-"""How long a step takes on the real ranks: a few steps of each way to run it, in turn.
+"""Which plan is fastest on the real ranks? A few steps of each way to run the step, in turn.
 
 Measuring leaves no trace: no gradient is put into a parameter, and buffers, inputs and the states of the
 random generators are afterwards what they were. Hooks on the parameters themselves are called, as in any
@@ -11,6 +11,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,14 +22,71 @@ from torch import Tensor, nn
 from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.paired import with_pair
+from lancet_kernels.optimization.step import ModelStep
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.report import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
+from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.timing import in_turn
 
 WARMUP = 1
+MOST_TRIED = 2
+"""Plans that are predicted fastest, of which real steps are measured, beside the blocking one."""
+Build = Callable[[Plan, Timeline], OptimizedModule]
+"""Builds a module that trains a step with a plan, or as it is if the plan says so."""
+
+
+def fastest(
+    step: ModelStep, build: Build, planned: Sequence[tuple[Plan, Timeline]], trials: int
+) -> OptimizedModule:
+    """The module with the plan that is fastest in `trials` real steps; as it is if no plan is worth it. Its
+    microbatches run in pairs if that is faster. Collective.
+
+    Args: planned: with their timelines; first the plan that is predicted fastest.
+    """
+    best, timeline = planned[0]
+    figures = {"compared": best.report.compared, "pair_ms": best.report.pair_ms}
+    fits = [
+        (replace(plan, fused=best.fused, pair=best.pair).reported(**figures), line)
+        for plan, line in planned
+        if plan.report.fits() and plan.report.chosen != best.report.chosen
+    ]
+    others = sorted(fits, key=lambda one: one[0].report.predicted.iteration_ms)
+    blocking = [one for one in others[MOST_TRIED - 1 :] if one[0].report.chosen == "none"]
+    tried = [planned[0], *others[: MOST_TRIED - 1], *blocking]
+    modules = {plan.report.chosen: build(plan, line) for plan, line in tried}
+    ways = {name: module.bare_step(step.arguments) for name, module in modules.items()}
+    if step.runs_as_it_is:
+        ways[PLAIN] = build(replace(best, plain=True), timeline).bare_step(step.arguments)
+    measured = milliseconds_per_step(step, ways, trials)
+    chosen = modules[min(modules, key=measured.__getitem__)]
+    if PLAIN in ways and measured[chosen.plan.report.chosen] > (1 - WORTH) * measured[PLAIN]:
+        chosen = build(replace(chosen.plan, plain=True), chosen.timeline)
+    chosen.report(measured=measured)
+    return _in_pairs_if_faster(step, build, chosen, trials) if step.accumulate > 1 else chosen
+
+
+def _in_pairs_if_faster(
+    step: ModelStep, build: Build, optimized: OptimizedModule, trials: int
+) -> OptimizedModule:
+    """A module whose microbatches run in pairs, if real ones are then faster. Collective."""
+    plan = with_pair(step, replace(optimized.plan, plain=False), must=False)
+    if not plan.pair or plan.report.pair_ms >= plan.report.predicted.iteration_ms:
+        return optimized
+    paired = build(plan, optimized.timeline)
+    modules = {ONE_BY_ONE: optimized, IN_PAIRS: paired}
+    several = [step.arguments] * step.accumulate
+    runs = {name: partial(module.run_microbatches, several) for name, module in modules.items()}
+    total = milliseconds_of(step, runs, trials)
+    measured = {name: ms / len(several) for name, ms in total.items()}
+    chosen = paired if measured[IN_PAIRS] < (1 - WORTH) * measured[ONE_BY_ONE] else optimized
+    chosen.report(measured_microbatches=measured)
+    return chosen
 
 
 def milliseconds_per_step(
-    step: CapturedStep, ways: Mapping[str, Callable[[], object]], rounds: int
+    step: ModelStep, ways: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
     """As `milliseconds_of`, of forward and backward. Args: ways: run a forward of `step` and return what its
     module does."""
@@ -36,7 +94,7 @@ def milliseconds_per_step(
 
 
 def milliseconds_of(
-    step: CapturedStep, runs: Mapping[str, Callable[[], object]], rounds: int
+    step: ModelStep, runs: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
     """Time by name (`typical`), in each round that of the slowest rank: the same on all ranks. Collective.
 
@@ -64,7 +122,7 @@ def typical(rounds_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def _timed(step: CapturedStep, run: Callable[[], object]) -> float:
+def _timed(step: ModelStep, run: Callable[[], object]) -> float:
     if step.groups.world:
         world = group_of(step.groups.world)
         with waiting("barrier before a measured step", world):
@@ -77,7 +135,7 @@ def _timed(step: CapturedStep, run: Callable[[], object]) -> float:
         return (time.perf_counter() - begin) * 1e3
 
 
-def _one_step(step: CapturedStep, forward: Callable[[], object]) -> None:
+def _one_step(step: ModelStep, forward: Callable[[], object]) -> None:
     # Before the forward, in which FSDP puts whole parameters in their place.
     trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
     results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
@@ -108,7 +166,7 @@ def _finish(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _without_trace(step: CapturedStep) -> Iterator[None]:
+def _without_trace(step: ModelStep) -> Iterator[None]:
     changing = [
         tensor
         for tensor in (*step.model.buffers(), *pytree.tree_leaves(step.arguments))

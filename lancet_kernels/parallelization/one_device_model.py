@@ -26,8 +26,8 @@ from lancet_kernels.graph.program.forms import WHOLE, Form
 from lancet_kernels.graph.program.from_fx import GENERATOR, op_name, program_from_fx
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.optimization.captured_step import placeholder_value
 from lancet_kernels.optimization.guards import Arguments
+from lancet_kernels.optimization.step import placeholder_value
 from lancet_kernels.schedules.cut.duplex import copies_of_batch
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.rewrite.realize import cut_ranges

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
 
@@ -60,8 +60,8 @@ class OwnStep:
         make_step = load_function(self.module)
         with fake_ranks(self.gpus):
             model, inputs = call_make_step(self.module, make_step, without_contents())
-            step = capture_step(model, inputs)
-            return step.costed(step.step(), self.hardware)
+            check_model(model)
+            return capture_step(model, example_arguments(model, inputs), "mean").costed(self.hardware)
 
     def describe(self) -> str:
         """One line for headings."""
@@ -105,15 +105,6 @@ def call_make_step(
             do="return the module that holds model and loss",
         )
     return model, inputs
-
-
-def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> CapturedStep:
-    """The captured step of a model, as `optimize` would plan it.
-
-    Raises: UserError, CaptureError.
-    """
-    check_model(model)
-    return CapturedStep.of(model, *example_arguments(model, inputs), "mean", None)
 
 
 def load_function(spec: str) -> Callable[[], object]:

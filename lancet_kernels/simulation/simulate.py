@@ -25,6 +25,8 @@ from lancet_kernels.graph.program.program import Instruction, Phase, Program, Te
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep, model_config
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
+from lancet_kernels.optimization.guards import example_arguments
+from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
@@ -33,7 +35,7 @@ from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
-from lancet_kernels.simulation.own_step import OwnStep, capture_step
+from lancet_kernels.simulation.own_step import OwnStep
 
 PAPER_BATCH = {
     ("p4de", "gpt2-s-moe"): 24,
@@ -151,7 +153,9 @@ def captured_program(
         with without_contents():
             model = GPT2MoE(config, layer=_PaddedLayer if padded else MoELayer).to(dtype)
             token_BS = torch.zeros(batch, config.sequence, dtype=torch.int64)
-        captured = capture_step(TrainingStep(model, gpus), (token_BS, token_BS)).captured
+        step = TrainingStep(model, gpus)
+        arguments = example_arguments(step, (token_BS, token_BS))
+        captured = capture_step(step, arguments, "mean").captured
         program = program_from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}")
         return captured.joint, _with_sgd(program, captured)
 
@@ -257,7 +261,7 @@ def simulate_setting(
     # `auto` needs all other strategies.
     planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
     timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
-    plans = {name: step.described(plan, timelines[name]) for name, plan in plans.items()}
+    plans = {name: plan.reported(**step.figures(timelines[name])) for name, plan in plans.items()}
     return Simulated(
         setting,
         step.program,

@@ -152,19 +152,19 @@ def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
 def start_early_wait_late(
     module: fx.GraphModule,
     blocking: Collection[str] = (),
-    number_of: Callable[[tuple[object, ...]], int] | None = None,
+    number_of: Callable[[tuple[object, ...]], int | None] = lambda _key: None,
 ) -> None:
     """Every collective starts at its place, and its first reader waits for it.
 
     Args:
         blocking: names of collectives that are waited for at once.
-        number_of: gives the number of a sum of gradients (`GRADIENTS_OF`), which may be left to a later
-            backward then (`ops.comm.all_reduce`).
+        number_of: gives the number of a sum of gradients (`GRADIENTS_OF`) that may be left to a later
+            backward (`ops.comm.all_reduce`); None: it may not.
     """
     graph = module.graph
     for node in list(graph.nodes):
         key = node.meta.get(GRADIENTS_OF)
-        number = None if number_of is None or key is None else number_of(key)
+        number = None if key is None else number_of(key)
         if is_functional_collective(node):
             *arguments, group = node.args
             if op_name(node) in _OVER_LINK and group == plain_group(group):

@@ -3,22 +3,36 @@
     capture -> CAPTURED -> costs -> Plan -> PLANNED -> RUNNING -> run
 
 To add a pass, write a function `(step, plan) -> step` and put it where it belongs in one of the three lists.
-A pass may change the graph that it is handed in place, unless others still need it: `fuse` and `cut` start
-from a copy, so a step that was planned stays as it is. It returns a new `Step` for a graph that changed.
+
+Contract of every pass; what each promises beyond that is numbered in its docstring, and so is its body.
+
+1. The graph computes what it computed, sums over parts in another order.
+2. It is a valid graph, in which an instruction keeps its name and its `meta`; a part is named after its whole
+   (`graph.rules.part_instruction`).
+3. A pass that cannot do what the plan says raises a UserError, and never does something else.
+4. All ranks get the same graph: a pass depends on the step and the plan alone.
+5. A step that was planned stays as it is: the first pass of a list that changes its graph starts from a copy,
+   and the others change that. What a pass changes besides the graph is in the step that it returns.
+
+To look into the walk, set the logger of this module to DEBUG: each pass logs what it changed in the graph, as
+a difference of two texts. `LANCET_WITHOUT_PASSES=write_in_place` leaves passes out, by name.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import fx
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import split_joint
 from lancet_kernels.graph.capture.captured_graph import copy_of, module_of
 from lancet_kernels.graph.capture.layer_names import layers_of
@@ -35,12 +49,14 @@ from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
 from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.hiding import Prediction, exposed_bounds, what_hides
+from lancet_kernels.schedules.time.hiding import exposed_bounds, what_hides
 from lancet_kernels.schedules.time.simulate import Timeline
 
-NumberOf = Callable[[tuple[object, ...]], int]
-"""Gives the number of a sum of gradients (`ops.comm.all_reduce`)."""
-UNPLANNED = Plan("", "", "", (), (), Prediction(0.0, 0.0, 0.0))
+_log = logging.getLogger(__name__)
+WITHOUT_PASSES = "LANCET_WITHOUT_PASSES"
+"""Environment variable with names of passes to leave out, with commas in between, the same on all ranks: to
+find the one that something comes from. One that later passes need is missed by them."""
+UNPLANNED = Plan("", "", "")
 """The plan of the passes before costs are known; with `fused`, the layers to try as fused launches."""
 
 
@@ -73,13 +89,10 @@ class Step:
         module: the joint graph, of which forward and backward are `halves` once it is split.
         timed: the Program of the graph that is planned, once its costs are known; it may have more
             instructions (the optimizer's). cost: the cost model.
-        inputs: example values of its placeholders, if it is to be measured.
-        setting: what a plan of it is for (`optimization.planning`).
+        setting: what a plan of it is for, in the user's words, as JSON values; {}: not said.
         forward_outputs: how many outputs of the joint graph are those of the forward; None: the graph is not
             split, and its phases may mix.
         sums: how gradients are summed; None: not at all.
-        register: registers a fused layer, and returns its number.
-        number_of: for sums that may be left to a later backward; None: they are not.
         other_sizes: its tensors have other sizes than those that were planned: the last parts may be empty,
             and steps that join parts in another layout may be more or fewer.
     """
@@ -87,19 +100,25 @@ class Step:
     module: fx.GraphModule
     timed: Program | None = None
     cost: Cost = unpriced
-    inputs: Sequence[object] = ()
     setting: Mapping[str, Any] = field(default_factory=dict)
     forward_outputs: int | None = None
     halves: tuple[fx.GraphModule, ...] = ()
     sums: GradientSums | None = None
-    register: Callable[[MatchedLayer], int] | None = None
-    number_of: NumberOf | None = None
     other_sizes: bool = False
 
     @cached_property
     def program(self) -> Program:
         """The Program that is planned."""
         return self.timed if self.timed is not None else program_from_fx(self.module)
+
+    def register(self, layer: MatchedLayer) -> int:
+        """The number of a fused layer's exchange (`ops.fused.fused_graph`)."""
+        raise AssertionError(f"{layer.name} is fused without a model")
+
+    def number_of(self, _key: tuple[object, ...]) -> int | None:
+        """The number of a sum of gradients (`ops.comm.all_reduce`) that may be left to a later backward;
+        None: it may not."""
+        return None
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -122,45 +141,72 @@ class Step:
             self._planners[options] = Planner(self.program, self.cost, options, self.cutter, fill)
         return self._planners[options]
 
-    def described(self, plan: Plan, timeline: Timeline) -> Plan:
-        """The plan, with what computes while messages travel in its simulated iteration, what no order hides,
-        and what it is for."""
+    def figures(self, timeline: Timeline) -> dict[str, Any]:
+        """What the report of a plan says of its simulated iteration: what computes while messages travel, and
+        what no order hides; and what the plan is for."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
         bounds = exposed_bounds(timeline.program, timeline.durations_ms)
-        return replace(plan, hidings=hidings, setting=self.setting, exposed_bounds=bounds)
+        return {"hidings": hidings, "exposed_bounds": bounds, "setting": self.setting}
 
 
 Pass = Callable[[Step, Plan], Step]
+AnyStep = TypeVar("AnyStep", bound=Step)
 
 
-def walk(step: Step, plan: Plan, passes: Sequence[Pass]) -> Step:
-    """The step after these passes.
+def walk(step: AnyStep, plan: Plan, passes: Sequence[Pass]) -> AnyStep:
+    """The step after these passes, but for those that `LANCET_WITHOUT_PASSES` names.
 
-    Raises: UserError, from a pass that cannot follow the plan; CutError.
+    Raises: UserError, from a pass that cannot follow the plan, or for the name of no pass; CutError.
     """
+    left_out = set(filter(None, os.environ.get(WITHOUT_PASSES, "").split(",")))
+    for name in left_out:
+        check_name(f"pass in {WITHOUT_PASSES}", name, PASSES)
     for rewrite in passes:
-        step = rewrite(step, plan)
+        if rewrite.__name__ in left_out:
+            continue
+        before = _text(step)
+        step = cast("AnyStep", rewrite(step, plan))
+        if _log.isEnabledFor(logging.DEBUG):
+            changes = difflib.unified_diff(before, _text(step), n=0, lineterm="")
+            _log.debug("%s:\n%s", rewrite.__name__, "\n".join(changes) or "no change")
     return step
+
+
+def _text(step: Step) -> list[str]:
+    """The lines of the step's graphs, where they are logged."""
+    if not _log.isEnabledFor(logging.DEBUG):
+        return []
+    return [line for module in step.graphs for line in str(module.graph).splitlines()]
 
 
 # Before costs are known.
 
 
 def shard_parameters(step: Step, _plan: Plan) -> Step:
-    """Shards are gathered before they are read, and their gradients reduce-scattered."""
+    """What FSDP shards is gathered and reduce-scattered (`gathers`).
+
+    1. Without shards nothing changes.
+    2. A placeholder of a sharded parameter is a shard, gathered once per unit and phase before it is read.
+    3. Its gradient among the outputs is the shard of the sum over the ranks.
+    """
     if step.sums is None or (shards := step.sums.shards) is None:
-        return step
-    insert_gathers(step.module, shards, step.sums.parameter_of_output)
+        return step  # 1
+    insert_gathers(step.module, shards, step.sums.parameter_of_output)  # 2, 3
     return replace(step)
 
 
 def sum_gradients(step: Step, _plan: Plan) -> Step:
-    """Gradients are divided, and summed over the ranks in buckets."""
+    """Gradients are those of the loss of all ranks (`buckets`).
+
+    1. Without `sums` nothing changes.
+    2. Gradients of parameters are divided, those of inputs are not.
+    3. Those that are summed over a group are so in buckets, in the order in which the backward computes them.
+    """
     if step.sums is None:
-        return step
-    buckets.divide_gradients(step.module, step.sums.divide_by)
-    if step.sums.group_of_parameter:
+        return step  # 1
+    buckets.divide_gradients(step.module, step.sums.divide_by)  # 2
+    if step.sums.group_of_parameter:  # 3
         buckets.insert_all_reduces(
             step.module,
             step.sums.parameter_of_output,
@@ -171,43 +217,53 @@ def sum_gradients(step: Step, _plan: Plan) -> Step:
 
 
 def sink_statistics(step: Step, _plan: Plan) -> Step:
-    """What no later all-to-all depends on is out of the way of ranges (`order.sink`)."""
+    """What no later all-to-all depends on is out of the way of ranges: another order (`order.sink`)."""
     reorder(step.module.graph, order_without_statistics(program_from_fx(step.module)))
     return replace(step)
 
 
 def fuse(step: Step, plan: Plan) -> Step:
-    """The layers that are to be fused are persistent launches. Of a copy."""
+    """The layers that are to be fused are persistent launches (`fuse.fused`).
+
+    1. Without such a layer nothing changes.
+    2. A forward and a backward launch stand in a copy of the graph for the ops of each layer.
+    3. It has no costs yet.
+    """
     if not any(group.fused for group in plan.fused):
-        return step
-    assert step.register is not None, "fused layers without a place to register them"
+        return step  # 1
     module = copy_of(step.module)
-    lower(module, plan.fused, step.register)
-    return replace(step, module=module, timed=None)
+    lower(module, plan.fused, step.register)  # 2
+    return replace(step, module=module, timed=None)  # 3
 
 
 # What the plan says.
 
 
 def cut(step: Step, plan: Plan) -> Step:
-    """The ranges are cut into parts: the very graph that was simulated, or measured. Of a copy."""
-    plan.check(step.program)
-    if step.other_sizes:
-        module = copy_of(step.module)
-        cut_ranges(module.graph, step.program, plan.ranges, empty_parts=True)
-    elif plan.ranges:
-        module = copy_of(module_of(step.module, step.cutter.graph(plan.ranges)))
-    else:
-        module = copy_of(step.module)
+    """The ranges are cut into parts (`realize`).
+
+    1. The plan is one for this program.
+    2. The graph is a copy of the very one that was simulated, or measured.
+    3. Of other sizes there was none: it is cut here, with parts that may be empty.
+    """
+    plan.check(step.program)  # 1
+    if plan.ranges and not step.other_sizes:
+        return replace(step, module=copy_of(module_of(step.module, step.cutter.graph(plan.ranges))))  # 2
+    module = copy_of(step.module)
+    cut_ranges(module.graph, step.program, plan.ranges, empty_parts=step.other_sizes)  # 3
     return replace(step, module=module)
 
 
 def order(step: Step, plan: Plan) -> Step:
-    """The instructions are in the order of the plan."""
+    """The instructions are in the order of the plan (`apply`).
+
+    1. Of other sizes, the steps of joins that are new stand before their last one, missing ones nowhere.
+    2. No instruction is before one that it reads; in a graph to be split the forward is before the backward.
+    """
     graph, names = step.module.graph, plan.order
     if step.other_sizes:
-        names = tuple(with_joins(names, instruction_order(graph)))
-    (place if step.forward_outputs is None else reorder)(graph, names)
+        names = tuple(with_joins(names, instruction_order(graph)))  # 1
+    (place if step.forward_outputs is None else reorder)(graph, names)  # 2
     step.module.recompile()
     return replace(step)
 
@@ -216,14 +272,18 @@ def order(step: Step, plan: Plan) -> Step:
 
 
 def split(step: Step, _plan: Plan) -> Step:
-    """Forward and backward are graphs of their own."""
+    """Forward and backward are graphs of their own, each in the order of the joint graph."""
     assert step.forward_outputs is not None, "a graph that is not to be split"
     return replace(step, halves=split_joint(step.module, step.forward_outputs))
 
 
 def start_early_wait_late(step: Step, plan: Plan) -> Step:
-    """Collectives start at their places; who reads their results waits for them."""
-    for graph in step.graphs:
+    """Collectives start at their places, and who reads their results waits for them (`apply`).
+
+    1. Those that the plan lets block are waited for at once.
+    2. A sum of gradients may be left to a later backward.
+    """
+    for graph in step.graphs:  # 1, 2
         apply.start_early_wait_late(graph, plan.blocking, step.number_of)
     return step
 
@@ -252,6 +312,8 @@ def check(step: Step, _plan: Plan) -> Step:
 CAPTURED: tuple[Pass, ...] = (shard_parameters, sum_gradients, sink_statistics)
 PLANNED: tuple[Pass, ...] = (cut, order)
 RUNNING: tuple[Pass, ...] = (split, start_early_wait_late, write_in_place, check)
+PASSES = tuple(one.__name__ for one in (*CAPTURED, fuse, *PLANNED, *RUNNING, wait_late))
+"""Their names, in order."""
 
 
 def check_halves(planned: Sequence[str], halves: Sequence[Sequence[str]]) -> None:

@@ -25,10 +25,10 @@ from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
 class Prediction:
     """The simulated iteration of a plan; of several microbatches, that of one in the mean."""
 
-    iteration_ms: float
-    exposed_ms: float
+    iteration_ms: float = 0.0
+    exposed_ms: float = 0.0
     """Communication time during which compute idles."""
-    peak_memory_gb: float
+    peak_memory_gb: float = 0.0
     lower_bound_ms: float = 0.0
     """A bound for every order of this Program: the compute time, the link time, or the critical path."""
     computation_ms: float = 0.0

@@ -115,12 +115,12 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     runs = json.dumps([saved.get(name) for name in names], sort_keys=True)
     return {
         "runs": hashlib.sha256(runs.encode()).hexdigest()[:16],
-        "chosen": plan.chosen,
+        "chosen": plan.report.chosen,
         "instructions": len(plan.order),
         "ranges": [f"{r.first} .. {r.last}: {r.parts}" for r in plan.ranges],
-        "pair_ms": plan.pair_ms,
-        "compared_ms": {name: p.iteration_ms for name, p in sorted(plan.compared.items())},
-        **asdict(plan.predicted),
+        "pair_ms": plan.report.pair_ms,
+        "compared_ms": {name: p.iteration_ms for name, p in sorted(plan.report.compared.items())},
+        **asdict(plan.report.predicted),
     }
 
 

@@ -13,10 +13,11 @@ from lancet_kernels.graph.program.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.layer.gpt2_moe import ModelConfig, model_config
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
+from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.simulation.simulate import Setting, captured_program
 from tests.examples import examples
@@ -51,16 +52,16 @@ def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_s
         planned = walk(small, replace(plan, order=tuple(order)), PLANNED)
         assert instruction_order(planned.module.graph) == order
         assert plan.strategy == name
-        assert timeline.iteration_ms == pytest.approx(plan.predicted.iteration_ms)
-        assert timeline.exposed_ms == pytest.approx(plan.predicted.exposed_ms)
-        assert timeline.peak_memory_bytes / 1e9 == pytest.approx(plan.predicted.peak_memory_gb)
+        assert timeline.iteration_ms == pytest.approx(plan.report.predicted.iteration_ms)
+        assert timeline.exposed_ms == pytest.approx(plan.report.predicted.exposed_ms)
+        assert timeline.peak_memory_bytes / 1e9 == pytest.approx(plan.report.predicted.peak_memory_gb)
         assert tuple(timeline.program.instructions[i].name for i in timeline.times.order) == plan.order
 
 
 def test_none_hides_nothing_of_the_all_to_alls(small, plans):
     step, cost = small.program, small.cost
     all_to_all = sum(cost(i, step.tensors) for i in step.instructions if i.kind is Kind.ALL_TO_ALL)
-    assert plans["none"].predicted.exposed_ms >= all_to_all
+    assert plans["none"].report.predicted.exposed_ms >= all_to_all
     assert plans["none"].ranges == ()
     assert plans["none"].order == tuple(i.name for i in step.instructions)
 
@@ -76,7 +77,7 @@ def test_tutel_pipelines_nothing_but_all_to_alls_and_experts(small, plans):
 
 
 def test_each_half_helps_and_both_help_more(plans):
-    times = {name: plan.predicted.iteration_ms for name, plan in plans.items()}
+    times = {name: plan.report.predicted.iteration_ms for name, plan in plans.items()}
     assert times["lancet"] < min(times["lancet-dw"], times["lancet-partition"])
     assert max(times["lancet-dw"], times["lancet-partition"]) < times["none"]
     assert times["lancet"] < times["tutel"] < times["none"]
@@ -84,27 +85,30 @@ def test_each_half_helps_and_both_help_more(plans):
 
 @pytest.mark.long
 def test_memory_limit(small, plans):
-    need = plans["none"].predicted.peak_memory_gb
+    need = plans["none"].report.predicted.peak_memory_gb
     options = PlanningOptions(PartitionOptions(most_parts=2), memory_limit_gb=need)
     for name, plan in planner(small, options).plans().items():
-        assert plan.predicted.peak_memory_gb <= need, name
+        assert plan.report.predicted.peak_memory_gb <= need, name
 
 
 def test_the_default_limit_and_what_it_costs():
     # 100 bytes each: G before A would need 300 while B runs, and the original order needs 200.
     p = program("A c f 4", "B c f 4 A", "G a f 4", "W c f 1 G")
     plan = make_plan(p, given, "lancet-dw")
-    assert plan.memory_limit_gb == pytest.approx(220e-9)
-    assert (plan.predicted.iteration_ms, plan.predicted.lower_bound_ms) == (13, 9)
+    assert plan.report.memory_limit_gb == pytest.approx(220e-9)
+    assert (plan.report.predicted.iteration_ms, plan.report.predicted.lower_bound_ms) == (13, 9)
     assert "Memory limit: 2.2e-07 GB; it costs 4.00 ms (without it, 9.00 ms)." in plan.explain()
     assert "at least ms" in plan.explain(details=True)
     free = make_plan(p, given, "lancet-dw", PlanningOptions(free_memory_gb=300e-9))
-    assert (free.predicted.iteration_ms, free.predicted.peak_memory_gb) == (9, pytest.approx(300e-9))
+    assert (free.report.predicted.iteration_ms, free.report.predicted.peak_memory_gb) == (
+        9,
+        pytest.approx(300e-9),
+    )
     assert "it costs nothing." in free.explain()
-    assert free.options == plan.options
+    assert free.report.options == plan.report.options
     stated = make_plan(p, given, "lancet-dw", PlanningOptions(memory_limit_gb=200e-9, free_memory_gb=1.0))
-    assert stated.predicted.iteration_ms == 13
-    assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
+    assert stated.report.predicted.iteration_ms == 13
+    assert make_plan(p, given, "none").report.predicted.lower_bound_ms == 9
 
 
 def test_fewer_parts_where_memory_is_short():
@@ -113,10 +117,10 @@ def test_fewer_parts_where_memory_is_short():
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     step = Step(*captured_program(config, 16, 64, padded=True), cost)
     free = planner(step).plan("lancet-partition")
-    limit = free.predicted.peak_memory_gb * 0.9
+    limit = free.report.predicted.peak_memory_gb * 0.9
     bound = planner(step, PlanningOptions(memory_limit_gb=limit))
-    least = max(limit, bound.plan("none").predicted.peak_memory_gb)
-    assert bound.plan("lancet-partition").predicted.peak_memory_gb <= least
+    least = max(limit, bound.plan("none").report.predicted.peak_memory_gb)
+    assert bound.plan("lancet-partition").report.predicted.peak_memory_gb <= least
 
 
 def test_save_load_and_explain(small, plans, tmp_path):
@@ -131,7 +135,7 @@ def test_save_load_and_explain(small, plans, tmp_path):
     assert "irregular" in text
     assert "lancet.sum_over_ranks" in text
     assert len({p.fingerprint for p in plans.values()}) == len(plans)
-    other = replace(plan, predicted=replace(plan.predicted, iteration_ms=1.0), compared={})
+    other = plan.reported(predicted=replace(plan.report.predicted, iteration_ms=1.0), compared={})
     assert other.fingerprint == plan.fingerprint
 
 
@@ -159,9 +163,9 @@ def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
     plans = Planner(p, given).plans()
     for plan in plans.values():
         assert len(p.reordered(plan.order)) == len(p)
-    halves = [plans[name].predicted.iteration_ms for name in ("none", "lancet-dw", "lancet-partition")]
+    halves = [plans[name].report.predicted.iteration_ms for name in ("none", "lancet-dw", "lancet-partition")]
     best_known = min(simulate(p, given).iteration_ms, *halves)
-    assert plans["lancet"].predicted.iteration_ms <= best_known + 1e-9
+    assert plans["lancet"].report.predicted.iteration_ms <= best_known + 1e-9
     assert json.loads(json.dumps(plans["lancet"].to_json())) is not None
 
 
@@ -185,7 +189,7 @@ def test_group_size_and_range_length_are_respected(small):
 def test_no_all_to_all_at_all():
     p = program("A c f 1", "B c b 1 A", "C c b 2 A")
     for plan in Planner(p, given).plans().values():
-        assert plan.predicted.iteration_ms == 4
+        assert plan.report.predicted.iteration_ms == 4
     assert list_schedule(p, given).instructions[0].name == "A"
 
 
@@ -193,7 +197,7 @@ def test_the_fastest_plan_that_fits():
     plan = make_plan(program("A c f 1"), given, "none")
 
     def of(ms, gigabytes, limit):
-        return replace(plan, predicted=Prediction(ms, 0.0, gigabytes), memory_limit_gb=limit)
+        return plan.reported(predicted=Prediction(ms, 0.0, gigabytes), memory_limit_gb=limit)
 
     assert fastest_that_fits([of(3, 1, 2), of(2, 2, 2), of(1, 3, 2)]) == 1
     assert fastest_that_fits([of(1, 4, 2), of(2, 3, 2), of(3, 5, 2)]) == 1

@@ -119,7 +119,7 @@ def test_a_decomposition_adds_up(small):
         if i.kind is Kind.COMPUTE
     )
     for name, bar in found.strategies.items():
-        prediction = simulated.plans[name].predicted
+        prediction = simulated.plans[name].report.predicted
         assert bar.iteration_ms == pytest.approx(prediction.iteration_ms)
         assert bar.communication_ms == pytest.approx(prediction.exposed_ms)
         total = bar.computation_ms + bar.overlapped_ms + bar.communication_ms

@@ -113,7 +113,7 @@ def test_saved_plan_is_the_one_reported(capsys, tmp_path):
     plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16, dtype="bfloat16").priced.program)
     assert plan.strategy == "lancet-dw"
     assert plan.fingerprint == found["plan_fingerprint"]
-    assert plan.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
+    assert plan.report.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
 
 
 @pytest.mark.parametrize("strategy", few_of(STRATEGY_NAMES, 4))

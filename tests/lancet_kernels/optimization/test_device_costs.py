@@ -19,12 +19,11 @@ from lancet_kernels.graph.program.forms import WHOLE, cut_along
 from lancet_kernels.graph.program.program import Instruction, Phase, TensorSpec
 from lancet_kernels.graph.rules.part_instruction import part_instruction
 from lancet_kernels.graph.rules.rules import rule_for
-from lancet_kernels.optimization import captured_step
+from lancet_kernels.optimization import step as library
 from lancet_kernels.optimization.planning import plans_for
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.cut.ranges import reassembly_instruction
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
-from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.planned_steps import SmallStep, StepCase
@@ -64,17 +63,17 @@ def fake_gpu(monkeypatch):
         raise AssertionError(f"priced by cluster file {name}")
 
     monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
-    monkeypatch.setattr(captured_step, "slowdown", lambda *_: 1.0)
-    monkeypatch.setattr(captured_step, "load_cluster", no_cluster)
+    monkeypatch.setattr(library, "slowdown", lambda *_: 1.0)
+    monkeypatch.setattr(library, "load_cluster", no_cluster)
     return calls
 
 
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
-    profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
+    profiler = Profiler(step.step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    graph = step._step.costed(Step(step.joint, inputs=step.values), None)
-    step.program, cost = graph.program, graph.cost
-    return cost
+    costed = replace(step.step, profiler=profiler).costed(None)
+    step.program = costed.program
+    return costed.cost
 
 
 @pytest.mark.long
@@ -234,7 +233,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step)
     for cluster in (*clusters.values(), clusters["p4de"], replace(clusters["p4de"], memory_gb_per_s=1.0)):
         cost = CostModel.for_cluster(cluster, 8)
         (plan,) = plans_for(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
-        assert plan.costs == source_of(cost)
+        assert plan.report.costs == source_of(cost)
         plan.save(cache)
     p3dn, slower = caplog.messages
     caplog.clear()

@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers
-from lancet_kernels.optimization.rank_agreement import capture_alike
-from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.optimization.step import ModelStep, capture_step
+from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.time import fused_launch as fused_prediction
@@ -37,15 +36,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(
     lowering: str, cluster: str | None, times: Path, stored: Path | None = None
-) -> tuple[CapturedStep, Step]:
-    """-> the step, its layers fused or not; its graph so."""
-    step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
-    captured = CapturedStep.of(step, inputs, {}, "", times)
+) -> tuple[ModelStep, tuple[FusedGroup, ...]]:
+    """The step, its layers fused or not, and what was chosen."""
+    model, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
     choice = FusedChoice(
         "lancet-dw", PlanningOptions(), lowering, stored, torch.device("cpu"), cluster is None
     )
-    graph = captured.costed(capture_alike(captured), cluster)
-    return captured, fuse_layers(captured, choice, cluster, graph)
+    step = capture_step(model, (inputs, {}), times=times).costed(cluster)
+    return fuse_layers(step, choice, cluster)
 
 
 def launches(graph: Step) -> list[float]:
@@ -60,13 +58,13 @@ def test_the_formula_decides_for_a_cluster(monkeypatch, times, launch_ms, verdic
     """The whole step must be faster with launches that take this much more."""
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", launch_ms)
     monkeypatch.setattr(fused_prediction, "EFFICIENCY", 1.0)
-    step, graph = chosen("auto", CLUSTER, times)
-    (group,) = step.fused
+    step, groups = chosen("auto", CLUSTER, times)
+    (group,) = groups
     assert (group.fused, group.measured) == (verdict == "fused", False)
     assert group.why.startswith(f"{verdict}: the step is predicted faster (")
     assert "launches by formula" in group.why
     works = [group.forward, group.backward] if group.fused else []
-    assert launches(graph) == [pytest.approx(work.milliseconds()) for work in works]
+    assert launches(step) == [pytest.approx(work.milliseconds()) for work in works]
     assert len(step.layer_numbers) == group.fused
 
 
@@ -78,43 +76,43 @@ def test_both_are_measured_here(monkeypatch, times) -> None:
     with mock.patch.object(
         FusedChoice, "confirmed", autospec=True, side_effect=FusedChoice.confirmed
     ) as confirmed:
-        step, graph = chosen("auto", None, times)
+        step, groups = chosen("auto", None, times)
     measured = launches(confirmed.call_args.args[3])
     assert len(measured) == 2
     assert all(0 < ms < 1e5 for ms in measured)
-    (group,) = step.fused
-    assert (group.fused, group.measured, launches(graph)) == (False, True, [])
+    (group,) = groups
+    assert (group.fused, group.measured, launches(step)) == (False, True, [])
     assert group.why.startswith("streams: the step is predicted faster (")
     assert group.why.endswith("launches measured here)")
 
 
 @pytest.mark.long
 def test_in_the_interpreter_the_formula_stands_in_for_times(times) -> None:
-    step, graph = chosen("auto", None, times)
-    (group,) = step.fused
+    step, groups = chosen("auto", None, times)
+    (group,) = groups
     assert (group.fused, group.measured, group.why) == (True, False, "fused: requested")
-    assert launches(graph)[0] == pytest.approx(group.forward.milliseconds())
+    assert launches(step)[0] == pytest.approx(group.forward.milliseconds())
 
 
 @pytest.mark.long
 def test_streams_on_request(times) -> None:
-    step, graph = chosen("streams", CLUSTER, times)
-    assert [(group.fused, group.why) for group in step.fused] == [(False, "streams: requested")]
-    assert not launches(graph)
+    step, groups = chosen("streams", CLUSTER, times)
+    assert [(group.fused, group.why) for group in groups] == [(False, "streams: requested")]
+    assert not launches(step)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiled")
 def test_a_stored_plan_keeps_its_choice(monkeypatch, times, tmp_path) -> None:
     """Also where the formula would choose otherwise by now; and it survives the file."""
-    step, graph = chosen("fused", CLUSTER, times)
-    plan = replace(graph.planner().plan("none"), fused=step.fused)
+    step, groups = chosen("fused", CLUSTER, times)
+    plan = replace(step.planner().plan("none"), fused=groups)
     plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json").fused == step.fused
-    assert all(group.why in plan.explain() for group in step.fused)
+    assert Plan.load(tmp_path / "plan.json").fused == groups
+    assert all(group.why in plan.explain() for group in groups)
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
-    again, _ = chosen("auto", CLUSTER, times, tmp_path / "plan.json")
-    assert again.fused == step.fused
+    _, again = chosen("auto", CLUSTER, times, tmp_path / "plan.json")
+    assert again == groups
 
 
 FILLERS = {"long": 0.35, "short": 0.09, "longest": 20.0}

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from lancet_kernels import OptimizedModule, ops, optimize
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.ops.moe import fused_experts, fused_graph
-from lancet_kernels.optimization import build
+from lancet_kernels.optimization import optimized_module
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.planned_steps import StepCase, build_step, gradients, sum_over_ranks
@@ -87,7 +87,7 @@ def on_ranks(case: StepCase, strategy: str) -> None:
     step, inputs = build_step(case)
     expected, routing = plain_step(step, inputs)
     with (
-        mock.patch.object(build, "host_waits", wraps=build.host_waits) as planned_graph,
+        mock.patch.object(optimized_module, "host_waits", wraps=optimized_module.host_waits) as planned_graph,
         mock.patch.object(fused_experts, "run_forward", wraps=fused_experts.run_forward) as forward,
         mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
     ):

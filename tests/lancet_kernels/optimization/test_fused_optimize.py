@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lancet_kernels import MoELayer, OptimizedModule, optimize, set_routing_step
 from lancet_kernels.graph.program.from_fx import program_from_graph
 from lancet_kernels.ops.moe import fused_experts, fused_graph
-from lancet_kernels.optimization import build
+from lancet_kernels.optimization import optimized_module
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.time import fused_launch as fused_prediction
@@ -129,7 +129,9 @@ def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
 
 def bytes_of_tickets(case: StepCase) -> set[int]:
     """What the tickets of a planned step stand for, as its program counts them."""
-    with mock.patch.object(build, "host_waits", wraps=build.host_waits) as planned_graph:
+    with mock.patch.object(
+        optimized_module, "host_waits", wraps=optimized_module.host_waits
+    ) as planned_graph:
         train(case, "fused", 1)
     graph = planned_graph.call_args.args[0]
     program = program_from_graph(graph)

@@ -307,7 +307,7 @@ def checkpointed_blocks(_setup: Setup) -> None:
         x.requires_grad_(use_reentrant)  # torch's own recomputation gives no gradients otherwise
         own = Setup(Tied(use_reentrant=use_reentrant), (x, target), strategy)
         own.compare(x, target)
-        assert own.ready.plan.recomputation is not None
+        assert own.ready.plan.report.recomputation is not None
 
 
 def selective_checkpointing(_setup: Setup) -> None:
@@ -317,7 +317,7 @@ def selective_checkpointing(_setup: Setup) -> None:
     own = Setup(Tied(use_reentrant=False, context_fn=contexts), strategy="lancet+duplex")
     own.compare(*batch(1))
     own.compare(*batch(1, B + 2))
-    assert own.ready.plan.recomputation is not None
+    assert own.ready.plan.report.recomputation is not None
 
 
 def optimized_without_gradients(_setup: Setup) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,8 +14,11 @@ from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.device_costs import DeviceCosts
 from lancet_kernels.graph.costs.profiler import differ
-from lancet_kernels.optimization.captured_step import CapturedStep, slowdown
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.optimization.step import capture_step, slowdown
+from lancet_kernels.schedules.rewrite.walk import UNPLANNED
 from lancet_kernels.schedules.time.simulate import simulate
+from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.schedules.made_programs import program
 
 COSTS = MeasuredCosts(DeviceCosts("CPU", "2.13", 0.1, ((1.0, 0.1),)), CommunicationModel({}), "here")
@@ -42,14 +46,16 @@ def test_threads_that_move_bytes_cost_computation_only_beside_it() -> None:
     assert slowdown(step, COSTS, 1450.0, other_threads_ms=50.0) == pytest.approx(1.0)
 
 
-def test_what_sums_take_from_computation_is_shared_by_the_microbatches(monkeypatch) -> None:
-    step = object.__new__(CapturedStep)
-    step.accumulate, step.profiler = 4, mock.Mock()
-    monkeypatch.setattr(CapturedStep, "_sums_of_gradients", {"S"})
-    step.profiler.program.return_value = program("A c b 8", "S r b 20 A", "B c b 8")
-    timed = step._timed(mock.sentinel.graph, mock.Mock(inputs=()), COSTS)
-    *_, shares = step.profiler.program.call_args.args
-    assert shares == {"S": 0.25}
+def test_what_sums_take_from_computation_is_shared_by_the_microbatches() -> None:
+    with fake_ranks(2):
+        step = capture_step(nn.Linear(2, 2), ((torch.ones(1, 2),), {}), "sum", accumulate=4)
+    (summed,) = [i.name for i in step.program.instructions if i.kind is Kind.ALL_REDUCE]
+    measured = program("A c b 8", f"{summed} r b 20 A", "B c b 8")
+    profiler = mock.Mock()
+    profiler.program.return_value = measured
+    timed = replace(step, profiler=profiler, cost=COSTS).measured(UNPLANNED)
+    *_, shares = profiler.program.call_args.args
+    assert shares == {summed: 0.25}
     assert [(i.milliseconds, i.microbatches) for i in timed.instructions] == [(8, 1), (5, 4), (8, 1)]
 
 
@@ -79,7 +85,7 @@ def test_times_of_a_busy_machine_are_not_kept(tmp_path, caplog) -> None:
     assert f"of {slow}" in caplog.text
     mended = json.loads(file.read_text())["milliseconds"]
     assert mended[slow] < 100 * quiet[slow]
-    assert planned.plan.predicted.iteration_ms < 100 * quiet[step]
+    assert planned.plan.report.predicted.iteration_ms < 100 * quiet[step]
 
 
 def test_a_step_that_takes_half_as_long_again_has_other_times() -> None:

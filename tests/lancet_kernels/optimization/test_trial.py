@@ -1,7 +1,6 @@
 """`optimize(strategy="auto")` runs real steps, keeps what is fastest, and leaves no trace of it."""
 
 import json
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lancet_kernels.optimization.build as library
+import lancet_kernels.optimization.trial as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.explanation import IN_PAIRS, ONE_BY_ONE, PLAIN
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.report import IN_PAIRS, ONE_BY_ONE, PLAIN
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.refusals import refusal
 from tests.setups import Model, Plain, batch
@@ -55,7 +54,7 @@ def tried_on_a_rank(folder: str, plain_ms: float, model_type: type = Noisy) -> d
     return {
         "plain": ready.plan.plain,
         "fingerprint": ready.plan.fingerprint,
-        "measured": dict(ready.plan.measured),
+        "measured": dict(ready.plan.report.measured),
         "text": ready.plan.choice_text(),
     }
 
@@ -156,7 +155,7 @@ def pairs_on_a_rank(folder: str, ms: float) -> tuple[bool, str, str]:
     planned = library.with_pair
 
     def promising(*args: object, **by_name: object) -> Plan:
-        return replace(planned(*args, **by_name), pair_ms=0.0)
+        return planned(*args, **by_name).reported(pair_ms=0.0)
 
     pretend = mock.patch.object(library, "with_pair", promising)
     with (
@@ -214,4 +213,4 @@ def test_without_trials_nothing_is_run(tmp_path) -> None:
     with mock.patch.object(library, "milliseconds_per_step", None):
         ready = optimize(model, (torch.ones(2, 4),), times=tmp_path / "times.json", trials=0)
     assert not ready.plan.plain
-    assert json.loads(json.dumps(ready.plan.to_json()))["measured"] == {}
+    assert json.loads(json.dumps(ready.plan.to_json()))["report"]["measured"] == {}

@@ -63,7 +63,7 @@ def test_ranks_run_the_plan_that_was_made_without_them(capsys, pool, tmp_path):
 def test_a_step_of_transformers():
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = simulate_setting(OwnStep(f"{STEPS}/olmoe_step.py:make_small_step", "dgx-h100", 16))
-    times = {name: plan.predicted.iteration_ms for name, plan in found.plans.items()}
+    times = {name: plan.report.predicted.iteration_ms for name, plan in found.plans.items()}
     assert times["lancet"] < times["none"]
     # Two layers of 256 tokens through 8 experts each, forward and backward.
     sent = [i.bytes for i in found.program.instructions if i.op == "lancet.all_to_all"]

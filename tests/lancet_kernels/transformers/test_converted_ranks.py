@@ -69,7 +69,7 @@ def planned(family: str, tied_and_checkpointed: bool = False) -> None:
     compare(model, loss, original, family)
     assert not step.fallbacks
     assert step.plan.ranges, "nothing is cut"
-    assert (step.plan.recomputation is not None) == tied_and_checkpointed
+    assert (step.plan.report.recomputation is not None) == tied_and_checkpointed
 
 
 @pytest.mark.long

@@ -163,7 +163,7 @@ QUICK = ("lancet", "lancet+duplex")
 def test_a_plan_computes_what_the_model_does_on_one_rank(strategy: str, tmp_path) -> None:
     case = Case()
     planned = optimize(case.step, case.inputs, strategy=strategy, times=tmp_path / "times.json", trials=0)
-    assert planned.plan.setting["ranks"] == RANKS
+    assert planned.plan.report.setting["ranks"] == RANKS
     case.check(planned, summed_over=RANKS)
 
 
@@ -195,7 +195,7 @@ def test_a_plan_of_a_sharded_model_gives_the_gradients_of_the_module(tmp_path) -
     times = tmp_path / "times.json"
     planned = optimize(step, case.inputs, strategy="lancet", times=times, trials=0, accumulate=2)
     planned.microbatches([case.inputs] * 2)
-    assert planned.plan.predicted.exposed_ms > 0
+    assert planned.plan.report.predicted.exposed_ms > 0
     for name, parameter in step.named_parameters():
         torch.testing.assert_close(parameter.grad, right[name] / 2, msg=name)
 

@@ -102,7 +102,7 @@ def test_the_graph_that_runs_takes_the_time_that_was_predicted():
         module = planned.module
         assert instruction_order(module.graph) == list(plan.order)
         ran = simulate(program_from_fx(module), _by_bytes)
-        assert ran.iteration_ms == pytest.approx(plan.predicted.iteration_ms, rel=0.02)
+        assert ran.iteration_ms == pytest.approx(plan.report.predicted.iteration_ms, rel=0.02)
         forward, backward = walk.walk(planned, plan, walk.RUNNING).halves
         assert len([n for n in backward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
         assert len([n for n in forward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
@@ -193,9 +193,9 @@ def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
     plans = planner.plans()
     assert plans.keys() == set(STRATEGY_NAMES) - set(planner.impossible)
     assert bool(planner.impossible) == (not with_rules or not p.positions(Kind.ALL_TO_ALL))
-    fastest = min(plan.predicted.iteration_ms for plan in plans.values())
-    assert plans[AUTO].predicted.iteration_ms == fastest
-    assert plans[plans[AUTO].chosen].predicted.iteration_ms == fastest
+    fastest = min(plan.report.predicted.iteration_ms for plan in plans.values())
+    assert plans[AUTO].report.predicted.iteration_ms == fastest
+    assert plans[plans[AUTO].report.chosen].report.predicted.iteration_ms == fastest
 
 
 @pytest.mark.long
@@ -203,13 +203,13 @@ def test_auto_keeps_to_the_memory_limit():
     step = read_only_step("gpt2", size("topk", batch=5))
     free = planner_of(step, dear_communication, 1.0).plans()
     assert free[AUTO].chosen == "lancet+duplex"
-    needs = sorted(plan.predicted.peak_memory_gb for plan in free.values())
+    needs = sorted(plan.report.predicted.peak_memory_gb for plan in free.values())
     for limit in (needs[0], needs[-1]):
         bound = planner_of(step, dear_communication, limit).plans()
-        fitting = [p for p in bound.values() if p.predicted.peak_memory_gb <= limit]
-        fastest = min(p.predicted.iteration_ms for p in fitting)
-        assert bound[AUTO].predicted.peak_memory_gb <= limit
-        assert bound[AUTO].predicted.iteration_ms == fastest
+        fitting = [p for p in bound.values() if p.report.predicted.peak_memory_gb <= limit]
+        fastest = min(p.report.predicted.iteration_ms for p in fitting)
+        assert bound[AUTO].report.predicted.peak_memory_gb <= limit
+        assert bound[AUTO].report.predicted.iteration_ms == fastest
 
 
 class WithPositions(nn.Module):

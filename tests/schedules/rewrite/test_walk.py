@@ -1,16 +1,20 @@
 """A plan in which everything happens (ranges cut, instructions moved, collectives early) trains as before."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.sink import sink_statistics
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, check_halves, walk
 from lancet_kernels.schedules.strategies import PlanningOptions
@@ -78,3 +82,39 @@ def test_a_half_that_runs_in_another_order_is_an_error(halves, said):
 
 def test_what_nobody_reads_may_be_missing_from_a_half():
     check_halves("abcd", [["a"], ["c", "d"]])
+
+
+LOGGER = "lancet_kernels.schedules.rewrite.walk"
+
+
+def a_step() -> tuple[Step, Plan]:
+    """A linear map, and a plan with the gradient of its bias, `sum_1`, before that of its weight."""
+    captured = capture(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (torch.ones(2, 4),))
+    step = Step(captured.joint, forward_outputs=captured.forward_outputs)
+    order = "t addmm tanh detach detach_1 tanh_backward sum_1 view t_1 mm t_2 t_3".split()
+    return step, Plan("step", fingerprint(step.program), "by hand", tuple(order))
+
+
+def test_each_pass_logs_what_it_changes(caplog):
+    step, plan = a_step()
+    with caplog.at_level(logging.DEBUG, LOGGER):
+        walked = walk(step, plan, (*PLANNED, *RUNNING))
+    texts = [message for name, _, message in caplog.record_tuples if name == LOGGER]
+    logged = {text.partition(":")[0]: text for text in texts}
+    assert list(logged) == ["cut", "order", "split", "start_early_wait_late", "write_in_place", "check"]
+    moved = [line for line in logged["order"].splitlines() if line[:1] in "+-" and "%sum_1 :" in line]
+    assert sorted(line[0] for line in moved) == ["+", "-"], logged["order"]
+    assert logged["check"].endswith("no change")
+    assert instruction_order(walked.module.graph) == list(plan.order)
+
+
+def test_a_pass_can_be_left_out_by_name(monkeypatch):
+    step, plan = a_step()
+    original = instruction_order(step.module.graph)
+    monkeypatch.setenv("LANCET_WITHOUT_PASSES", "order,write_in_place")
+    assert instruction_order(walk(step, plan, PLANNED).module.graph) == original != list(plan.order)
+    monkeypatch.setenv("LANCET_WITHOUT_PASSES", "reorder")
+    with pytest.raises(
+        UserError, match="pass in LANCET_WITHOUT_PASSES: got 'reorder', expected one of shard_p"
+    ):
+        walk(step, plan, PLANNED)

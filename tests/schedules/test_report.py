@@ -11,8 +11,8 @@ from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.program.program import Kind, original_name
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
-from lancet_kernels.schedules.explanation import PLAIN, hidden_text, layers_text
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.schedules.report import PLAIN, hidden_text, layers_text
 from lancet_kernels.schedules.time.hiding import Filler, Hiding
 from lancet_kernels.schedules.time.simulate import Event
 from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
@@ -39,13 +39,13 @@ def simulated(request: pytest.FixtureRequest) -> Simulated:
 def test_rows_are_the_predictions(simulated: Simulated) -> None:
     for strategy, plan in simulated.plans.items():
         rows = [m.groups() for m in map(ROW.fullmatch, plan.explain().splitlines()) if m]
-        own = plan.chosen or strategy
+        own = plan.report.chosen or strategy
         assert [name for mark, name, *_ in rows if mark == ">"] == [own]
         # The plan of `auto` is that of another strategy, whose row it has.
-        assert {name for _, name, *_ in rows} == {own, *plan.compared}
-        blocking = simulated.plans["none"].predicted.iteration_ms
+        assert {name for _, name, *_ in rows} == {own, *plan.report.compared}
+        blocking = simulated.plans["none"].report.predicted.iteration_ms
         for _, name, ms, exposed, peak, saved in rows:
-            p = plan.predicted if name == own else plan.compared[name]
+            p = plan.report.predicted if name == own else plan.report.compared[name]
             assert float(ms) == pytest.approx(p.iteration_ms, abs=ROUNDING)
             assert float(exposed) == pytest.approx(p.exposed_ms, abs=ROUNDING)
             assert float(peak) == pytest.approx(p.peak_memory_gb, rel=5e-3)
@@ -54,11 +54,10 @@ def test_rows_are_the_predictions(simulated: Simulated) -> None:
 
 def test_a_step_without_messages_has_no_table(simulated: Simulated) -> None:
     plan = simulated.plans["auto"]
-    alone = {name: replace(p, exposed_ms=0.0) for name, p in plan.compared.items()}
-    alone_ms = plan.predicted.iteration_ms
-    text = replace(
-        plan, hidings=(), predicted=replace(plan.predicted, exposed_ms=0.0), compared=alone, plain=True
-    ).explain()
+    alone = {name: replace(p, exposed_ms=0.0) for name, p in plan.report.compared.items()}
+    alone_ms = plan.report.predicted.iteration_ms
+    predicted = replace(plan.report.predicted, exposed_ms=0.0)
+    text = replace(plan, plain=True).reported(hidings=(), predicted=predicted, compared=alone).explain()
     assert f"Nothing travels in this step of {alone_ms:.2f} ms, so there is nothing to hide: the mod" in text
     assert "predicted ms" not in text
 
@@ -71,7 +70,7 @@ def test_the_account_adds_up(simulated: Simulated) -> None:
         (account,) = [m.groups() for m in map(ACCOUNT.fullmatch, plan.explain().splitlines()) if m]
         iteration, computation, cutting, exposed = account
         parts = [float(ms) for ms in re.findall(r"exposed [a-z-]+ ([\d.]+)", exposed)]
-        predicted = plan.predicted
+        predicted = plan.report.predicted
         assert float(iteration) == pytest.approx(predicted.iteration_ms, abs=ROUNDING)
         assert sum(parts) == pytest.approx(predicted.exposed_ms, abs=ROUNDING * len(parts))
         assert float(computation) + float(cutting or 0) + sum(parts) == pytest.approx(
@@ -81,15 +80,19 @@ def test_the_account_adds_up(simulated: Simulated) -> None:
 
 def test_reason_of_the_choice_is_so(simulated: Simulated) -> None:
     plan = simulated.plans["auto"]
-    text, limit = plan.choice_text(), plan.memory_limit_gb
-    fit = {name: p for name, p in plan.compared.items() if p.peak_memory_gb <= limit}
+    text, limit = plan.choice_text(), plan.report.memory_limit_gb
+    fit = {name: p for name, p in plan.report.compared.items() if p.peak_memory_gb <= limit}
     if not fit:
         assert "needs least memory; every strategy exceeds the memory limit" in text
-        assert plan.predicted.peak_memory_gb == min(p.peak_memory_gb for p in plan.compared.values())
+        assert plan.report.predicted.peak_memory_gb == min(
+            p.peak_memory_gb for p in plan.report.compared.values()
+        )
         return
-    assert text.startswith(f"Chosen: {plan.chosen}, predicted fastest within the memory limit.")
-    assert plan.predicted.iteration_ms == min(p.iteration_ms for p in fit.values())
-    faster = {n for n, p in plan.compared.items() if p.iteration_ms < plan.predicted.iteration_ms}
+    assert text.startswith(f"Chosen: {plan.report.chosen}, predicted fastest within the memory limit.")
+    assert plan.report.predicted.iteration_ms == min(p.iteration_ms for p in fit.values())
+    faster = {
+        n for n, p in plan.report.compared.items() if p.iteration_ms < plan.report.predicted.iteration_ms
+    }
     said = set(re.findall(r"(\S+) \([\d.]+ ms\) exceeds the memory limit", text))
     assert said == faster, "each faster one, and it does exceed the limit"
     assert not said & set(fit)
@@ -109,8 +112,8 @@ def test_what_fills_a_message_computes_meanwhile(simulated: Simulated) -> None:
         events = simulated.timelines[strategy].events
         computed = [e for e in events if e.kind is Kind.COMPUTE]
         messages = [e for e in events if e.kind is not Kind.COMPUTE]
-        assert sum(hiding.count for hiding in plan.hidings) == len(messages)
-        for hiding in plan.hidings:
+        assert sum(hiding.count for hiding in plan.report.hidings) == len(messages)
+        for hiding in plan.report.hidings:
             here = [m for m in messages if (m.kind.value, m.phase.value) == (hiding.kind, hiding.phase)]
             here = [m for m in here if m.kind is Kind.ALL_REDUCE or layer(m) == hiding.layer]
             assert sum(m.end_ms - m.start_ms for m in here) == pytest.approx(hiding.ms)
@@ -153,13 +156,13 @@ def test_blocking_plan_says_that_nothing_fills_its_all_to_alls(simulated: Simula
 
 def test_what_was_measured_is_beside_what_was_predicted(simulated: Simulated) -> None:
     plan = simulated.plans["auto"]
-    measured = replace(plan, measured={plan.chosen: 4.0, "none": 6.25, PLAIN: 5.0})
+    measured = plan.reported(measured={plan.report.chosen: 4.0, "none": 6.25, PLAIN: 5.0})
     lines = measured.explain().splitlines()
     (own,) = [line for line in lines if line.startswith("> ")]
     assert own.split()[3] == "4.00"
     assert f"  {PLAIN}" in [line[:7] for line in lines]
-    assert f"Chosen: {plan.chosen}, measured fastest: 4.00 ms a step (none 6.25, plain 5.00)." in lines
-    plain = replace(measured, measured={plan.chosen: 4.95, PLAIN: 5.0}, plain=True)
+    assert f"Chosen: {plan.report.chosen}, measured fastest: 4.00 ms a step (none 6.25, plain 5.00)." in lines
+    plain = replace(measured.reported(measured={plan.report.chosen: 4.95, PLAIN: 5.0}), plain=True)
     assert "saves 1.0%, less than 2%: 4.95 ms a step, the module as it is 5.00" in plain.explain()
 
 

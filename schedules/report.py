@@ -1,13 +1,19 @@
-"""The words of `Plan.explain`: times beside each other, why a plan was chosen, what hides which message."""
+"""What is said about a plan: predicted and measured times, why it was chosen, what hides which message.
+
+None of it changes what runs. `Plan.explain` is made of the words of this file.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.schedules.time.hiding import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
+from lancet_kernels.schedules.time.peak_memory import Recomputation
 
 PLAIN = "plain"
 """The module without a plan, among what was measured."""
@@ -23,6 +29,61 @@ _KINDS = {
     Kind.POINT_TO_POINT.value: "shift",
     Kind.OTHER_COMMUNICATION.value: "gather or scatter",
 }
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of a plan, and what it was planned for.
+
+    predicted: of the plan. compared: predictions of other strategies for the same Program and costs.
+    method: the scheduling method that gave the order.
+    chosen: for strategy auto, the strategy whose plan this is. impossible: impossible strategies and why.
+    without_rule: ops that are never partitioned because the rule table has no rule for them.
+    memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
+    limit.
+    recomputation: what the step recomputes (activation checkpointing); None: nothing.
+    measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
+    pair_ms: the predicted time of the plan's `pair`. measured_microbatches: milliseconds of each of several
+    real microbatches, `IN_PAIRS` and `ONE_BY_ONE`, where these were run to choose.
+    hidings: what computes while messages travel, in the predicted iteration. exposed_bounds: by collective,
+    milliseconds that every order of the partitioned program exposes.
+    options: the `PlanningOptions` of the planner, as JSON values. costs: the source of the costs
+    (`graph.costs.costs.source_of`). setting: what was planned, in the user's words (`optimization.planning`);
+    {}: not said.
+    """
+
+    predicted: Prediction = field(default_factory=Prediction)
+    compared: Mapping[str, Prediction] = field(default_factory=dict)
+    method: str = "original order"
+    chosen: str = ""
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    without_rule: tuple[str, ...] = ()
+    memory_limit_gb: float | None = None
+    without_limit_ms: float | None = None
+    recomputation: Recomputation | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    pair_ms: float = 0.0
+    measured_microbatches: Mapping[str, float] = field(default_factory=dict)
+    hidings: tuple[Hiding, ...] = ()
+    exposed_bounds: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    costs: str = ""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Report:
+        """The report from the values of `asdict`, as lists."""
+        fields["predicted"] = Prediction(**fields["predicted"])
+        fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+        if fields["recomputation"]:
+            fields["recomputation"] = Recomputation(**fields["recomputation"])
+        fields["hidings"] = tuple(map(Hiding.from_json, fields["hidings"]))
+        fields["without_rule"] = tuple(fields["without_rule"])
+        return cls(**fields)
+
+    def fits(self) -> bool:
+        """Is the predicted peak within the memory limit?"""
+        return self.memory_limit_gb is None or self.predicted.peak_memory_gb <= self.memory_limit_gb
 
 
 def table(
