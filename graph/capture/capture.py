@@ -50,7 +50,7 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, trace
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.ops.comm.rows import expected_sizes
+from lancet_kernels.ops.context import during
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -208,7 +208,12 @@ def capture(
             traced, plain, assumptions = trace(module, inputs, by_name or {})
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
-        with tensors_restored(traced), tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
+        with (
+            tensors_restored(traced),
+            tracing(context),
+            during(expects_sizes=True),
+            contextlib.ExitStack() as stack,
+        ):
             stack.enter_context(_without_onednn())
             stack.enter_context(_use_lazy_graph_module(True))
             # By default, torch makes symbols of sizes and integers, also in later captures with the same

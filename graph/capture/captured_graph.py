@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
-from lancet_kernels.ops.comm.rows import expected_sizes
+from lancet_kernels.ops.context import during
 
 
 def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -51,7 +51,7 @@ def output_node(module: fx.GraphModule) -> fx.Node:
 def fake_mode_of(node: fx.Node) -> Iterator[None]:
     """A context in which ops can be called on the `meta["val"]`s of the node's graph, to get fake results."""
     value = node.meta["val"]
-    with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, expected_sizes():
+    with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, during(expects_sizes=True):
         yield
 
 

@@ -31,7 +31,7 @@ from torch._dynamo.variables.base import VariableTracker
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.plain_tensors import PlainTensors
 from lancet_kernels.graph.capture.traced_function import TracedFunction
-from lancet_kernels.ops.comm.rows import expected_sizes
+from lancet_kernels.ops.context import during
 
 
 class Assumptions:
@@ -138,7 +138,7 @@ def trace(
         skip_fwd_side_effects_in_bwd_under_checkpoint=True,
         allow_rnn=True,
     )
-    with settings, expected_sizes():
+    with settings, during(expects_sizes=True):
         with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):
             graph = functional_export.dynamo_graph_capture_for_export(module)(*inputs, **by_name)
         function = TracedFunction(module)

@@ -19,7 +19,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 
@@ -76,8 +75,8 @@ class GraphedStep:
             if isinstance(target, Tensor):
                 target.copy_(source, non_blocking=True)
         self._graph.replay()
-        for number in self.step.fused_layers:
-            fused_graph.layer_of(number).watch()
+        for layer in self.step.fused_layers:
+            layer.watch()
         return self._result
 
 

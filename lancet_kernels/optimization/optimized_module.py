@@ -37,8 +37,8 @@ from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.outside_gradients import GradientWatch
 from lancet_kernels.layer.replicas import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums
-from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.step import ModelStep
@@ -66,7 +66,7 @@ class _Runnable:
 
     def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """The result of the module."""
-        with running_a_plan():
+        with during(runs_a_plan=True):
             return self.run(*inputs, **by_name)
 
 
@@ -81,8 +81,8 @@ class OptimizedModule(nn.Module):
 
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
-    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
-    layers (`ops.moe.fused_graph`).
+    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: the exchanges of
+    the fused layers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OptimizedModule(nn.Module):
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
         self.host_waits: tuple[str, ...] = ()
-        self.fused_layers = tuple(step.layer_numbers.values())
+        self.fused_layers = tuple(step.context.layers.values())
         # Without what planning has cached.
         self._step, self._inner_compile = replace(step), inner_compile
         self._recorder = Recorder()

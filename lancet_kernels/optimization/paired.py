@@ -16,7 +16,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, out
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.layer.outside_gradients import has_hooks
-from lancet_kernels.ops.comm.all_to_all import running_a_plan
+from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.optimization.step import ModelStep, placeholder_value
@@ -79,7 +79,7 @@ class PairedMicrobatches:
         for parameter in before:
             parameter.grad = None
         try:
-            with running_a_plan():
+            with during(runs_a_plan=True):
                 results = self._run(batches, scale)
         except BaseException:
             self._accumulation.forget()

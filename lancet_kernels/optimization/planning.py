@@ -129,7 +129,7 @@ def fuse_layers(
     groups = result_of_first_rank(world, lambda: choice.confirmed(groups, step, fused))
     if any(group.fused for group in groups):
         return fused, groups
-    step.layer_numbers.clear()
+    step.context.layers.clear()
     return step, groups
 
 

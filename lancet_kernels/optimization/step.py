@@ -38,7 +38,7 @@ from lancet_kernels.layer.gradients import gradient_groups, groups_of
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.all_reduce import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
-from lancet_kernels.ops.moe.fused_graph import register_layer
+from lancet_kernels.ops.context import Context
 from lancet_kernels.optimization.guards import Arguments, Guards
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.optimization.rank_agreement import alike
@@ -70,8 +70,7 @@ class ModelStep(Step):
     model: the one that is trained. arguments: the example inputs. captured: of the model, or of its `twin`
     after `fully_shard`. reduction: "mean", "sum", or "" for none. gradient_groups: by the name of the
     parameter. accumulate: how many microbatches share the sums of gradients. profiler: measures it.
-    layer_numbers: of the exchanges of fused layers, by name; these, and the sums of `accumulation`, are also
-    those of the step for other inputs.
+    context: the exchanges of its fused layers and its sums of gradients, also of the step for other inputs.
     """
 
     model: nn.Module
@@ -83,8 +82,7 @@ class ModelStep(Step):
     profiler: Profiler
     accumulate: int = 1
     twin: Twin | None = None
-    accumulation: Accumulation = field(default_factory=Accumulation)
-    layer_numbers: dict[str, int] = field(default_factory=dict)
+    context: Context = field(default_factory=lambda: Context(Accumulation()))
 
     # What it is.
 
@@ -170,11 +168,11 @@ class ModelStep(Step):
             own = self.divide_by if self.reduction else group_size(self.groups.data)
         return self.divide_by / own
 
-    def register(self, layer: MatchedLayer) -> int:
-        """The number of a fused layer's exchange; a layer is registered only once."""
-        if layer.name not in self.layer_numbers:
-            self.layer_numbers[layer.name] = register_layer(self._exchange_of(layer))
-        return self.layer_numbers[layer.name]
+    def context_of_layer(self, layer: MatchedLayer) -> int:
+        """The number of the context, which has the layer's exchange from now on."""
+        if layer.name not in self.context.layers:
+            self.context.layers[layer.name] = self._exchange_of(layer)
+        return self.context.number
 
     def _exchange_of(self, layer: MatchedLayer) -> LayerExchange:
         """The exchange of a matched layer, with the options of its module if that is a fused one."""
@@ -263,6 +261,8 @@ class ModelStep(Step):
         def halves(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
             to_run = replace(self, module=joint, forward_outputs=outputs)
             forward, backward = walk(to_run, plan, RUNNING).halves
+            # A backward may come when the module is gone.
+            forward.meta["context"] = backward.meta["context"] = self.context
             return forward, backward
 
         return self.captured.with_graph(self.module).compile(halves, recorder, inner_compile, give)
@@ -277,10 +277,15 @@ class ModelStep(Step):
         """What must stay as it is for the step to run."""
         return Guards(self.model, self.captured.assumptions(), self.arguments, self.reduces_gradients)
 
-    def number_of(self, key: tuple[object, ...]) -> int:
-        """The number of a sum of gradients. Args: key: what identifies it (`apply.GRADIENTS_OF`)."""
-        own = [self._trained[name] for name in key if name in self._trained]
-        return self.accumulation.number_of(key, own)
+    def context_of_sum(self, key: tuple[object, ...]) -> int:
+        """The number of the context, which has this sum of gradients from now on."""
+        self.accumulation.of(key, [self._trained[name] for name in key if name in self._trained])
+        return self.context.number
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The sums of gradients of several microbatches."""
+        return self.context.accumulation
 
     @cached_property
     def _trained(self) -> dict[object, Tensor]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch import Tensor
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
+from lancet_kernels.ops.context import context_of
 
 Gradient = TypeVar("Gradient")
 
@@ -91,14 +91,14 @@ class Accumulation:
         finally:
             self.sums = before
 
-    def number_of(self, key: object, parameters: Sequence[Tensor] = ()) -> int:
-        """The number by which a graph refers to a sum; the same for the same key.
+    def of(self, key: object, parameters: Sequence[Tensor] = ()) -> GradientSum:
+        """The sum that a graph calls so; made when it is first asked for.
 
         Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
         """
         if key not in self._by_key:
             self._by_key[key] = GradientSum(self, parameters)
-        return self._by_key[key].number
+        return self._by_key[key]
 
     def forget(self) -> None:
         """After a failure: drop the gradients of this rank alone; `.grad` is what it was before them."""
@@ -131,8 +131,6 @@ class GradientSum:
     def __init__(self, accumulation: Accumulation, parameters: Sequence[Tensor]) -> None:
         self.accumulation, self.parameters = accumulation, tuple(parameters)
         self.held: Tensor | None = None
-        self.number = max(_SUMS, default=-1) + 1
-        _SUMS[self.number] = self
 
     def add(self, summand: Tensor) -> Tensor | None:
         """The summand with what is held; None: it is held, too, and there is nothing to sum yet."""
@@ -142,13 +140,13 @@ class GradientSum:
         return total if self.accumulation.sums else None
 
 
-_SUMS: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
-
-
-def sum_when_due(op: Callable[..., Any], number: int, summand: Any, *arguments: Any) -> Any:
+def sum_when_due(op: Callable[..., Any], context: int, key: object, summand: Any, *arguments: Any) -> Any:
     """A functional collective that sums. Without sums a bucket (a list) stays as it is: `.grad` has room for
-    it; a single summand is held, and the result is zeros."""
-    one = _SUMS[number]
+    it; a single summand is held, and the result is zeros.
+
+    Args: context: the number of the step's. key: of the sum in its accumulation.
+    """
+    one: GradientSum = context_of(context).accumulation.of(key)
     if isinstance(summand, list):
         if not one.accumulation.sums:
             for parameter in one.parameters:

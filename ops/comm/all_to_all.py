@@ -13,9 +13,7 @@ other ranks answer an exchange of counts only when they come to it.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from lancet_kernels.ops.comm.link_group import LinkWork, link_group_of
 from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.comm.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
+from lancet_kernels.ops.context import now
 from lancet_kernels.ops.registration import op
 
 # Width, dtype, experts per rank, a number for the layer, whether a plan runs.
@@ -35,21 +34,6 @@ _HEADER = 5
 # but gloo ends the process if two ranks expect messages of different sizes.
 _MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-_runs_a_plan = False
-
-
-@contextlib.contextmanager
-def running_a_plan() -> Iterator[None]:
-    """Context that marks exchanges of counts as those of a plan. The collectives of a plan differ from those
-    of the module, so that it is an error if a rank runs the plan while another runs the module."""
-    global _runs_a_plan
-    before, _runs_a_plan = _runs_a_plan, True
-    try:
-        yield
-    finally:
-        _runs_a_plan = before
 
 
 def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Started[Tensor]:
@@ -65,7 +49,7 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
         _DTYPES.index(dtype),
         local_experts,
         zlib.crc32(layer.encode()),
-        int(_runs_a_plan),
+        int(now.runs_a_plan),
     ]
     header = torch.tensor(values, device=count_WL.device)
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)

@@ -13,7 +13,7 @@ graph is traced. Two answers:
 - Under torch.compile such a size is a symbol without a value (`new_dynamic_size`, which dynamo of torch 2.11
   to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
 - Where a plan is made for the graph (`graph.capture.capture`), it is the number of rows of an evenly
-  spread, dropless batch (`expected_sizes`): a planner needs numbers, and the partitioner and the runtime of
+  spread, dropless batch (`ops.context.Now`): a planner needs numbers, and the partitioner and the runtime of
   AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are
   exact when the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
 
@@ -23,28 +23,16 @@ rows that there can be, ops read the counts on the device, and what lies behind 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.context import now
+
 DROPPED = -1
 """The row of a choice that was dropped."""
-
-_expected = False
-
-
-@contextlib.contextmanager
-def expected_sizes() -> Iterator[None]:
-    """Traced inside, ops that make rows give them the expected number instead of a symbol."""
-    global _expected
-    before, _expected = _expected, True
-    try:
-        yield
-    finally:
-        _expected = before
 
 
 def traced_rows(expected: int, given: int | None) -> int:
@@ -52,7 +40,7 @@ def traced_rows(expected: int, given: int | None) -> int:
     if given is not None:
         return given
     # A symbolic number can be used as a size like any other.
-    return expected if _expected else cast(int, torch.library.get_ctx().new_dynamic_size())
+    return expected if now.expects_sizes else cast(int, torch.library.get_ctx().new_dynamic_size())
 
 
 def group_ends(count_WL: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.ops.context import now
 
 BOARD_FILE = "LANCET_BOARD"
 """Environment variable with the path of the job's board."""
@@ -94,7 +95,6 @@ class Board:
 
 
 _board: Board | None = None
-_layer = ""
 
 
 def join_board() -> Board | None:
@@ -108,13 +108,12 @@ def join_board() -> Board | None:
 
 def enter_layer(name: str) -> None:
     """The collectives of MoE layers that are entered next belong to the layer of this name."""
-    global _layer
-    _layer = name
+    now.layer = name
 
 
 def current_layer() -> str:
     """The name that `enter_layer` was told last; "": none, or the layer has no name."""
-    return _layer
+    return now.layer
 
 
 class waiting:

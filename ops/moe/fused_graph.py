@@ -17,24 +17,16 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.comm.waiting import current_layer, waiting
+from lancet_kernels.ops.context import context_of
 from lancet_kernels.ops.moe.fused_passes import take_pass, ticket_of
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.moe.fused_experts import LayerExchange
 
 
-_layers: dict[int, LayerExchange] = {}
-
-
-def register_layer(layer: LayerExchange) -> int:
-    """Register a `LayerExchange`. -> the number by which graph instructions refer to it."""
-    _layers[len(_layers)] = layer
-    return len(_layers) - 1
-
-
-def layer_of(number: int) -> LayerExchange:
-    """The layer that was registered under this number."""
-    return _layers[number]
+def layer_of(context: int, layer: str) -> LayerExchange:
+    """The exchange of a layer, by the number of the context and the layer's name in it."""
+    return context_of(context).layers[layer]
 
 
 @torch.library.custom_op("lancet::fused_experts", mutates_args=())
@@ -49,22 +41,23 @@ def fused_experts_op(
     w2: Tensor,
     b2: Tensor | None,
     capacity: int,
-    layer: int,
+    context: int,
+    layer: str,
 ) -> tuple[Tensor, Tensor]:
     """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU).
 
-    Args: row_TK: from `send_rows`, or of a part from `part_rows`. layer: its number.
+    Args: row_TK: from `send_rows`, or of a part from `part_rows`. context, layer: as of `layer_of`.
     """
     from lancet_kernels.ops.moe.fused_experts import run_forward
 
     out, forward_pass = run_forward(
-        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, layer_of(layer)
+        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, layer_of(context, layer)
     )
     return out, ticket_of(forward_pass)
 
 
 @fused_experts_op.register_fake
-def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer):
+def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, context, layer):
     return torch.empty_like(x_TD), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -79,7 +72,8 @@ def fused_experts_backward_op(
     b2: Tensor | None,
     dense_a: Sequence[Tensor],
     dense_b: Sequence[Tensor],
-    layer: int,
+    context: int,
+    layer: str,
 ) -> list[Tensor]:
     """The backward of a ticket, once per ticket. -> [dx, dweight, dw1, dw2, (db1, db2,) *dense].
 
@@ -91,7 +85,7 @@ def fused_experts_backward_op(
     forward_pass = take_pass(ticket)
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm(a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
-    with waiting("fused_experts_backward", layer_of(layer).process_group, current_layer()):
+    with waiting("fused_experts_backward", layer_of(context, layer).process_group, current_layer()):
         gradients = run_backward(forward_pass, dy_TD, dense=dense)
     biases = [db for db in (gradients.db1, gradients.db2) if db is not None]
     dweight = gradients.dweight.to(weight_TK.dtype)
@@ -99,7 +93,7 @@ def fused_experts_backward_op(
 
 
 @fused_experts_backward_op.register_fake
-def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer):
+def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, context, layer):
     biases = [] if b1 is None else [torch.empty_like(b1), torch.empty_like(b2)]
     dense = [a.new_empty(a.shape[1], b.shape[1]) for a, b in zip(dense_a, dense_b, strict=True)]
     own = [torch.empty_like(t) for t in (dy_TD, weight_TK, w1, w2)]

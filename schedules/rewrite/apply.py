@@ -152,26 +152,26 @@ def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
 def start_early_wait_late(
     module: fx.GraphModule,
     blocking: Collection[str] = (),
-    number_of: Callable[[tuple[object, ...]], int | None] = lambda _key: None,
+    context_of_sum: Callable[[tuple[object, ...]], int | None] = lambda _key: None,
 ) -> None:
     """Every collective starts at its place, and its first reader waits for it.
 
     Args:
         blocking: names of collectives that are waited for at once.
-        number_of: gives the number of a sum of gradients (`GRADIENTS_OF`) that may be left to a later
-            backward (`ops.comm.all_reduce`); None: it may not.
+        context_of_sum: gives the number of the context (`ops.context`) of a sum of gradients, by its
+            `GRADIENTS_OF`, that may be left to a later backward; None: it may not.
     """
     graph = module.graph
     for node in list(graph.nodes):
         key = node.meta.get(GRADIENTS_OF)
-        number = None if key is None else number_of(key)
+        context = None if key is None else context_of_sum(key)
         if is_functional_collective(node):
             *arguments, group = node.args
             if op_name(node) in _OVER_LINK and group == plain_group(group):
                 # One of the user's: paced, counted, and named when a rank is silent, as ours are.
                 node.args = (*arguments, link_group(group))
-            if number is not None:
-                node.args, node.target = (node.target, number, *node.args), sum_when_due
+            if context is not None:
+                node.args, node.target = (node.target, context, key, *node.args), sum_when_due
         elif is_instruction(node) and op_name(node) in _STARTS and node.name not in blocking:
             _split(graph, node)
     wait_late(graph, blocking)

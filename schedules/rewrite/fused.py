@@ -66,11 +66,11 @@ def _work(nodes: Sequence[fx.Node], program: Program, ms: Mapping[str, float]) -
 
 
 def lower(
-    module: fx.GraphModule, groups: Sequence[FusedGroup], register: Callable[[MatchedLayer], int]
+    module: fx.GraphModule, groups: Sequence[FusedGroup], context_of_layer: Callable[[MatchedLayer], int]
 ) -> None:
     """Replace the ops of every fused group of a joint graph by two fused instructions, in place.
 
-    Args: register: registers a layer and returns its number (`ops.moe.fused_graph.register_layer`).
+    Args: context_of_layer: gives the number of the context (`ops.context`) that has a layer's exchange.
     Raises: UserError if a group is not in this graph.
     """
     layers = {layer.name: layer for layer in match_layers(module.graph)[0]}
@@ -87,19 +87,19 @@ def lower(
                 do="plan again",
             )
         layer = layers[group.layer]
-        _lower(module.graph, layer, [nodes[n] for n in group.fillers], register(layer), group)
+        _lower(module.graph, layer, [nodes[n] for n in group.fillers], context_of_layer(layer), group)
     sort_graph(module.graph)
     module.graph.lint()
     module.recompile()
 
 
 def _lower(
-    graph: fx.Graph, layer: MatchedLayer, fillers: list[fx.Node], number: int, group: FusedGroup
+    graph: fx.Graph, layer: MatchedLayer, fillers: list[fx.Node], context: int, group: FusedGroup
 ) -> None:
     with graph.inserting_before(layer.combine):
         forward = call_op(
             graph, fused_graph.FORWARD, layer.x, layer.expert, layer.row, layer.weight, layer.count,
-            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number,
+            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, context, layer.name,
         )  # fmt: skip
         out, ticket = (call_op(graph, operator.getitem, forward, i) for i in range(2))
     layer.combine.replace_all_uses_with(out)
@@ -109,7 +109,8 @@ def _lower(
     with graph.inserting_before(min(layer.backward, key=order.__getitem__)):
         backward = call_op(
             graph, fused_graph.BACKWARD, layer.dy, ticket, layer.weight, layer.w1, layer.b1, layer.w2,
-            layer.b2, [node.args[0].args[0] for node in fillers], [node.args[1] for node in fillers], number,
+            layer.b2, [node.args[0].args[0] for node in fillers], [node.args[1] for node in fillers], context,
+            layer.name,
         )  # fmt: skip
         for i, node in enumerate([*results, *fillers]):
             if node is not None:
@@ -119,7 +120,7 @@ def _lower(
         for launch, work in ((forward, group.forward), (backward, group.backward)):
             launch.meta["milliseconds"] = work.milliseconds()
     choices = layer.expert.meta["val"].shape[1]
-    forward.meta[KEPT_BYTES] = fused_graph.layer_of(number).kept_bytes(
+    forward.meta[KEPT_BYTES] = fused_graph.layer_of(context, layer.name).kept_bytes(
         layer.x.meta["val"], choices, layer.capacity
     )
     for launch in (forward, backward):

@@ -111,12 +111,12 @@ class Step:
         """The Program that is planned."""
         return self.timed if self.timed is not None else program_from_fx(self.module)
 
-    def register(self, layer: MatchedLayer) -> int:
-        """The number of a fused layer's exchange (`ops.fused.fused_graph`)."""
+    def context_of_layer(self, layer: MatchedLayer) -> int:
+        """The number of the context (`ops.context`) that has the exchange of a layer to be fused."""
         raise AssertionError(f"{layer.name} is fused without a model")
 
-    def number_of(self, _key: tuple[object, ...]) -> int | None:
-        """The number of a sum of gradients (`ops.comm.all_reduce`) that may be left to a later backward;
+    def context_of_sum(self, _key: tuple[object, ...]) -> int | None:
+        """The number of the context that has a sum of gradients, which may then be left to a later backward;
         None: it may not."""
         return None
 
@@ -232,7 +232,7 @@ def fuse(step: Step, plan: Plan) -> Step:
     if not any(group.fused for group in plan.fused):
         return step  # 1
     module = copy_of(step.module)
-    lower(module, plan.fused, step.register)  # 2
+    lower(module, plan.fused, step.context_of_layer)  # 2
     return replace(step, module=module, timed=None)  # 3
 
 
@@ -284,7 +284,7 @@ def start_early_wait_late(step: Step, plan: Plan) -> Step:
     2. A sum of gradients may be left to a later backward.
     """
     for graph in step.graphs:  # 1, 2
-        apply.start_early_wait_late(graph, plan.blocking, step.number_of)
+        apply.start_early_wait_late(graph, plan.blocking, step.context_of_sum)
     return step
 
 

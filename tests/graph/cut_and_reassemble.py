@@ -16,7 +16,7 @@ from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOL
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.graph.rules.rules import Rule, rule_for
-from lancet_kernels.ops.comm.rows import expected_sizes
+from lancet_kernels.ops.context import during
 
 Values = Mapping[fx.Node, object]
 
@@ -98,7 +98,7 @@ def one_op(target: Callable, args: Sequence[object], kwargs: Mapping | None = No
     args, kwargs = torch.utils._pytree.tree_map(placeholder, (tuple(args), dict(kwargs or {})))
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with mode, expected_sizes():
+    with mode, during(expects_sizes=True):
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     graph.output(node)
     fx.GraphModule(torch.nn.Module(), graph)

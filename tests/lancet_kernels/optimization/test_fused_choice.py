@@ -65,7 +65,7 @@ def test_the_formula_decides_for_a_cluster(monkeypatch, times, launch_ms, verdic
     assert "launches by formula" in group.why
     works = [group.forward, group.backward] if group.fused else []
     assert launches(step) == [pytest.approx(work.milliseconds()) for work in works]
-    assert len(step.layer_numbers) == group.fused
+    assert len(step.context.layers) == group.fused
 
 
 @pytest.mark.long

@@ -161,8 +161,7 @@ class OneLayer(nn.Module):
 @pytest.mark.long
 def test_a_planned_layer_has_the_options_of_its_module() -> None:
     planned = optimize(OneLayer(), (torch.ones(7, 16),), strategy="lancet-dw", **PLANNED)
-    (number,) = planned.fused_layers
-    exchange = fused_graph._layers[number]
+    (exchange,) = planned.fused_layers
     assert (exchange.max_tokens, exchange.receive_factor) == (40, 1.5)
     planned(torch.ones(7, 16)).backward()
     planned(torch.ones(19, 16)).backward()  # more than planned, within max_tokens

@@ -126,7 +126,7 @@ def test_parts_of_a_batch_merge_into_its_rows(batch: Batch, parts: int, seed: in
 
 
 def test_opcheck() -> None:
-    """As ops of a graph; sizes that depend on data are numbers there (`expected_sizes`) or symbols."""
+    """As ops of a graph; sizes that depend on data are numbers there (`Now.expects_sizes`) or symbols."""
     count = torch.tensor([[2, 0], [1, 3]])
     rows = torch.randn(6, 3)
     expert_TK, slot_TK = torch.tensor([[0, 1], [3, 0]]), torch.tensor([[0, 2], [1, 1]])
