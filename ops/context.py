@@ -33,6 +33,10 @@ class Context:
         self.layers: dict[str, Any] = {}
         _CONTEXTS[self.number] = self
 
+    def __deepcopy__(self, _memo: object) -> Context:
+        """Itself: torch copies graphs, whose numbers stay."""
+        return self
+
 
 _CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
 

@@ -11,18 +11,22 @@ rounding of sums over parts.
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
-from lancet_kernels.graph.capture.inner_compile import check_compiler
+from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.fsdp import fsdp
@@ -30,11 +34,9 @@ from lancet_kernels.layer.gradients import broadcast_replicated
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
-from lancet_kernels.optimization.guards import example_arguments
-from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers, on_device, plans_of
-from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.optimization.trial import fastest
 from lancet_kernels.schedules import MICROBATCHES
@@ -42,6 +44,7 @@ from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline
 
+_log = logging.getLogger(__name__)
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
 
 
@@ -118,7 +121,7 @@ def optimize(
             fastest is kept. With `accumulate`, also so many microbatches in pairs beside one by one.
             Gradients, buffers and random generators stay as they are. 0: the plan that is predicted fastest.
         verbose: show progress and times on standard error of the first rank. (The logger
-            `lancet_kernels.optimization.stages` has the same at level INFO.)
+            `lancet_kernels.optimization.optimize` has the same at level INFO.)
     Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
     strategy, ranks that disagree, a plan for another model).
     """
@@ -223,3 +226,56 @@ def _agree_with_the_plan(step: ModelStep) -> None:
     if step.reduces_gradients:
         # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
         broadcast_replicated(model, step.groups)
+
+
+class Progress:
+    """The stages of a long call, one after the other.
+
+    Each is logged (level INFO) with its seconds when it ends. On the first rank, `shown` also writes to
+    standard error: a bar on a terminal, else a line per stage.
+
+    Args: names: in order.
+    """
+
+    def __init__(self, names: tuple[str, ...], shown: bool) -> None:
+        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        self._names, self._shown = names, shown and first
+        self._current, self._start, self._number = "", 0.0, 0
+        self._bar = None
+        if self._shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=len(names), unit="stage", leave=False, bar_format="{l_bar}{bar}| {elapsed}"
+            )
+
+    def begin(self, name: str) -> None:
+        """End the stage before, and start this one."""
+        self._finish()
+        self._current, self._start = name, time.perf_counter()
+        self._number += 1
+        if self._bar is not None:
+            self._bar.set_description(f"{name} ({self._number} of {len(self._names)})")
+
+    def end(self, conclusion: str = "") -> None:
+        """After the last stage. Args: conclusion: a line about the result; "": none."""
+        self._finish()
+        if conclusion:
+            self._say(conclusion)
+        if self._bar is not None:
+            self._bar.close()
+
+    def _finish(self) -> None:
+        if not self._current:
+            return
+        self._say(f"{self._current}: {time.perf_counter() - self._start:.1f} s")
+        if self._bar is not None:
+            self._bar.update()
+        self._current = ""
+
+    def _say(self, line: str) -> None:
+        _log.info(line)
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self._shown:
+            print(line, file=sys.stderr, flush=True)

@@ -1,18 +1,32 @@
-"""A pass for anybody's graph: computation in an order that hides its collectives."""
+"""A pass for anybody's graph: computation in an order that hides its collectives.
+
+The time of a node is the caller's, or that on a cluster (not on this machine). There computation has the time
+of its roofline. A collective has that of its own process group: how many of the group's ranks share a node,
+on how many nodes, and how many such groups share the network cards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.communication import (
+    CommunicationModel,
+    grouped_all_reduce_ms,
+    grouped_all_to_all_ms,
+)
+from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.program.from_fx import is_wait
 from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.optimization.node_costs import NodeCosts, milliseconds
 from lancet_kernels.optimization.traced_graph import read_graph
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
@@ -23,6 +37,8 @@ from lancet_kernels.schedules.time.peak_memory import peak_memory
 
 CLUSTER = "dgx-h100"
 _STRATEGIES = ("none", "lancet-dw")
+NodeCosts = Callable[[fx.Node], float | None]
+"""Milliseconds of a node; None: it does not know."""
 
 
 def overlap_pass(
@@ -95,3 +111,55 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
 def _own_time(instruction: Instruction, _tensors: object) -> float:
     assert instruction.milliseconds is not None
     return instruction.milliseconds
+
+
+class _Placement(NamedTuple):
+    """Where the ranks of a process group are: ranks on a node, nodes, groups that share a node's network."""
+
+    local: int
+    nodes: int
+    at_once: int
+
+
+def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, cluster: Cluster) -> list[float]:
+    """The time of each instruction of a Program: that of `costs` if it knows one, or the cluster's."""
+    nodes = {node.name: node for node in graph.nodes}
+    computation = CostModel(cluster, CommunicationModel({}))
+    result = []
+    for instruction in program.instructions:
+        node = nodes[instruction.name]
+        ms = None if costs is None else costs(node)
+        if ms is None and instruction.kind.is_communication:
+            ms = _collective_ms(
+                cluster, collective_of(instruction), instruction.bytes, _placement(node, cluster)
+            )
+        result.append(computation(instruction, program.tensors) if ms is None else ms)
+    return result
+
+
+def _collective_ms(cluster: Cluster, collective: str, size: float, placement: _Placement) -> float:
+    if collective in ("all_to_all", "point_to_point"):
+        return grouped_all_to_all_ms(cluster, size, *placement)
+    # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
+    return grouped_all_reduce_ms(cluster, size, *placement) / (1 if collective == "all_reduce" else 2)
+
+
+def _placement(node: fx.Node, cluster: Cluster) -> _Placement:
+    """Where the ranks of a collective are. A group that is unknown here counts as consecutive ranks."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    splits = arguments.get("output_split_sizes")
+    count = len(splits) if isinstance(splits, (list, tuple)) else arguments.get("group_size", 2)
+    ranks = _ranks(arguments.get("group_name")) or range(count)
+    nodes = len({rank // cluster.gpus_per_node for rank in ranks})
+    local = math.ceil(len(ranks) / nodes)
+    return _Placement(local, nodes, max(1, cluster.gpus_per_node // local) if nodes > 1 else 1)
+
+
+def _ranks(group: object) -> list[int] | None:
+    if isinstance(group, str) and dist.is_initialized():
+        try:
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
+        except RuntimeError:
+            return None
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None

@@ -39,8 +39,7 @@ from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.all_reduce import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.context import Context
-from lancet_kernels.optimization.guards import Arguments, Guards
-from lancet_kernels.optimization.model_checks import check_shards
+from lancet_kernels.optimization.guards import Arguments, Guards, check_shards
 from lancet_kernels.optimization.rank_agreement import alike
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF

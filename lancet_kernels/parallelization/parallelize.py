@@ -26,8 +26,7 @@ from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_name, group_of, group_size
-from lancet_kernels.optimization.guards import example_arguments
-from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.rank_agreement import alike, result_of_first_rank
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel

@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.optimization.guards import example_arguments
-from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents

@@ -1,6 +1,7 @@
 """A step's objects are found by a number while somebody has it; what the process does now is restored."""
 
 import contextlib
+import copy
 import gc
 import weakref
 
@@ -18,6 +19,7 @@ def test_a_context_is_found_by_its_number_until_it_is_gone():
     assert context_of(one.number).layers == {"dispatch_1": "exchange"}
     assert context_of(other.number).accumulation == "other sums"
     number = one.number
+    assert copy.deepcopy({"of a graph": one})["of a graph"] is one
     del one
     with pytest.raises(KeyError):
         context_of(number)

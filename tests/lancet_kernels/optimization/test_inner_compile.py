@@ -10,8 +10,7 @@ import torch
 
 from lancet_kernels import optimize
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.inner_compile import compile_between_communications, stands_alone
-from lancet_kernels.graph.capture.run import GraphRunner
+from lancet_kernels.graph.capture.run import GraphRunner, compile_between_communications, stands_alone
 from tests.planned_steps import StepCase, build_step, gradients
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lancet_kernels.graph.capture.direct_calls import with_direct_calls
+from lancet_kernels.graph.capture.run import with_direct_calls
 from lancet_kernels.ops.moe.combine import combine
 
 aten = torch.ops.aten
