@@ -17,8 +17,8 @@ import torch
 # Before anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload
 from lancet_kernels.timing import Clock
-from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETER = "interpreter: proof, not speed"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.kernels.tuning.workloads import Workload
 from lancet_kernels.ops.moe.expert_activation import activate
 from lancet_kernels.transformers.family import layout_of
-from lancet_kernels.tuning.workloads import Workload
 
 
 class Absent(Exception):

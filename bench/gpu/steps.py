@@ -29,13 +29,13 @@ from bench.peers import by_torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.hopper import launch as hopper_launch
-from lancet_kernels.kernels.overlap import default_overlap_config
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
+from lancet_kernels.kernels.tuning.tuned import default_overlap_config
+from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload
 from lancet_kernels.kernels.warmup import variants, warm_up, warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
 from lancet_kernels.timing import Clock
-from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 Results = Iterator[dict]
 # How far the norm of a tensor may be off, and its worst element by the root of the mean square. Rounding to

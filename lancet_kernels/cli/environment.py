@@ -125,7 +125,7 @@ def _fused_between_gpus() -> Availability:
     if torch.cuda.device_count() < 2:
         return Availability(False, "one GPU on this machine; several ranks need a GPU each")
     # Imported here, because they import the kernels' modules.
-    from lancet_kernels.symmetric import nvshmem, torch_memory
+    from lancet_kernels.kernels.symmetric import nvshmem, torch_memory
 
     device = torch.device("cuda", 0)
     by_maker = {"torch": torch_memory.missing(device), "NVSHMEM": nvshmem.missing(device)}

@@ -16,8 +16,8 @@ from lancet_kernels.cli.options import positive_int
 from lancet_kernels.errors import UserError
 
 if TYPE_CHECKING:
-    from lancet_kernels.compiling.compile_pool import Row
-    from lancet_kernels.compiling.specimen import Specimen
+    from lancet_kernels.kernels.tuning.compile_pool import Row
+    from lancet_kernels.kernels.tuning.specimens import Specimen
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 COLUMNS = (
@@ -55,8 +55,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Compile and print. -> 1 if a kernel has a problem, else 0."""
     # Imported here, because it needs Triton, which is not available on every platform.
-    from lancet_kernels.compiling import compile_pool, specimens
-    from lancet_kernels.kernels import nvshmem_bitcode
+    from lancet_kernels.kernels.symmetric import nvshmem
+    from lancet_kernels.kernels.tuning import compile_pool, specimens
 
     arch = int(arguments.arch.removeprefix("sm_"))
     chosen = [
@@ -74,7 +74,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             do="leave it out to see all",
         )
     skipped = []
-    if nvshmem_bitcode.find_bitcode(arch) is None:
+    if nvshmem.find_bitcode(arch) is None:
         skipped = [specimen for specimen in chosen if specimen.nvshmem]
         chosen = [specimen for specimen in chosen if not specimen.nvshmem]
     number = count(1)
@@ -91,7 +91,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if skipped:
         print(
             f"{len(skipped)} kernels with NVSHMEM were skipped, because its device bitcode is not installed; "
-            f"install it with pip install --no-deps {nvshmem_bitcode.PACKAGE}",
+            f"install it with pip install --no-deps {nvshmem.PACKAGE}",
             file=sys.stderr,
         )
     figures = {
@@ -117,9 +117,9 @@ def _versions() -> dict[str, str | None]:
     import torch
     import triton
 
-    from lancet_kernels.kernels import nvshmem_bitcode
+    from lancet_kernels.kernels.symmetric import nvshmem
 
-    return {"triton": triton.__version__, "torch": torch.__version__, "nvshmem": nvshmem_bitcode.version()}
+    return {"triton": triton.__version__, "torch": torch.__version__, "nvshmem": nvshmem.bitcode_version()}
 
 
 def _as_json(row: Row) -> dict[str, Any]:

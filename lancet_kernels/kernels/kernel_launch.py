@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels import nvshmem_bitcode, runtime
-from lancet_kernels.symmetric.nvshmem import init_module
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.symmetric import nvshmem
+from lancet_kernels.kernels.symmetric.nvshmem import init_module
 
 
 class Launch(NamedTuple):
@@ -111,4 +112,4 @@ def small_kernel(nvshmem: bool) -> dict[str, int]:
 def _libraries(device: torch.device) -> tuple[tuple[str, str], ...]:
     """The bitcode for this GPU: looked for once, in files."""
     major, minor = torch.cuda.get_device_capability(device)
-    return nvshmem_bitcode.extern_libs(10 * major + minor)
+    return nvshmem.extern_libs(10 * major + minor)

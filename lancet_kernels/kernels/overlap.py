@@ -16,10 +16,8 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,24 +25,17 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.hopper.config import hopper_config, refusals
+from lancet_kernels.kernels.config import Cut, GemmConfig, OverlapConfig, most_registers
 from lancet_kernels.kernels.hopper.launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
-from lancet_kernels.kernels.overlap_config import (
-    OverlapConfig,
-    first_columns,
-    launch_tile,
-    most_registers,
-    plain_tile,
-)
 from lancet_kernels.kernels.overlap_data import (
     DenseGemm,
     ExpertGradients,
     Experts,
     Routing,
     SavedPass,
+    check_pass,
+    check_same_exchange,
 )
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol import combine
@@ -52,80 +43,9 @@ from lancet_kernels.kernels.protocol.arguments import Gemms, Gradients, Sending,
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, write_dense_row_kernel
-from lancet_kernels.kernels.tuning import tuned
 
 # More than any launch has: a limit that is none.
 ALL_TASKS = 2**31 - 1
-SMS_VARIABLE = "LANCET_FUSED_SMS"
-
-
-def default_overlap_config(
-    width: int,
-    hidden: int,
-    activation: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    pes_here: int = 1,
-    far: bool = False,
-) -> OverlapConfig:
-    """What was tuned for the device, else a sensible choice.
-
-    Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
-    Raises: UserError for a wrong LANCET_FUSED_SMS.
-
-    In the interpreter small sizes get small tiles, so that they still have several; large ones get large
-    tiles, because there a tile costs the same milliseconds whatever its size.
-    """
-    if device.type != "cuda" and max(width, hidden) <= 64:
-        tile = GemmConfig(16, 32, 16, 1, 1)
-        return OverlapConfig(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
-    if device.type != "cuda":
-        tile = GemmConfig(32, 256, 128, 1, 1)
-        return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
-    config = tuned((width, hidden, activation, pes_here), dtype, device)
-    properties = torch.cuda.get_device_properties(device)
-    arch = 10 * properties.major + properties.minor
-    programs = max(1, multiprocessors(properties.multi_processor_count) // pes_here)
-    if config is None or (far and config.bodies == "gluon"):
-        config = config_for_gpu(width, hidden, dtype, arch, programs, far)
-    if config.programs <= programs:
-        return config
-    return replace(config, programs=programs)
-
-
-def config_for_gpu(
-    width: int,
-    hidden: int,
-    dtype: torch.dtype,
-    arch: int,
-    programs: int,
-    far: bool = False,
-) -> OverlapConfig:
-    """The default for compute capability `arch`: the Hopper kernel where it can run, else the portable one.
-
-    programs: of the grid. far: as of `default_overlap_config`.
-    """
-    if not refusals(hopper_config(programs), width, hidden, dtype, arch, far):
-        return hopper_config(programs)
-    return OverlapConfig.for_gpu(width, hidden, dtype, arch, programs)
-
-
-def multiprocessors(of_device: int) -> int:
-    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS.
-
-    A fused launch is resident to its end. On those that it leaves free NCCL reduces gradients meanwhile.
-    """
-    text = os.environ.get(SMS_VARIABLE)
-    if not text:
-        return of_device
-    if not text.isdecimal() or not 1 <= int(text) <= of_device:
-        raise UserError(
-            SMS_VARIABLE,
-            got=text,
-            expected=f"1 to {of_device}, all of the GPU",
-            do="unset it",
-        )
-    return int(text)
 
 
 def moe_forward(
@@ -148,7 +68,8 @@ def moe_forward(
     hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
     gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
-    cut = cut_of(exchange, experts, config, dense, [x, out, *gemms], backward=False)
+    fits = aligned(exchange, experts, dense, [x, out, *gemms])
+    cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=False)
     # Float32 that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
     _launch(exchange, opened, experts, config, cut, dense, sending, gemms, None)
@@ -194,7 +115,8 @@ def moe_backward(
     )
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
     gradients = Gradients(forward.rows.local, made.dw2, made.db2, made.dw1, made.db1)
-    cut = cut_of(backward, experts, config, dense, [dy, made.dx, *gemms, *gradients], backward=True)
+    fits = aligned(backward, experts, dense, [dy, made.dx, *gemms, *gradients])
+    cut = config.cut(backward.dtype, experts.activation, aligned=fits, backward=True)
     columns = triton.cdiv(experts.hidden, cut.columns_in)
     gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
@@ -204,26 +126,12 @@ def moe_backward(
     return made
 
 
-class Cut(NamedTuple):
-    """The tile of a launch, the columns of one of the first GEMM, whether descriptors load operands."""
+def aligned(
+    exchange: Exchange, experts: Experts, dense: Sequence[DenseGemm], tensors: Iterable[Tensor | None]
+) -> bool:
+    """Are all operands of a launch aligned for tensor descriptors? Stores rely on it, too.
 
-    gemm: GemmConfig
-    columns_in: int
-    tma: bool
-
-
-def cut_of(
-    exchange: Exchange,
-    experts: Experts,
-    config: OverlapConfig,
-    dense: Sequence[DenseGemm],
-    tensors: Iterable[Tensor | None],
-    *,
-    backward: bool,
-) -> Cut:
-    """How a launch with these operands is cut: without descriptors where one of them is not aligned.
-
-    Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too.
+    Descriptors need bases and row distances that are multiples of 16 bytes.
     """
     operands = [t for t in tensors if t is not None]
     widths = [exchange.width, experts.hidden]
@@ -231,12 +139,7 @@ def cut_of(
         operands += problem.a, problem.b, problem.c
         widths += problem.a.shape[1], problem.b.shape[1]
     bytes_each = exchange.dtype.itemsize
-    aligned = all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
-    gemm = config.gemm if aligned or not config.tma else plain_tile(config.gemm, exchange.dtype)
-    if config.bodies == "triton" or not aligned:
-        gemm = launch_tile(gemm, backward=backward)
-    columns_in = first_columns(gemm, experts.activation, backward=backward)
-    return Cut(gemm, columns_in, config.tma and aligned)
+    return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 
 
 def _weights_to_send(exchange: Exchange, routing: Routing) -> Tensor:
@@ -280,7 +183,7 @@ def _launch(
     }  # fmt: skip
     if cut.tma:
         runtime.provide_scratch()
-    if config.bodies == "gluon" and cut.tma:
+    if cut.gluon:
         launch_gluon((config.programs,), gemm, arguments)
     else:
         options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}

@@ -1,13 +1,22 @@
-"""What goes into a pass through the fused experts and comes out of it; letters as in `kernels.overlap`."""
+"""What goes into a pass through the fused experts and comes out of it; letters as in `kernels.overlap`.
+
+Whether a pass can run with it is checked before anything is sent: no peer waits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.protocol.exchange import OpenPass
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
+from lancet_kernels.kernels.runtime import check_tensor
 
 
 @dataclass(frozen=True)
@@ -92,3 +101,133 @@ class ExpertGradients:
     db1: Tensor | None
     dw2: Tensor
     db2: Tensor | None
+
+
+def check_pass(
+    exchange: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+    dense: Sequence[DenseGemm] = (),
+) -> None:
+    """Raise UserError unless a pass with these can run: before anything is sent."""
+    experts_in_all = exchange.world * exchange.local_experts
+    num_tokens, num_choices = x.shape[0], routing.expert.shape[-1]
+    local, width, hidden = exchange.local_experts, exchange.width, experts.hidden
+    width_in = 2 * hidden if experts.activation == "swiglu" else hidden
+    runtime.check_runs_on("input of the fused experts", x.device)
+    check_activation(experts.activation)
+    checks = (
+        ("x", x, (num_tokens, width), exchange.dtype),
+        ("expert", routing.expert, (num_tokens, num_choices), torch.int64),
+        ("row", routing.row, (num_tokens, num_choices), torch.int64),
+        ("weight", routing.weight, (num_tokens, num_choices), torch.float32),
+        ("choice", routing.choice, (num_tokens * num_choices + 1,), torch.int32),
+        ("count", routing.count, (experts_in_all,), torch.int64),
+        ("w1", experts.w1, (local, width, width_in), exchange.dtype),
+        ("w2", experts.w2, (local, hidden, width), exchange.dtype),
+        ("b1", experts.b1, (local, width_in), exchange.dtype),
+        ("b2", experts.b2, (local, width), exchange.dtype),
+    )
+    for name, tensor, shape, dtype in checks:
+        if tensor is not None:
+            check_tensor(f"{name} of the fused experts", tensor, shape=shape, dtype=dtype, device=x.device)
+    if num_tokens * num_choices > exchange.send_rows:
+        raise UserError(
+            f"rows to send through {exchange.name}",
+            got=f"{num_tokens} tokens with {num_choices} choices each",
+            expected=f"at most {exchange.send_rows} rows",
+            do="declare more tokens when the exchange is made",
+        )
+    check_routing(routing)
+    check_dense(dense, x)
+    if (experts.b1 is None) != (experts.b2 is None):
+        raise UserError("biases", got="one of b1 and b2", expected="both or neither", do="give zeros")
+    if config.gemm.block_m != exchange.chunk_rows:
+        raise UserError(
+            "config.gemm.block_m",
+            got=config.gemm.block_m,
+            expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
+            do="make the exchange with chunk_rows=config.gemm.block_m",
+        )
+    check_gluon(config, width, hidden, exchange.dtype, x.device, exchange.nvshmem)
+
+
+def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
+    """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
+    for i, problem in enumerate(problems):
+        name = f"independent GEMM {i}"
+        if problem.a.dim() != 2 or problem.b.dim() != 2:
+            raise UserError(
+                name,
+                got=f"a {list(problem.a.shape)} and b {list(problem.b.shape)}",
+                expected="two matrices",
+                do="flatten the dimensions of tokens into one",
+            )
+        contraction, rows = problem.a.shape
+        columns = problem.b.shape[1]
+        shapes = {"a": (contraction, rows), "b": (contraction, columns), "c": (rows, columns)}
+        for which, shape in shapes.items():
+            operand = getattr(problem, which)
+            check_tensor(f"{which} of {name}", operand, shape=shape, dtype=x.dtype, device=x.device)
+
+
+def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
+    """Raise UserError unless rows of a forward pass have the same places in both, which are two."""
+    if forward is backward:
+        raise UserError(
+            "the exchange of the backward", got="that of the forward", expected="another", do="make two"
+        )
+    for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows".split():
+        if getattr(forward, name) != getattr(backward, name):
+            raise UserError(
+                f"{name} of {backward.name}, the exchange of the backward",
+                got=getattr(backward, name),
+                expected=f"{getattr(forward, name)}, as {forward.name} has",
+                do="make both exchanges alike",
+            )
+
+
+def check_routing(routing: Routing) -> None:
+    """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
+
+    On a GPU nothing is looked at, since that would wait for the device: there the gate's kernels answer
+    for the tables, and a wrong one reads rows from anywhere or waits for results until its time is up.
+    """
+    if routing.expert.device.type != "cpu":
+        return
+    count, kept = routing.count, routing.row >= 0
+    row, choice = routing.row[kept], kept.view(-1).nonzero().view(-1)
+    # Rows lie by expert; each one is a choice's, and the choice is the row's.
+    num_rows = int(count.clamp(min=0).sum())
+    sound = bool((count >= 0).all()) and torch.equal(row.sort()[0], torch.arange(num_rows))
+    sound = sound and torch.equal(
+        torch.arange(len(count)).repeat_interleave(count)[row], routing.expert[kept]
+    )
+    if not (sound and torch.equal(routing.choice[row], choice.int())):
+        raise UserError(
+            "routing",
+            got=f"{len(row)} choices with a row and counts of {int(count.sum())} rows, not the same ones",
+            expected="rows by expert, as the counts say, and choice to be the inverse of row",
+            do="make the tables from one call of a gate",
+        )
+
+
+def check_gluon(
+    config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, device: torch.device, nvshmem: bool
+) -> None:
+    """Raise UserError unless the Hopper kernel can do what `config` asks it to.
+
+    Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
+    """
+    if config.bodies != "gluon" or runtime.recording:
+        return
+    arch = runtime.architecture(device) if device.type == "cuda" else 0
+    for what, got, expected in config.refusals(width, hidden, dtype, arch, nvshmem):
+        raise UserError(
+            f"{what} of a fused launch with bodies='gluon'",
+            got=got,
+            expected=expected,
+            do="use bodies='triton'",
+        )

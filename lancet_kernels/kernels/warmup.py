@@ -12,10 +12,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import Launch, compile_launch, recorded
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel

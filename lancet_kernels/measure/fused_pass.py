@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from lancet_kernels import symmetric
+from lancet_kernels.kernels import symmetric
+from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.tuning.workloads import Workload
 from lancet_kernels.ops.moe.dispatch import kept_counts, send_rows
 from lancet_kernels.ops.moe.gate import gate
-from lancet_kernels.tuning.workloads import Workload
 
 # Short, so that a peer that fails does not delay tuning for long.
 TIMEOUT_S = 20.0

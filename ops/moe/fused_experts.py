@@ -33,11 +33,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
-from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.kernels.runtime import check_runs_on
+from lancet_kernels.kernels.symmetric import SymmetricMemory, create, virtual_memories
+from lancet_kernels.kernels.tuning.tuned import default_overlap_config
 from lancet_kernels.kernels.warmup import warm_up
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_of, group_size, group_timeout_s
 from lancet_kernels.ops.comm.stand_in_group import is_stand_in
@@ -45,7 +47,6 @@ from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.dispatch import send_rows
 from lancet_kernels.ops.moe.expert_activation import input_width
 from lancet_kernels.ops.moe.fused_passes import ForwardPass, take_pass, ticket_of
-from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
 
 _log = logging.getLogger(__name__)
 
@@ -419,7 +420,7 @@ def check_fused(x_TD: Tensor) -> None:
             expected="float32, float16 or bfloat16",
             do="use backend='torch' for float64",
         )
-    check_device("input of an MoE layer with backend='fused'", x_TD)
+    check_runs_on("input of an MoE layer with backend='fused'", x_TD.device)
 
 
 def run_forward(

@@ -20,7 +20,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.kernels.overlap_config import OverlapConfig
+    from lancet_kernels.kernels.config import OverlapConfig
     from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
     from lancet_kernels.kernels.protocol.exchange import Exchange
 

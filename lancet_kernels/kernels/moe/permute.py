@@ -7,7 +7,7 @@
     combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
 
 A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
-float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rounding.UNFUSED`).
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rows.UNFUSED`).
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
@@ -22,10 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.moe.choices import add_row, place_row
-from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
+from lancet_kernels.kernels.moe.rows import UNFUSED, add_row, place_row, round_to
+from lancet_kernels.kernels.runtime import check_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.

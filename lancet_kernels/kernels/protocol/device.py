@@ -1,6 +1,6 @@
 """How does device code talk to another PE? Remote pointer, put, signal, wait: this file alone knows.
 
-Symmetric memory (`lancet_kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
+Symmetric memory (`kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
 `region_ptr`, its own copy; `peers_ptr`, an int64 table of the base address of every PE's copy, as this PE
 sees it; and an offset in elements, the same on every PE.
 
@@ -34,6 +34,14 @@ from lancet_kernels.kernels.runtime import clock_ns
 # [claimed, rank, peer, op, index, expected, seen, clock]; clock: `_now`.
 REPORT_WORDS = tl.constexpr(8)
 CLOCK = tl.constexpr(7)
+# What was waited for: a report's op.
+WAIT_RELEASE = tl.constexpr(0)
+WAIT_ROWS = tl.constexpr(1)
+WAIT_READY = tl.constexpr(2)
+WAIT_RESULTS = tl.constexpr(3)
+WAIT_COUNTS = tl.constexpr(4)
+# No wait: `peer` would receive `expected` rows, more than its region holds, `seen`.
+TOO_MANY_ROWS = tl.constexpr(5)
 LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 # Looks at a signal between two at the clock: on a GPU 50 to 100 us.

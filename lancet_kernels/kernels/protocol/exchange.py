@@ -46,9 +46,62 @@ from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
-from lancet_kernels.kernels.protocol.failure import REPORTED, TOO_MANY_ROWS, WAIT_READY, FailureReport
+from lancet_kernels.kernels.protocol.device import REPORT_WORDS, TOO_MANY_ROWS, WAIT_READY
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
-from lancet_kernels.symmetric.memory import Region, SymmetricMemory
+from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory
+
+# REPORTED[op] completes "PE 0 waited for PE 1 ...".
+REPORTED = (
+    "to release its rows (the backward before this one)",
+    "to send its rows (dispatch)",
+    "to finish the first GEMM of those rows",
+    "to return results (combine)",
+    "to send its counts (dispatch)",
+)
+
+
+class Failure(NamedTuple):
+    """PE `rank` waited for `peer`; op: one of the constants above; expected, seen: words at a signal."""
+
+    rank: int
+    peer: int
+    op: int
+    signal: int
+    expected: int
+    seen: int
+
+
+class FailureReport:
+    """The report of one PE.
+
+    Attributes:
+        words: int64 [8] on its device, as `device.wait` writes them.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self.words = torch.zeros(REPORT_WORDS.value, dtype=torch.int64, device=where)
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def is_failed(self) -> bool:
+        """Has a wait run out of time? Does not wait for the device: what a GPU reports of a launch, a later
+        call says."""
+        if self.words.device.type != "cuda":
+            return bool(self.words[0])
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        if self._copy is None:
+            self._copy = torch.zeros_like(self.words, device="cpu").pin_memory(), torch.cuda.Event()
+        elif self._copy[1].query() and self._copy[0][0]:
+            return True
+        copy, event = self._copy
+        copy.copy_(self.words, non_blocking=True)
+        event.record()
+        return False
+
+    def first(self) -> Failure | None:
+        """What ran out of time first. Waits for the device."""
+        claimed, *words, _ = self.words.tolist()
+        return Failure(*words) if claimed else None
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""NVSHMEM's device functions as Triton sees them, linked from its bitcode (`nvshmem_bitcode.py`).
+"""NVSHMEM's device functions as Triton sees them, linked from its bitcode (`symmetric/nvshmem.py`).
 
 Every thread of a program runs an external function. A `_block` one wants exactly that: the threads share
 the work. The others are for one thread, and here the first one alone calls them:
@@ -9,7 +9,7 @@ the work. The others are for one thread, and here the first one alone calls them
   it, the puts of the whole block have been issued, and over IBGDA the fence waits for all queue pairs.
 
 Only for compiled kernels: the interpreter has no external functions, and a kernel that uses one of these
-must be given `nvshmemx_cumodule_init` once after it is loaded (`lancet_kernels.symmetric.nvshmem`).
+must be given `nvshmemx_cumodule_init` once after it is loaded (`lancet_kernels.kernels.symmetric.nvshmem`).
 """
 
 import triton

@@ -72,7 +72,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_COUNTS
+from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS, WAIT_COUNTS
 
 HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.protocol import device, nvshmem_device, schedule
-from lancet_kernels.kernels.protocol.failure import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
+from lancet_kernels.kernels.protocol.device import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
 
 # Ready words that a look takes in, one for each thread of a warp.
 READY_WORDS = tl.constexpr(32)

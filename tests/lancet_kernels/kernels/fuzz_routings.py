@@ -30,9 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol import tasks
 from lancet_kernels.kernels.protocol.exchange import Exchange

@@ -33,7 +33,7 @@ PARTS = {
     "Triton's JITFunction.run": ("triton/runtime/jit.py", "run"),
     "  comparing constants": ("triton/language/core.py", "__ne__"),
     "making descriptors": ("kernels/hopper/launch.py", "descriptors"),
-    "checking arguments": ("kernels/overlap_checks.py", "check_pass"),
+    "checking arguments": ("kernels/overlap_data.py", "check_pass"),
     "opening passes": ("protocol/exchange.py", "begin"),
     "releasing them": ("protocol/exchange.py", "release"),
 }
@@ -62,7 +62,7 @@ def pretend() -> list[tuple[int, int]]:
     from triton.backends.nvidia.driver import CudaDriver
 
     from lancet_kernels.kernels import runtime
-    from lancet_kernels.kernels.hopper import config
+    from lancet_kernels.kernels.config import OverlapConfig
 
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
@@ -82,8 +82,8 @@ def pretend() -> list[tuple[int, int]]:
 
     runtime._scratch = scratch
     runtime.check_runs_on = lambda what, device: None
-    refusals = config.refusals
-    config.refusals = lambda *sizes: [each for each in refusals(*sizes) if each[0] != "device"]
+    refusals = OverlapConfig.refusals
+    OverlapConfig.refusals = lambda *sizes: [each for each in refusals(*sizes) if each[0] != "device"]
     torch.set_num_threads(1)
     return asked
 
@@ -92,8 +92,8 @@ def layers(world: int = 2):
     """A layer of each PE, for the Hopper kernel."""
     import torch
 
-    from lancet_kernels.kernels.hopper.config import hopper_config
-    from lancet_kernels.symmetric import virtual_memories
+    from lancet_kernels.kernels.config import OverlapConfig
+    from lancet_kernels.kernels.symmetric import virtual_memories
     from tests.lancet_kernels.kernels.overlap_cases import Case
     from tests.lancet_kernels.kernels.overlap_ranks import virtual_layers
 
@@ -101,7 +101,8 @@ def layers(world: int = 2):
         world=world, tokens=64, capacity=64, width=128, hidden=192, activation="swiglu", bias=False,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    return virtual_layers(virtual_memories(world), case, hopper_config(132 // world), 8.0)
+    config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, 132 // world)
+    return virtual_layers(virtual_memories(world), case, config, 8.0)
 
 
 def launches() -> dict:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
+from lancet_kernels.kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,
     Case,

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lancet_kernels.compiling.specimens import all_specimens
 from lancet_kernels.kernels import kernel_launch
 from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.tuning.specimens import all_specimens
 
 
 class Kernel:
@@ -55,7 +55,7 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
     asked = []
     words = torch.zeros(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernel_launch.nvshmem_bitcode, "extern_libs", lambda a: asked.append(a) or libraries)
+    monkeypatch.setattr(kernel_launch.nvshmem, "extern_libs", lambda a: asked.append(a) or libraries)
     monkeypatch.setattr(kernel_launch, "init_module", lambda made: kernel.calls.append(made))
     kernel_launch._libraries.cache_clear()
     try:

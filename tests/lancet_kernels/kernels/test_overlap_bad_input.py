@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.hopper.config import check_gluon, hopper_config
-from lancet_kernels.kernels.overlap import cut_of, dense_table, moe_backward
-from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
+from lancet_kernels.kernels.overlap import aligned, dense_table, moe_backward
+from lancet_kernels.kernels.overlap_data import DenseGemm, check_gluon
 from lancet_kernels.kernels.protocol.schedule import BASE
-from lancet_kernels.symmetric import virtual_memories
+from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
@@ -266,19 +265,35 @@ def test_table_of_independent_gemms():
     assert dense_table([], GemmConfig(16, 32, 16, 1, 1), torch.device("cpu")) == (None, 0)
 
 
-def test_tma_falls_back_where_an_operand_is_not_aligned(layer):
-    config = replace(CONFIG, tma=True)
+def test_operands_that_are_not_aligned_for_descriptors(layer):
     buffer = torch.zeros(64)
-
-    def tma(tensors: list, dense: list = ()) -> bool:
-        return cut_of(layer.forward, layer.experts, config, dense, tensors, backward=False).tma
-
-    assert tma([buffer, None, buffer[4:]])
-    assert not tma([buffer, buffer[1:]])
-    assert not tma([], [dense((3, 2), (3, 4), (2, 4))])
+    assert aligned(layer.forward, layer.experts, [], [buffer, None, buffer[4:]])
+    assert not aligned(layer.forward, layer.experts, [], [buffer, buffer[1:]])
+    assert not aligned(layer.forward, layer.experts, [dense((3, 2), (3, 4), (2, 4))], [])
 
 
-HOPPER = hopper_config(4)
+HOPPER, PORTABLE, AMPERE = (
+    OverlapConfig.for_gpu(128, 192, torch.bfloat16, arch, 4, portable=portable)
+    for arch, portable in ((90, False), (90, True), (80, False))
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "activation", "aligned", "backward", "tile", "columns_in", "tma", "gluon"),
+    [
+        (HOPPER, "gelu", True, False, "128x256x64 w8 s4", 256, True, True),
+        (HOPPER, "swiglu", True, False, "128x256x64 w8 s4", 128, True, True),
+        (HOPPER, "swiglu", True, True, "128x256x64 w8 s4", 256, True, True),
+        (HOPPER, "gelu", False, True, "128x32x32 w8 s3", 32, False, False),
+        (PORTABLE, "gelu", True, False, "128x128x64 w8 s4", 128, True, False),
+        (PORTABLE, "gelu", True, True, "128x64x64 w8 s4", 64, True, False),
+        (PORTABLE, "swiglu", False, False, "128x32x32 w8 s3", 32, False, False),
+        (AMPERE, "swiglu", True, False, "64x64x32 w8 s4", 32, False, False),
+    ],
+)
+def test_how_a_launch_is_cut(config, activation, aligned, backward, tile, columns_in, tma, gluon):
+    cut = config.cut(torch.bfloat16, activation, aligned=aligned, backward=backward)
+    assert (str(cut.gemm), *cut[1:]) == (tile, columns_in, tma, gluon)
 
 
 @pytest.mark.parametrize(

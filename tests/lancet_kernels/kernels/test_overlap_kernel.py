@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import config_for_gpu, default_overlap_config
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
+from lancet_kernels.kernels.tuning import tuned
+from lancet_kernels.kernels.tuning.tuned import default_overlap_config
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -203,7 +203,7 @@ def test_configuration_is_the_default_one():
 )
 def test_the_hopper_kernel_is_the_default_where_it_can_run(change, bodies):
     sizes = {"width": 128, "hidden": 192, "dtype": torch.bfloat16, "arch": 90}
-    config = config_for_gpu(**sizes | {"programs": 132} | change)
+    config = OverlapConfig.for_gpu(**sizes | {"programs": 132} | change)
     assert (config.bodies, config.programs) == (bodies, 132)
 
 
@@ -213,13 +213,13 @@ class H100:
 
 def test_launches_leave_multiprocessors_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
-    monkeypatch.setattr(overlap, "tuned", lambda *_: None)
+    monkeypatch.setattr(tuned, "tuned", lambda *_: None)
     given = 128, 192, "gelu", torch.bfloat16, torch.device("cuda", 0)
     assert default_overlap_config(*given).programs == 132
     monkeypatch.setenv("LANCET_FUSED_SMS", "100")
     assert default_overlap_config(*given).programs == 100
-    measured = config_for_gpu(128, 192, torch.bfloat16, 90, 132)
-    monkeypatch.setattr(overlap, "tuned", lambda *_: measured)
+    measured = OverlapConfig.for_gpu(128, 192, torch.bfloat16, 90, 132)
+    monkeypatch.setattr(tuned, "tuned", lambda *_: measured)
     assert default_overlap_config(*given) == replace(measured, programs=100)
     assert default_overlap_config(*given, far=True).bodies == "triton"
     for wrong in ("0", "133", "many"):

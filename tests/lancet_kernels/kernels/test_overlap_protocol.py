@@ -16,7 +16,7 @@ from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.steps import PARTS
-from lancet_kernels.symmetric import SharedMemory, virtual_memories
+from lancet_kernels.kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (

@@ -3,7 +3,7 @@
 import pytest
 
 from lancet_kernels.kernels import runtime, warmup
-from lancet_kernels.symmetric import virtual_memories
+from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import check_same, make_layer
 
@@ -18,7 +18,7 @@ def test_exchanges_are_prepared_by_a_pass_that_is_skipped(monkeypatch: pytest.Mo
     assert prepared.forward.begun == 0
     with monkeypatch.context() as compiled:
         compiled.setattr(runtime, "INTERPRETED", False)
-        compiled.setattr(runtime, "check_device", lambda what, tensor: None)
+        compiled.setattr(runtime, "check_runs_on", lambda what, device: None)
         compiled.setattr(warmup, "compile_together", noted.extend)
         warmup.warm_up(prepared.forward, prepared.backward, *given)
     names = [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in noted]

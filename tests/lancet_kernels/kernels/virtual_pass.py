@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lancet_kernels.kernels.hopper.config import hopper_config
-from lancet_kernels.kernels.overlap import default_overlap_config
+from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.tuning.tuned import default_overlap_config
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
 from tests.lancet_kernels.kernels.overlap_ranks import DENSE, Layer, make_dense, virtual_layers
 from tests.lancet_kernels.kernels.virtual_pes import VirtualPes
@@ -33,7 +33,7 @@ class VirtualPass:
         sizes = case.width, case.hidden, case.activation, case.dtype
         config = default_overlap_config(*sizes, device, pes_here=case.world)
         if bodies == "gluon":
-            config = hopper_config(config.programs)
+            config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, config.programs)
         self.layers = virtual_layers(self.pes.memories, case, config, timeout_s)
         for layer in self.layers:
             if dense:

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.symmetric import SharedMemory
 from lancet_kernels.ops.moe import fused_experts, fused_passes
 from lancet_kernels.ops.moe.fused_experts import LayerExchange, SharedExchanges
-from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.refusals import refusal
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels import overlap_checks
-from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels import overlap_data
+from lancet_kernels.kernels.config import GemmConfig
 from lancet_kernels.kernels.hopper import launch
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.symmetric import virtual_memories
+from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import EmulationError, Emulator
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -51,7 +51,7 @@ def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
     kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "gluon_overlap_kernel", kernel)
-        patch.setattr(overlap_checks, "check_gluon", lambda *_: None)
+        patch.setattr(overlap_data, "check_gluon", lambda *_: None)
         yield
 
 

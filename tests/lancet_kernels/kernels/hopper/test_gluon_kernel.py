@@ -17,9 +17,8 @@ if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
 
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer, signals
-from lancet_kernels.kernels.hopper.config import hopper_config
-from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.protocol import device, steps, tasks
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
@@ -109,7 +108,8 @@ def test_the_tile_of_a_gpu_gives_the_bits_of_the_plain_kernel(activation):
     case = Case(
         local=1, tokens=150, choices=1, capacity=150, width=128, hidden=192, activation=activation, dtype=BF16
     )
-    options = {field.name: getattr(hopper_config(), field.name) for field in fields(OverlapConfig)}
+    config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, 1)
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
     plain = play(case, 0, **options | {"bodies": "triton"})
     check_accuracy(plain, case)
     for seed in range(2):

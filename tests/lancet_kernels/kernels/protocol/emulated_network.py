@@ -18,7 +18,7 @@ import torch
 
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol import exchange, nvshmem_device
-from lancet_kernels.symmetric.memory import Region
+from lancet_kernels.kernels.symmetric.memory import Region
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory
 
 

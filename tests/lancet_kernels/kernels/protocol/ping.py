@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.tuning.specimens import Specimen
 
 
 @triton.jit

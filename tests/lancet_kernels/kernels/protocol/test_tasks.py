@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lancet_kernels.kernels.protocol import schedule
 from lancet_kernels.kernels.protocol.arguments import Blocks, PassState, Sizes
-from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS
+from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_task
 from lancet_kernels.kernels.protocol.tasks import gemm_task, num_gemm_tasks

@@ -1,1 +1,0 @@
-"""Compiles the kernels for a GPU without one: for `lancet kernels`, the tuner and the tests."""

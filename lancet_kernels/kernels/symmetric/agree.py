@@ -1,0 +1,162 @@
+"""Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
+
+Not with collectives: a collective that one rank does not join, or joins with other arguments, hangs or
+mixes up the data. Here every rank writes its request under the number of the meeting, and reads those of
+the others. A rank that differs is named, a rank that stays away is named, and no wait is longer than its
+timeout. Works for any backend, without a GPU. A meeting costs a few requests to a server: use it for
+set-up, not for every layer.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.kernels.symmetric.memory import SymmetricMemory, by_rank, disagreement
+
+FIRST_LOOK_S, LAST_LOOK_S = 1e-4, 5e-3
+GAVE_UP = "gave up"
+Result = TypeVar("Result")
+
+
+def machine() -> str:
+    """Equal for processes of one machine, also in different containers of it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Meetings:
+    """The meetings of one memory's ranks; `rank` of `world`.
+
+    group: None means all ranks or, where there is no torch.distributed, the one there is.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float):
+        self.timeout_s = timeout_s
+        if dist.is_available() and dist.is_initialized():
+            group = group or dist.group.WORLD
+            assert group is not None  # initialized
+            self.rank, self.world = group.rank(), group.size()
+            self._store = _get_process_group_store(group)
+        else:
+            self.rank, self.world = 0, 1
+            self._store = dist.HashStore()
+        # Which memory of this group it is: the same number on every rank that makes them in the same order.
+        number = self._store.add(f"symmetric/count/{self.rank}", 1)
+        self._prefix = f"symmetric/{number}"
+        self._number = 0
+        self._broken = ""
+
+    def meet(self, step: str, value: Any = "", timeout_s: float | None = None) -> list[Any]:
+        """Wait until every rank has come to `step`. -> the values (JSON) that they brought, by rank.
+
+        Raises UserError, on every rank, if another rank is at another step; CommunicationError if one stays
+        away. The latter breaks the memory: this and the other ranks' next meeting fails at once.
+        """
+        if self._broken:
+            raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            said = self._exchange(step, value, timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, CommunicationError):
+                raise
+            # The store's own errors: the process that keeps it (rank 0's, or the launcher) is gone.
+            self._broken = f"no answer from the store of the process group ({_one_line(error)})"
+            raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}") from error
+        if any(theirs != step for theirs, _ in said):
+            raise disagreement({rank: theirs for rank, (theirs, _) in enumerate(said)})
+        return [value for _, value in said]
+
+    def together(self, step: str, work: Callable[[], Result], do: str) -> Result:
+        """Do `work` on every rank. If it raises on one, every rank raises UserError, saying which and why.
+
+        do: what the user can do about it.
+        """
+        failure, error = "", None
+        try:
+            result = work()
+        except Exception as caught:
+            failure, error = _one_line(caught) or type(caught).__name__, caught
+        failures = self.meet(step, failure)
+        if any(failures):
+            raise UserError(
+                f"symmetric memory: {step}",
+                got=by_rank({rank: text for rank, text in enumerate(failures) if text}),
+                expected="success on every rank",
+                do=do,
+            ) from error
+        return result
+
+    def _exchange(self, step: str, value: Any, timeout_s: float) -> list[tuple[str, Any]]:
+        self._number += 1
+        self._say(self._number, step, value)
+        missing = self._wait_for_others(timeout_s)
+        if missing:
+            waited = f"waiting for rank(s) {', '.join(map(str, missing))}: no answer within {timeout_s:g} s"
+            # For those who come late, or came just now: this rank is not in this meeting, nor in the next.
+            self._say(self._number, GAVE_UP, waited)
+            self._say(self._number + 1, GAVE_UP, waited)
+            self._broken = f"an earlier step failed while {waited}"
+            raise CommunicationError(
+                f"rank {self.rank}: {step} failed while {waited}", missing=missing, timed_out=True
+            )
+        said = [tuple(json.loads(self._store.get(self._key(self._number, r)))) for r in range(self.world)]
+        # A rank that takes part in this meeting has read the last one.
+        self._store.delete_key(self._key(self._number - 1, self.rank))
+        for rank, (theirs, waited) in enumerate(said):
+            if theirs == GAVE_UP:
+                self._broken = f"rank {rank} gave up {waited}"
+                raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}")
+        return said
+
+    def _wait_for_others(self, timeout_s: float) -> list[int]:
+        """-> the ranks that did not come."""
+        deadline = time.monotonic() + timeout_s
+        missing, pause = list(range(self.world)), FIRST_LOOK_S
+        while missing:
+            missing = [rank for rank in missing if not self._store.check([self._key(self._number, rank)])]
+            if not missing or time.monotonic() >= deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_LOOK_S)
+        return missing
+
+    def _say(self, number: int, step: str, value: Any) -> None:
+        self._store.set(self._key(number, self.rank), json.dumps([step, value]))
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+
+class MemoryOfRanks(SymmetricMemory):
+    """Symmetric memory whose PEs are the ranks of a process group: they agree in meetings."""
+
+    def __init__(self, meetings: Meetings, device: torch.device, reason: str) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(meetings.rank, meetings.world, device, reason)
+        self._meetings = meetings
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._check_open()
+        self._meetings.meet("barrier", timeout_s=timeout_s)
+
+    def _gather(self, request: str, value: Any = "") -> list[Any]:
+        return self._meetings.meet(request, value)
+
+
+def _one_line(error: BaseException) -> str:
+    """The message without the C++ frames that torch appends."""
+    return " ".join(str(error).split("\nException raised from")[0].split())

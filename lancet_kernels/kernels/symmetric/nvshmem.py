@@ -1,0 +1,289 @@
+"""Symmetric memory between GPUs: NVSHMEM's heap, through nvshmem4py.
+
+Where NVLink reaches, the table has the peer's address, and kernels store to it like to their own memory.
+Where it does not (another node, PCIe) the table has 0, and kernels compiled with NVSHMEM=True use NVSHMEM's
+puts.
+
+NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
+one can have it. It is initialised with the first memory and finalised when Python exits.
+
+Nothing of NVSHMEM is imported before it is needed; `missing` says what of it is not there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import os
+import sys
+import weakref
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.symmetric.agree import Meetings, MemoryOfRanks
+from lancet_kernels.kernels.symmetric.memory import by_rank
+from lancet_kernels.kernels.symmetric.torch_memory import gpu_id, signals_reach
+
+INSTALL = "pip install 'lancet-kernels[cuda]'"
+INSTEAD = (
+    "without NVSHMEM these work: NCCL's collectives between GPUs, several PEs on one GPU "
+    "(virtual_memories), CPU ranks over shared memory"
+)
+# In every kernel that is linked with NVSHMEM's bitcode; what nvshmemx_cumodule_init looks for.
+LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
+
+
+def missing(device: torch.device) -> str:
+    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried.
+
+    Whether the peers can be reached shows only when all of them initialise it.
+    """
+    if not torch.cuda.is_available():
+        return f"no CUDA device that torch {torch.__version__} can use"
+    if device.type != "cuda":
+        return f"regions on {device}, NVSHMEM's are on a GPU"
+    try:
+        core = importlib.import_module("nvshmem.core")
+    except Exception as error:
+        # Also a library that it loads and that is not there.
+        return f"no nvshmem.core ({type(error).__name__}: {error}; {INSTALL})"
+    built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}
+    installed = {name.rpartition("-")[2] for name in _distributions("nvshmem4py-cu")}
+    if installed and not installed & built_for:
+        return (
+            f"nvshmem4py for {', '.join(sorted(installed))}, but torch is built for CUDA {torch.version.cuda}"
+        )
+    try:
+        core.get_version()
+    except Exception as error:
+        return f"no library libnvshmem_host ({type(error).__name__}: {error}; {INSTALL})"
+    return ""
+
+
+class NvshmemMemory(MemoryOfRanks):
+    """One rank of a process group whose ranks have a GPU each."""
+
+    # NVSHMEM belongs to the process. Initialised by us; how many memories were not closed in good order.
+    _started: ClassVar[bool] = False
+    _unsettled: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cuda",
+        timeout_s: float = 60.0,
+    ):
+        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
+
+        Raises UserError, on every rank, if one lacks something, two share a GPU, or another group has
+        NVSHMEM.
+        """
+        device = torch.device(device)
+        meetings = Meetings(group, timeout_s)
+        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
+        if lacks:
+            raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
+        self._core = importlib.import_module("nvshmem.core")
+        self._bindings = importlib.import_module("nvshmem.bindings")
+        super().__init__(meetings, device, "")
+        mine = [gpu_id(self.device), NvshmemMemory._started]
+        gpus, started = zip(*meetings.meet("nvshmem: GPUs", mine), strict=True)
+        if len(set(gpus)) < self.world:
+            raise UserError(
+                "NVSHMEM",
+                got=f"ranks on one GPU: {by_rank(dict(enumerate(gpus)))}",
+                expected="a GPU for each rank",
+                do="start fewer ranks or set another device; one process can play several PEs on one GPU "
+                "(virtual_memories)",
+            )
+        # Where only some have, their PEs are those of another group: nothing to join.
+        if not any(started):
+            self._start(meetings)
+        meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
+        NvshmemMemory._unsettled += 1
+        self._pointer_ok = [signals_reach(self.device, gpu) for gpu in gpus]
+        self._raw: list[Tensor] = []
+        near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
+        version = self._core.get_version().libnvshmem_version
+        self.reason = f"nvshmem: {self.world} GPUs, NVSHMEM {version}, pointers to {near} of them at most"
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._check_open()
+        torch.cuda.synchronize(self.device)
+        super().barrier(timeout_s)
+        # All are here, so it does not wait for long: it completes the puts that no kernel has waited for.
+        self._bindings.barrier_all()
+
+    def _start(self, meetings: Meetings) -> None:
+        """Initialise NVSHMEM: rank 0 makes an id, and all join under it."""
+        from cuda.core import Device
+
+        current = Device(self.device.index)
+        current.set_current()
+        uid = meetings.together(
+            "nvshmem: id",
+            lambda: self._core.get_unique_id(empty=self.rank != 0),
+            do="look at NVSHMEM_DEBUG=INFO",
+        )
+        num_bytes = self._bindings.uniqueid_dtype.itemsize
+        (id_of_0, *_) = meetings.meet("nvshmem: send id", ctypes.string_at(uid.ptr, num_bytes).hex())
+        ctypes.memmove(uid.ptr, bytes.fromhex(id_of_0), num_bytes)
+        meetings.together(
+            "nvshmem: initialise",
+            lambda: self._core.init(
+                device=current, uid=uid, rank=self.rank, nranks=self.world, initializer_method="uid"
+            ),
+            do="look at NVSHMEM_DEBUG=INFO",
+        )
+        NvshmemMemory._started = True
+        atexit.register(_finalize, self._core)
+
+    def _check_pes(self) -> None:
+        if not NvshmemMemory._started:
+            raise RuntimeError("NVSHMEM was initialised with a group that this rank is not in")
+        own = (self._core.my_pe(), self._core.n_pes())
+        if own != (self.rank, self.world):
+            raise RuntimeError(f"PE {own[0]} of {own[1]}: NVSHMEM was initialised with another group")
+
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        raw = self._meetings.together(
+            f"{request}: allocate",
+            lambda: self._core.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False),
+            do="set NVSHMEM_SYMMETRIC_SIZE larger, or make the region smaller",
+        )
+        self._raw.append(raw)
+        raw.zero_()
+        torch.cuda.synchronize(self.device)
+        addresses = [
+            self._bindings.ptr(raw.data_ptr(), peer) if usable else 0
+            for peer, usable in enumerate(self._pointer_ok)
+        ]
+        # Nobody puts before all have zeroed.
+        self.far = any(self._meetings.meet(f"{request}: zero", not all(addresses)))
+        return raw, addresses
+
+    def _free(self, together: bool) -> None:
+        raw, self._raw = self._raw, []
+        if together:
+            # Freeing is collective in NVSHMEM. Without the others the memory stays until the process ends.
+            self._meetings.meet("close")
+            torch.cuda.synchronize(self.device)
+            for tensor in raw:
+                self._core.free_tensor(tensor)
+            NvshmemMemory._unsettled -= 1
+
+
+def _finalize(core: ModuleType) -> None:
+    """At exit, if every memory was closed in good order: it is collective, and would wait for a dead rank.
+
+    Not left out: NVSHMEM's proxy thread may still poll InfiniBand when the libraries go, and crash.
+    """
+    if NvshmemMemory._unsettled == 0:
+        core.finalize()
+
+
+_initialised: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def init_module(kernel: Any) -> bool:
+    """Let a compiled Triton kernel use NVSHMEM's device functions. Call it before the first launch.
+
+    kernel: what `fn.warmup(..., grid=...)` returns. Once per loaded kernel: later calls do nothing. Kernels
+    that are not linked with NVSHMEM, which must not get it, are left alone.
+    -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
+
+    Example:
+        kernel = put_kernel.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
+        init_module(kernel)
+        put_kernel[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
+    """
+    if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
+        return False
+    if not NvshmemMemory._started:
+        raise UserError(
+            "init_module",
+            got="a kernel that uses NVSHMEM, which is not initialised",
+            expected="an NvshmemMemory created before",
+            do="make it first (lancet_kernels.kernels.symmetric.create)",
+        )
+    # Loads it; Triton does so at the first launch, which is too late.
+    kernel._init_handles()
+    status = importlib.import_module("nvshmem.bindings").cumodule_init(kernel.module)
+    if status:
+        raise UserError(
+            "init_module",
+            got=f"status {status} from nvshmemx_cumodule_init",
+            expected="0",
+            do="link the kernel with the bitcode of the NVSHMEM version that runs (same package)",
+        )
+    _initialised.add(kernel)
+    return True
+
+
+def _distributions(prefix: str) -> list[str]:
+    names = (distribution.metadata["Name"] or "" for distribution in metadata.distributions())
+    return [name for name in names if name.startswith(prefix)]
+
+
+PACKAGE = "nvidia-nvshmem-cu13"
+# The architectures whose bitcode NVSHMEM 3.8 brings; a GPU takes the newest that is not newer than itself.
+ARCHITECTURES = (100, 90, 89, 80, 75)
+
+
+def find_bitcode(arch: int) -> Path | None:
+    """The bitcode for GPUs of `arch` (90 for sm_90), or None.
+
+    In $NVSHMEM_HOME/lib if that is set, else in the wheel nvidia-nvshmem-cu13: one file per architecture
+    since 3.8, one for all before.
+    """
+    names = [f"libnvshmem_device_sm_{a}.bc" for a in ARCHITECTURES if a <= arch] + ["libnvshmem_device.bc"]
+    for folder in _folders():
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    return None
+
+
+def bitcode(arch: int) -> Path:
+    """As `find_bitcode`. Raises UserError if there is none."""
+    file = find_bitcode(arch)
+    if file is None:
+        raise UserError(
+            "NVSHMEM's device bitcode",
+            got=f"none for sm_{arch} in {' or '.join(map(str, _folders())) or 'any folder'}",
+            expected="libnvshmem_device*.bc",
+            do=f"pip install --no-deps {PACKAGE}, or set NVSHMEM_HOME",
+        )
+    return file
+
+
+def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
+    """The launch option of kernels with NVSHMEM=True. Raises UserError if there is no bitcode."""
+    return (("libnvshmem_device", str(bitcode(arch))),)
+
+
+def bitcode_version() -> str | None:
+    """The version of the wheel that the bitcode comes from; None if it comes from elsewhere or is missing."""
+    if os.environ.get("NVSHMEM_HOME"):
+        return None
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _folders() -> list[Path]:
+    home = os.environ.get("NVSHMEM_HOME")
+    if home:
+        return [Path(home) / "lib"]
+    # Not by importing nvidia.nvshmem: other wheels share that namespace, and some make it a package.
+    folders = [Path(entry) / "nvidia" / "nvshmem" / "lib" for entry in sys.path if entry]
+    return [folder for folder in folders if folder.is_dir()]

@@ -1,0 +1,94 @@
+"""Symmetric memory between CPU processes of one machine: POSIX shared memory, mapped by every rank.
+
+Each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those of all others. As
+soon as every rank has mapped them, the names are removed: from then on the memory belongs to the processes
+that map it, and the system frees it with the last of them, however that one ends. If a rank dies in between,
+the others remove its name too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.symmetric.agree import Meetings, MemoryOfRanks, machine
+
+# Where Linux shows POSIX shared memory.
+FOLDER = Path("/dev/shm")
+
+
+class SharedMemory(MemoryOfRanks):
+    """One rank of a process group whose ranks are processes of one machine."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0):
+        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
+
+        Raises UserError if the ranks are not on one machine, or do not share /dev/shm (containers).
+        """
+        meetings = Meetings(group, timeout_s)
+        reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
+        super().__init__(meetings, torch.device("cpu"), reason)
+        prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
+        # Processes that see the same /dev/shm: of one machine, and with the same file system there.
+        said = meetings.meet("regions on the CPU", [prefix, f"{machine()} {FOLDER.stat().st_dev}"])
+        others = [rank for rank, (_, machine) in enumerate(said) if machine != said[0][1]]
+        if others:
+            raise UserError(
+                "symmetric memory",
+                got=f"rank(s) {', '.join(map(str, others))} that share no memory with rank 0",
+                expected="ranks on one machine, with one /dev/shm",
+                do="start them there; torch.distributed's collectives work between machines",
+            )
+        self._prefixes = [prefix for prefix, _ in said]
+        self._count = 0
+        self._mapped: list[list[Tensor]] = []
+
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        files = [FOLDER / f"{prefix}-{self._count}" for prefix in self._prefixes]
+        self._count += 1
+        try:
+            self._meetings.together(
+                f"{request}: create",
+                lambda: _create(files[self.rank], num_bytes),
+                do="make /dev/shm larger (docker run --shm-size) or the region smaller",
+            )
+            mapped = self._meetings.together(
+                f"{request}: map",
+                lambda: [_map(file, num_bytes) for file in files],
+                do="run the ranks as one user, where they share /dev/shm",
+            )
+        finally:
+            # Every rank has mapped them, or it failed on every rank: a dead rank's name is removed as well.
+            for file in files:
+                file.unlink(missing_ok=True)
+        self._mapped.append(mapped)
+        return mapped[self.rank], [copy.data_ptr() for copy in mapped]
+
+    def _free(self, together: bool) -> None:
+        # Unmapped with the last tensor on it; peers keep what they have mapped.
+        self._mapped.clear()
+
+
+def _create(file: Path, num_bytes: int) -> None:
+    handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # Reserves the pages: without it a full /dev/shm would be a SIGBUS at the first store.
+        os.posix_fallocate(handle, 0, num_bytes)
+    finally:
+        os.close(handle)
+
+
+def _map(file: Path, num_bytes: int) -> Tensor:
+    """uint8 [num_bytes]; the tensor keeps the mapping alive."""
+    handle = os.open(file, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(handle)

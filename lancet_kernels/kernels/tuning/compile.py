@@ -1,0 +1,284 @@
+"""Compiles kernels for a GPU architecture without a GPU: registers, spills, shared memory, instructions.
+
+Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
+every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
+tests.
+
+On Hopper a matrix product (HGMMA) runs by itself, and a loop should start one while the one before still
+runs. It does where its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. ptxas may decide
+otherwise: if it sees that others touch the accumulators it waits after each product (`gsb0, 0x0`), and only
+tells its log (C7510 to C7519, "Potential Performance Loss: wgmma.mma_async instructions are serialized").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import create_function_from_signature
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, SHARED_MEMORY
+from lancet_kernels.kernels.symmetric import nvshmem
+from lancet_kernels.kernels.tuning.specimens import Specimen
+
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
+BACKWARD_BRANCH = re.compile(r"\bBRA\b.*(0x[0-9a-f]+)")
+PRODUCT = re.compile(r"\bHGMMA\.(\w+)")
+WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+COUNTED = {
+    "products": PRODUCT,
+    "barriers": re.compile(r"\bBAR\b"),
+    "spill_stores": re.compile(r"\bSTL\b"),
+    "spill_loads": re.compile(r"\bLDL\b"),
+}
+SERIALIZED = re.compile(r"\((C75\d\d)\)")
+
+
+@dataclass(frozen=True)
+class ProductLoop:
+    """A loop around matrix products.
+
+    Attributes:
+        instructions, products, barriers, spill_stores, spill_loads: how many of these stand in it.
+        in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
+        shape: of a product of one warpgroup, e.g. "64x256x16".
+    """
+
+    instructions: int
+    products: int
+    barriers: int
+    spill_stores: int
+    spill_loads: int
+    in_flight: int
+    shape: str
+
+
+def product_loops(sass: str) -> tuple[ProductLoop, ...]:
+    """The innermost loops around the products of `sass`, what `cuobjdump -sass` prints, in their order."""
+    code = [(int(address, 16), instruction) for address, instruction in INSTRUCTION.findall(sass)]
+    loops = [
+        (int(target[1], 16), address)
+        for address, instruction in code
+        if (target := BACKWARD_BRANCH.search(instruction)) and int(target[1], 16) <= address
+    ]
+    # Waits for barriers stand behind the whole program and jump back: the smallest loop is a product's own.
+    innermost = {
+        min(around, key=lambda loop: loop[1] - loop[0])
+        for at, instruction in code
+        if PRODUCT.search(instruction) and (around := [loop for loop in loops if loop[0] <= at <= loop[1]])
+    }
+    return tuple(
+        _loop([instruction for address, instruction in code if first <= address <= last])
+        for first, last in sorted(innermost)
+    )
+
+
+def _loop(inside: list[str]) -> ProductLoop:
+    counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
+    text = "\n".join(inside)
+    waits = [int(depth, 16) for depth in WAIT.findall(text)]
+    shapes = " ".join(sorted(set(PRODUCT.findall(text))))
+    return ProductLoop(len(inside), **counts, in_flight=min(waits, default=counts["products"]), shape=shapes)
+
+
+def serialized(log: str) -> tuple[str, ...]:
+    """The codes with which ptxas says in its log that it serializes products: ("C7515",)."""
+    return tuple(sorted(set(SERIALIZED.findall(log))))
+
+
+# Architecture -> maximal shared memory of a thread block, in bytes.
+SHARED_LIMIT = {arch: SHARED_MEMORY[arch] for arch in (80, 90, 100)}
+# At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more.
+FEW_SPILLED_BYTES = 32
+# The first word of the machine instructions for matrix products and TMA.
+WGMMA = re.compile(r"\b[HIQ]GMMA\b")
+TCGEN05 = re.compile(r"\bUTC\w*MMA\b")
+TMA = re.compile(r"\bUTMA(LDG|STG|REDG)\b")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """The compiled machine code of a specimen.
+
+    Attributes:
+        arch: "sm_90".
+        registers: of one thread. threads: of one program.
+        spills: bytes of one thread that are spilled to local memory.
+        stack: all bytes of local memory of one thread.
+        shared_bytes: of one program.
+        wgmma, tma, tcgen05: does the machine code have these instructions?
+        serialized: codes of the assembler's warnings that products wait for each other; of sm_90.
+        loops: around wgmma.
+        seconds: compile time; near zero if the kernel was in Triton's cache.
+    """
+
+    arch: str
+    registers: int
+    spills: int
+    stack: int
+    shared_bytes: int
+    threads: int
+    wgmma: bool
+    tma: bool
+    tcgen05: bool
+    serialized: tuple[str, ...]
+    loops: tuple[ProductLoop, ...]
+    seconds: float
+
+    @property
+    def in_flight(self) -> int | None:
+        """Products that every loop leaves running when it starts the next one; None: there is no loop."""
+        return min((loop.in_flight for loop in self.loops), default=None)
+
+
+def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
+    """Compile for sm_`arch` and inspect the machine code.
+
+    Raises: UserError if kernels are interpreted, for an unknown architecture, and if NVSHMEM's bitcode is
+    needed but missing or not readable; Triton's error if the kernel does not compile.
+    """
+    if runtime.INTERPRETED:
+        raise UserError(
+            "compiling kernels",
+            got="TRITON_INTERPRET set",
+            expected="kernels that are not interpreted",
+            do="unset it, or call lancet kernels, which compiles in other processes",
+        )
+    if arch not in SHARED_LIMIT:
+        supported = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
+        raise UserError(
+            "architecture", got=f"sm_{arch}", expected=f"one of {supported}", do="choose one of these"
+        )
+    start = time.perf_counter()
+    compiled, options = _compile(specimen, arch)
+    registers, stack = _resources(compiled)
+    instructions = _tool("-sass", compiled.asm["cubin"])
+    wgmma = bool(WGMMA.search(instructions))
+    # Triton keeps no log: where there is something to say, the assembler runs a second time.
+    log = _assembler_log(compiled.asm["ptx"], options, arch) if stack or wgmma else ""
+    return CompiledKernel(
+        arch=f"sm_{arch}",
+        registers=registers,
+        spills=_spills(log) if stack else 0,
+        stack=stack,
+        shared_bytes=compiled.metadata.shared,
+        threads=(specimen.total_warps or compiled.metadata.num_warps) * 32,
+        wgmma=wgmma,
+        tma=bool(TMA.search(instructions)),
+        tcgen05=bool(TCGEN05.search(instructions)),
+        serialized=serialized(log),
+        loops=product_loops(instructions),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
+    """The reasons why this kernel must not be released for this architecture; empty if there are none."""
+    arch = int(compiled.arch.removeprefix("sm_"))
+    reasons = []
+    if compiled.spills > FEW_SPILLED_BYTES:
+        reasons.append(f"spills {compiled.spills} bytes")
+    if compiled.registers > REGISTERS_OF_A_THREAD:
+        reasons.append(f"{compiled.registers} registers, more than {REGISTERS_OF_A_THREAD}")
+    # Registers are allocated to warps in units of 8 per thread.
+    in_block = -(-compiled.registers // 8) * 8 * compiled.threads
+    if in_block > REGISTERS_OF_AN_SM:
+        reasons.append(f"{in_block} registers in a program, more than {REGISTERS_OF_AN_SM}")
+    if compiled.shared_bytes > SHARED_LIMIT[arch]:
+        reasons.append(f"{compiled.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT[arch]}")
+    if arch == 90 and specimen.wgmma and not compiled.wgmma:
+        reasons.append("no wgmma")
+    if arch == 90 and specimen.tma and not compiled.tma:
+        reasons.append("no TMA")
+    if compiled.serialized:
+        reasons.append(f"products wait for each other ({', '.join(compiled.serialized)} of ptxas)")
+    if specimen.in_flight and (compiled.in_flight or 0) < specimen.in_flight:
+        reasons.append(f"{compiled.in_flight or 0} products in flight, fewer than {specimen.in_flight}")
+    return reasons
+
+
+def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
+    """-> the kernel as Triton would compile it for the launch, and its options."""
+    kernel, arguments = specimen.kernel, dict(specimen.arguments)
+    missing = [name for name in kernel.arg_names if name not in arguments]
+    if missing:
+        raise UserError(
+            f"specimen {specimen.name} {specimen.config}",
+            got=f"nothing for {', '.join(missing)}",
+            expected="every argument",
+            do="correct the specimen",
+        )
+    if specimen.nvshmem:
+        arguments["extern_libs"] = nvshmem.extern_libs(arch)
+    backend = make_backend(_target(arch))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(**arguments)
+    parsed, signature, constexprs, attributes = kernel._pack_args(
+        backend, options, bound, specialization, options
+    )
+    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
+        kernel, signature, constexprs, attributes
+    )
+    try:
+        return triton.compile(source, target=_target(arch), options=parsed.__dict__), parsed.__dict__
+    except ValueError as error:
+        if "Failed to parse library" not in str(error):
+            raise
+        raise UserError(
+            "NVSHMEM's device bitcode",
+            got=f"{arguments['extern_libs'][0][1]}, of a newer LLVM than Triton {triton.__version__} has",
+            expected="one that this Triton can read (3.6 reads up to NVSHMEM 3.7)",
+            do=f"install an older {nvshmem.PACKAGE}, or a newer Triton",
+        ) from error
+
+
+def _target(arch: int) -> GPUTarget:
+    return GPUTarget("cuda", arch, 32)
+
+
+def _tool(option: str, cubin: bytes) -> str:
+    """The output of `cuobjdump`, from Triton's wheel, for a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _resources(compiled: Any) -> tuple[int, int]:
+    """(registers, bytes of stack) of one thread."""
+    text = _tool("-res-usage", compiled.asm["cubin"])
+    name = re.escape(compiled.metadata.name)
+    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert match, text
+    registers, stack, local = map(int, match.groups())
+    return registers, stack + local
+
+
+def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
+    """What the assembler says when it runs again with the same options as in Triton."""
+    backend = make_backend(_target(arch))
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options(options), arch)
+    return log.getvalue()
+
+
+def _spills(log: str) -> int:
+    """Spilled bytes in the assembler's log."""
+    functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert functions, log
+    return sum(max(int(stores), int(loads)) for stores, loads in functions)

@@ -1,0 +1,238 @@
+"""Which variants of which kernels must compile? Those of launches that are recorded here, with small sizes.
+
+Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded
+(`kernel_launch.recorded`). So nothing of a launch is said a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
+from lancet_kernels.kernels.hopper.launch import total_warps
+from lancet_kernels.kernels.kernel_launch import Launch, recorded
+from lancet_kernels.kernels.moe import activation, permute
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.portable.kernel import overlap_kernel
+from lancet_kernels.kernels.protocol.combine import combine_results_kernel
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.symmetric import virtual_memories
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One kernel x configuration.
+
+    Attributes:
+        name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
+        kernel: the `triton.jit` or `gluon.jit` function.
+        arguments: of its launch by name, options included; tensors are empty (`of`).
+        total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
+        wgmma, tma: what the machine code of sm_90 must contain. in_flight: products that each of its loops
+            must leave running while it starts the next.
+    """
+
+    name: str
+    config: str
+    kernel: Any
+    arguments: dict[str, Any]
+    total_warps: int = 0
+    wgmma: bool = False
+    tma: bool = False
+    in_flight: int = 0
+
+    @classmethod
+    def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:
+        """The specimen of a recorded launch."""
+        arguments = {name: _empty(value) for name, value in launch.arguments.items()}
+        fields.setdefault("name", launch.kernel.fn.__name__.removesuffix("_kernel"))
+        return cls(config=config, kernel=launch.kernel, arguments=arguments, **fields)
+
+    def __reduce__(self) -> tuple:
+        # By the name of the kernel, which is no plain function and has what cannot be pickled.
+        name = self.kernel.fn.__module__, self.kernel.fn.__name__
+        return _with_kernel_called, (*name, {**vars(self), "kernel": None})
+
+    @property
+    def nvshmem(self) -> bool:
+        """Is it linked with the NVSHMEM bitcode?"""
+        return bool(self.arguments.get("NVSHMEM"))
+
+
+def _with_kernel_called(module: str, name: str, fields: dict[str, Any]) -> Specimen:
+    return Specimen(**{**fields, "kernel": getattr(import_module(module), name)})
+
+
+def _empty(value: Any) -> Any:
+    """The same without contents. Triton looks at types, at None, and at what is a multiple of 16."""
+    if isinstance(value, Tensor):
+        aligned = value.data_ptr() % 16 == 0
+        return torch.empty(0, dtype=value.dtype) if aligned else torch.empty(2, dtype=value.dtype)[1:]
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_empty(value.base))
+    if isinstance(value, tuple):
+        return type(value)(*map(_empty, value))
+    return value
+
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+# Multiples of 64, and not even of 16 bytes.
+EVEN, ODD = (128, 192), (17, 19)
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """A pass of the fused experts on 8 PEs with 8 experts each, of no tokens.
+
+    Attributes:
+        dense: an independent GEMM rides along. far: peers are reached by NVSHMEM. widths: D and F.
+        plain: the portable kernel where the Hopper one is the default.
+    """
+
+    activation: str = "gelu"
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = True
+    dense: bool = False
+    far: bool = False
+    widths: tuple[int, int] = EVEN
+    plain: bool = False
+
+    def text(self) -> str:
+        said = {"no bias": not self.bias, "+dw": self.dense, "nvshmem": self.far, "odd": self.widths == ODD}
+        more = "".join(f" {what}" for what, holds in said.items() if holds)
+        return f"{self.activation} {SHORT[self.dtype]}{more}"
+
+    def config(self, arch: int) -> OverlapConfig:
+        return OverlapConfig.for_gpu(*self.widths, self.dtype, arch, 1, self.far, portable=self.plain)
+
+
+FUSED = (
+    FusedCase(),
+    FusedCase(dense=True),
+    FusedCase(bias=False),
+    FusedCase("silu"),
+    FusedCase("swiglu"),
+    FusedCase("swiglu", bias=False, dense=True),
+    FusedCase(dtype=torch.float16),
+    FusedCase(dtype=torch.float32),
+    FusedCase(far=True),
+    FusedCase("swiglu", bias=False, far=True, dense=True),
+    FusedCase(widths=ODD, dense=True),
+    FusedCase("swiglu", widths=ODD),
+    FusedCase(dtype=torch.float32, widths=ODD, dense=True),
+)
+
+
+def all_specimens(arch: int) -> Iterator[Specimen]:
+    """Every kernel of the library, each in the configurations that sm_`arch` gets by default."""
+    # The first of each name and configuration.
+    first: dict[tuple[str, str], Specimen] = {}
+    for specimen in (*_fused(arch), *_rows()):
+        first.setdefault((specimen.name, specimen.config), specimen)
+    yield from first.values()
+
+
+def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Launch]]:
+    """What the forward, and what the backward of a case would launch."""
+    config = case.config(arch)
+    memory = virtual_memories(8)[0]
+    memory.far = case.far
+    local, (width, hidden) = 8, case.widths
+    wide = 2 * hidden if case.activation == "swiglu" else hidden
+    zeros = lambda *shape: torch.zeros(*shape, dtype=case.dtype)  # noqa: E731
+    exchanges = [
+        Exchange(
+            memory, way, local_experts=local, send_rows=8, receive_rows=8, width=width, dtype=case.dtype,
+            chunk_rows=config.gemm.block_m,
+        )
+        for way in ("forward", "backward")
+    ]  # fmt: skip
+    biases = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
+    experts = Experts(
+        zeros(local, width, wide), biases[0], zeros(local, hidden, width), biases[1], case.activation
+    )
+    nowhere = torch.zeros(0, 8, dtype=torch.int64)
+    count = torch.zeros(8 * local, dtype=torch.int64)
+    routing = Routing.of(nowhere, nowhere, torch.zeros(0, 8), count)
+    step = 16 if case.widths == EVEN else 17
+    dense = [DenseGemm(*(zeros(step, step) for _ in "abc"))] if case.dense else []
+    x = zeros(0, width)
+    with recorded() as forward:
+        _, saved = moe_forward(exchanges[0], x, routing, experts, config, dense=dense)
+    with recorded() as backward:
+        moe_backward(exchanges[0], saved, exchanges[1], x, routing, experts, config, dense=dense)
+    return forward, backward
+
+
+def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) -> Specimen:
+    given = launch.arguments
+    if launch.kernel is combine_results_kernel:
+        return Specimen.of(launch, f"{direction} {SHORT[case.dtype]}" + " nvshmem" * case.far)
+    if launch.kernel not in (overlap_kernel, gluon_overlap_kernel):
+        return Specimen.of(launch, "nvshmem" if given.get("NVSHMEM") else "pointers")
+    hopper = launch.kernel is gluon_overlap_kernel
+    stages = given["STAGES"] if hopper else given["num_stages"]
+    tile = f"{given['BM']}x{given['BN']}x{given['BK']} w{given['num_warps']} s{stages}"
+    return Specimen.of(
+        launch,
+        f"{direction} {case.text()} {tile}",
+        total_warps=total_warps(given["num_warps"]) if hopper else 0,
+        wgmma=arch == 90 and case.dtype.itemsize == 2,
+        tma=hopper or given["TMA"],
+        in_flight=int(hopper),
+    )
+
+
+def _fused(arch: int) -> Iterator[Specimen]:
+    """The small kernels, which hardly depend on the case, are the same in many."""
+    # On sm_90 the portable kernel says what is right, too.
+    plain = (FusedCase("gelu", plain=True), FusedCase("swiglu", plain=True)) if arch == 90 else ()
+    for case in (*FUSED, *plain):
+        for direction, launches in zip(("forward", "backward"), _fused_launches(case, arch), strict=True):
+            for launch in launches:
+                yield _fused_specimen(case, arch, direction, launch)
+
+
+def _specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
+    """Specimens of what call(*args, **options) would launch."""
+    with recorded() as launches:
+        call(*args, **options)
+    for launch in launches:
+        yield Specimen.of(launch, said)
+
+
+def _rows() -> Iterator[Specimen]:
+    """Permute, combine and its weights' gradient for two, eight and many choices; the activation."""
+    tokens, width = 4, 4096
+    for dtype, top_k, weighted in (
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 2, False),
+        (torch.float32, 2, True),
+        (torch.bfloat16, 64, True),
+    ):
+        said = f"{SHORT[dtype]} K{top_k}" + (" weighted" if weighted else "")
+        x = torch.zeros(tokens, width, dtype=dtype)
+        row = torch.zeros(tokens, top_k, dtype=torch.int64)
+        weight = torch.zeros(tokens, top_k) if weighted else None
+        yield from _specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
+        rows = torch.zeros(tokens * top_k, width, dtype=dtype)
+        yield from _specimens_of(said, permute.combine, rows, row, weight)
+        yield from _specimens_of(said, permute.combine_dweight, x, rows, row)
+    count = torch.zeros(1, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in ("gelu", "swiglu"):
+            h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
+            yield from _specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
+            da = torch.zeros(4, 2048, dtype=dtype)
+            yield from _specimens_of(
+                f"{SHORT[dtype]} {kind}", activation.activation_backward, da, h, count, kind
+            )

@@ -1,0 +1,218 @@
+"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.tuning`).
+
+Every candidate is compiled, on all ranks at once, and timed in turn with the others; the median of the
+slowest rank counts, and rank 0 chooses for all ranks. Each winner is saved at once, so a run that was killed
+continues where it stopped. Without a GPU nothing can be tuned: times of the interpreter mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.tuning.candidates import Place, Task, candidates
+from lancet_kernels.kernels.tuning.tuned import Entry, TunedCache
+from lancet_kernels.kernels.warmup import warming_up
+from lancet_kernels.measure.fused_pass import FusedPasses
+from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.timing import Clock
+
+# config -> a run of forward and backward.
+Runs = Callable[[OverlapConfig], Callable[[], object]]
+
+
+@dataclass
+class Candidate:
+    """A configuration, its median time, or the reason why it has none."""
+
+    config: OverlapConfig
+    reason: str | None = None
+    ms: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"config": dataclasses.asdict(self.config)}
+        if self.ms is not None:
+            fields["ms"] = self.ms
+        return fields | ({"dropped": self.reason} if self.reason else {})
+
+
+@dataclass
+class Outcome:
+    """The result of a task.
+
+    Attributes:
+        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
+        candidates: the default first.
+    """
+
+    task: Task
+    key: str
+    status: str
+    candidates: list[Candidate] = field(default_factory=list)
+    winner: Candidate | None = None
+    cached: Entry | None = None
+
+
+def check_has_gpu(place: Place) -> None:
+    """Raise UserError if there is no GPU to time on."""
+    if place.device is None:
+        raise UserError(
+            "lancet tune",
+            got="no GPU",
+            expected="a GPU to time kernels on",
+            do="`lancet tune --dry-run` lists what would be timed, "
+            f"`lancet kernels --arch {place.name}` compiles every kernel",
+        )
+
+
+def tune(
+    tasks: Sequence[Task],
+    place: Place,
+    cache: TunedCache,
+    *,
+    most: int | None = None,
+    minutes: float | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    on_progress: Callable[[int, str], None] | None = None,
+    rounds: int = 15,
+    save: bool = True,
+    clock: Clock | None = None,
+    runs_of: Callable[[Task, torch.device], Runs] | None = None,
+) -> list[Outcome]:
+    """Tune all tasks that are not in the cache. Collective; all ranks must pass the same tasks.
+
+    Args:
+        most: candidates per task; None: all. minutes: start no task after that; None for no limit.
+        force: also tune tasks that are in the cache. on_progress: called with (tasks done, current task).
+        save: whether this rank writes its cache; one rank per machine should.
+        clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
+
+    Raises UserError without a GPU, unless it is a dry run.
+    """
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    say = on_progress or (lambda done, text: None)
+    outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
+    for outcome in outcomes:
+        outcome.candidates = [Candidate(config) for config in candidates(outcome.task, place)[:most]]
+    _mark_cached(outcomes, cache, force)
+    if dry_run:
+        for outcome in outcomes:
+            outcome.status = "dry-run" if outcome.status == "left" else outcome.status
+        return outcomes
+    check_has_gpu(place)
+    assert place.device is not None
+    clock = clock or Clock(place.device)
+    for number, outcome in enumerate(outcomes):
+        say(number, outcome.key)
+        # Another process may have tuned it meanwhile.
+        _mark_cached([outcome], cache, force)
+        if outcome.status == "known":
+            continue
+        if not _from_first(time.monotonic() < deadline):
+            break
+        _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
+        if outcome.status == "tuned" and save:
+            cache.put([_entry(outcome, place)])
+    say(sum(o.status != "left" for o in outcomes), "")
+    return outcomes
+
+
+def _passes(task: Task, device: torch.device) -> Runs:
+    passes = FusedPasses(task.workload, task.dtype, device)
+    return lambda config: lambda: passes.forward_backward(config)
+
+
+def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool) -> None:
+    if force:
+        return
+    entries = _from_first(cache.entries())
+    for outcome in outcomes:
+        entry = entries.get(outcome.key)
+        # An entry of another compiler may be outdated.
+        if entry is not None and entry.triton == triton.__version__:
+            outcome.status, outcome.cached = "known", entry
+
+
+def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
+    """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
+    runs: dict[int, Callable[[], object]] = {}
+    for number, candidate in enumerate(outcome.candidates):
+        run = runs_of(candidate.config)
+        try:
+            with warming_up():
+                run()
+            _meet(clock.device)
+            run()
+            if clock.device.type == "cuda":
+                torch.cuda.synchronize(clock.device)
+            runs[number] = run
+        except CommunicationError:
+            raise
+        except (RuntimeError, triton.runtime.errors.OutOfResources, ValueError) as error:
+            candidate.reason = f"does not run: {str(error).splitlines()[0]}"
+    numbers = range(len(outcome.candidates))
+    able = _slowest([0.0 if number in runs else math.inf for number in numbers])
+    runs = {number: run for number, run in runs.items() if able[number] == 0.0}
+    times_of = clock.rounds(runs, rounds, warmup=2)
+    medians = {number: statistics.median(times) for number, times in times_of.items()}
+    slowest = _slowest([medians.get(number, math.inf) for number in numbers])
+    for candidate, ms in zip(outcome.candidates, slowest, strict=True):
+        if math.isfinite(ms):
+            candidate.ms = ms
+        else:
+            candidate.reason = candidate.reason or "does not run on another rank"
+    # The first of equals, and the default is first.
+    best = min(numbers, key=slowest.__getitem__)
+    outcome.status = "failed"
+    if math.isfinite(slowest[best]):
+        outcome.status, outcome.winner = "tuned", outcome.candidates[_from_first(best)]
+
+
+def _entry(outcome: Outcome, place: Place) -> Entry:
+    task, winner, default = outcome.task, outcome.winner, outcome.candidates[0]
+    assert winner is not None  # "tuned"
+    assert winner.ms is not None
+    return Entry(
+        shape=task.shape,
+        dtype=str(task.dtype).removeprefix("torch."),
+        device=place.name,
+        config=dataclasses.asdict(winner.config),
+        milliseconds=winner.ms,
+        # A default that does not run has no time.
+        default_milliseconds=winner.ms if default.ms is None else default.ms,
+        triton=triton.__version__,
+        date=date.today().isoformat(),
+    )
+
+
+def _from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return from_first_rank(value, group_name(None), "what rank 0 decided")
+
+
+def _slowest(times: list[float]) -> list[float]:
+    """The largest of each over the ranks; infinity where one rank could not run it."""
+    return over_ranks(torch.tensor(times, dtype=torch.float64), group_name(None), "max").tolist()
+
+
+def _meet(device: torch.device) -> None:
+    """Return when every rank has arrived and its device is idle."""
+    if group_name(None):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        with waiting("barrier before a measurement"):
+            dist.barrier()

@@ -1,1 +1,0 @@
-"""The tuner of the kernels' configurations."""

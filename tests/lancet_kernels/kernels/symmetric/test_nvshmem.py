@@ -1,0 +1,253 @@
+"""NVSHMEM: what is said where it is missing, the order of our calls against a stand-in, and one real PE.
+
+The stand-in has the functions of nvshmem4py 0.4.1 that we call, over memory of the process: it proves who is
+called when, not that NVSHMEM works. That is for the tests marked gpu.
+"""
+
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lancet_kernels import UserError
+from lancet_kernels.kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
+from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
+from tests.lancet_kernels.kernels.symmetric import nvshmem_one_pe
+from tests.processes import printed
+from tests.refusals import refusal
+
+CUDA = torch.device("cuda")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+
+
+# ---- what is missing
+
+
+@NO_GPU
+def test_no_gpu():
+    assert nvshmem.missing(CUDA) == f"no CUDA device that torch {torch.__version__} can use"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if there were a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvshmem, "_distributions", lambda prefix: ["nvshmem4py-cu13"])
+
+
+def test_regions_on_the_cpu(gpu):
+    assert nvshmem.missing(torch.device("cpu")) == "regions on cpu, NVSHMEM's are on a GPU"
+
+
+def test_no_package(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", None)
+    said = nvshmem.missing(CUDA)
+    assert said.startswith("no nvshmem.core (ModuleNotFoundError: ")
+    assert said.endswith("; pip install 'lancet-kernels[cuda]')")
+
+
+def test_package_for_another_cuda(gpu, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(nvshmem, "_distributions", lambda prefix: ["nvshmem4py-cu12"])
+    assert nvshmem.missing(CUDA) == "nvshmem4py for cu12, but torch is built for CUDA 13.0"
+
+
+def test_no_library(gpu, monkeypatch):
+    def get_version():
+        raise RuntimeError("libnvshmem_host.so.3 not found")
+
+    stand_in(monkeypatch).get_version = get_version
+    said = nvshmem.missing(CUDA)
+    assert said.startswith("no library libnvshmem_host (RuntimeError: libnvshmem_host.so.3 not found; pip ")
+
+
+def test_nothing_is_missing(gpu, monkeypatch):
+    stand_in(monkeypatch)
+    assert nvshmem.missing(CUDA) == ""
+
+
+def create_on_rank() -> str:
+    return refusal(lambda: create(device="cuda", timeout_s=10))
+
+
+@NO_GPU
+def test_create_says_what_works_instead(pool):
+    for message in pool.run(create_on_rank):
+        assert f"got no CUDA device that torch {torch.__version__} can use (rank 0, 1)" in message
+        for alternative in ("NCCL's collectives", "virtual_memories", "CPU ranks over shared memory"):
+            assert alternative in message
+
+
+# ---- the order of our calls, against a stand-in
+
+
+def stand_in(monkeypatch, rank: int = 0, world: int = 1) -> ModuleType:
+    """nvshmem.core and what it needs, as modules; `.calls` says what was called."""
+    calls: list = []
+    core, bindings = ModuleType("nvshmem.core"), ModuleType("nvshmem.bindings")
+    cuda = ModuleType("cuda.core")
+    places: dict[int, torch.Tensor] = {}
+
+    class UniqueId:
+        def __init__(self, text: bytes):
+            self.data = ctypes.create_string_buffer(text, 128)
+            self.ptr = ctypes.addressof(self.data)
+
+    def init(*, device, uid, rank, nranks, initializer_method):
+        calls.append(("init", uid.data.value, rank, nranks, initializer_method))
+
+    def tensor(shape, dtype, except_on_del):
+        raw = torch.full(shape, 255, dtype=dtype)
+        places[raw.data_ptr()] = raw
+        calls.append("tensor")
+        return raw
+
+    def free_tensor(raw):
+        calls.append("free")
+        del places[raw.data_ptr()]
+
+    core.calls, core.init, core.tensor, core.free_tensor = calls, init, tensor, free_tensor
+    core.get_version = lambda: SimpleNamespace(libnvshmem_version="3.8.0")
+    core.get_unique_id = lambda empty: UniqueId(b"" if empty else b"of rank 0")
+    core.my_pe, core.n_pes = (lambda: rank), (lambda: world)
+    core.Teams, core.team_n_pes = SimpleNamespace(TEAM_SHARED=1), (lambda team: world)
+    core.finalize = lambda: calls.append("finalize")
+    bindings.uniqueid_dtype = SimpleNamespace(itemsize=128)
+    bindings.ptr = lambda address, peer: address + 4096 * (peer - rank) if address in places else 0
+    bindings.barrier_all = lambda: calls.append("barrier_all")
+    bindings.cumodule_init = lambda module: calls.append(("cumodule_init", module)) or module % 2
+    cuda.Device = lambda index: SimpleNamespace(set_current=lambda: None)
+    for name, module in (("core", core), ("bindings", bindings)):
+        monkeypatch.setitem(sys.modules, f"nvshmem.{name}", module)
+    monkeypatch.setitem(sys.modules, "nvshmem", ModuleType("nvshmem"))
+    monkeypatch.setitem(sys.modules, "cuda.core", cuda)
+    return core
+
+
+def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
+    """A memory, a region, a barrier, close; `far`: the ranks that no pointer may reach."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        core = stand_in(patch, rank, world)
+        patch.setattr(nvshmem, "missing", lambda device: "")
+        patch.setattr(nvshmem, "gpu_id", lambda device: gpus[rank])
+        patch.setattr(nvshmem, "signals_reach", lambda device, gpu: gpus.index(gpu) not in far)
+        patch.setattr(torch.cuda, "synchronize", lambda device: core.calls.append("synchronize"))
+        patch.setattr(nvshmem.atexit, "register", lambda function, *arguments: None)
+        patch.setattr(NvshmemMemory, "_started", False)
+        patch.setattr(NvshmemMemory, "_unsettled", 0)
+        try:
+            with NvshmemMemory(device="cpu", timeout_s=10) as memory:
+                region = memory.allocate("x", (5,), torch.float32)
+                peers = [a - region.local.data_ptr() if a else None for a in region.peers.tolist()]
+                assert not region.local.any(), "not zero-filled"
+                memory.barrier()
+                again = NvshmemMemory(device="cpu", timeout_s=10)
+                again.close()
+        except UserError as error:
+            return {"error": str(error)}
+        nvshmem._finalize(core)
+        return {"calls": core.calls, "peers": peers, "reason": memory.reason, "far": memory.far}
+
+
+def test_order_of_calls(pool):
+    results = pool.run(on_the_stand_in, ["GPU-a", "GPU-b"], [])
+    for rank, result in enumerate(results):
+        assert result["calls"] == [
+            ("init", b"of rank 0", rank, 2, "uid"),
+            "tensor", "synchronize", "synchronize", "barrier_all",
+            "synchronize", "synchronize", "free", "finalize",
+        ]  # fmt: skip
+        assert result["peers"] == [4096 * (peer - rank) for peer in range(2)]
+        assert result["reason"] == "nvshmem: 2 GPUs, NVSHMEM 3.8.0, pointers to 2 of them at most"
+        assert not result["far"]
+
+
+def test_no_pointer_where_signals_cannot_go(pool):
+    for result in pool.run(on_the_stand_in, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [2], ranks=4):
+        assert [peer is None for peer in result["peers"]] == [False, False, True, False]
+        assert result["far"]
+
+
+def test_two_ranks_on_one_gpu(pool):
+    for result in pool.run(on_the_stand_in, ["GPU-a", "GPU-a"], []):
+        assert "got ranks on one GPU: GPU-a (rank 0, 1)" in result["error"]
+        assert "virtual_memories" in result["error"]
+
+
+class Kernel:
+    """What init_module reads of what Triton gives for a compiled kernel."""
+
+    def __init__(self, ptx: str, module: int):
+        self.asm, self.module, self._loads = {"ptx": ptx}, None, module
+
+    def _init_handles(self):
+        self.module = self._loads
+
+
+LINKED = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 8};"
+
+
+def test_init_module_once_and_only_where_it_is_used(monkeypatch):
+    core = stand_in(monkeypatch)
+    linked, plain, refused = Kernel(LINKED, 2), Kernel(".visible .entry plain()", 4), Kernel(LINKED, 3)
+    with pytest.raises(UserError, match="NVSHMEM, which is not initialised"):
+        init_module(linked)
+    monkeypatch.setattr(NvshmemMemory, "_started", True)
+    assert not init_module(plain)
+    assert plain.module is None
+    assert [init_module(linked), init_module(linked)] == [True, False]
+    with pytest.raises(UserError, match="status 1 from nvshmemx_cumodule_init"):
+        init_module(refused)
+    assert core.calls == [("cumodule_init", 2), ("cumodule_init", 3)]
+
+
+# ---- one PE, really
+
+
+def assert_arrived(arguments: dict) -> None:
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out_ptr"][:3], arguments["source_ptr"][[7, 0, 3]])
+    assert not arguments["out_ptr"][3].any()
+    assert arguments["signals_ptr"].tolist() == [0, 1 << 32 | 3]
+    assert not arguments["report_ptr"].any()
+
+
+@pytest.mark.gpu
+def test_one_pe():
+    lacks = nvshmem.missing(CUDA)
+    if lacks:
+        pytest.skip(lacks)
+    libraries = (("libnvshmem_device", sys.modules["nvshmem.core"].find_device_bitcode_library()),)
+    with NvshmemMemory(timeout_s=30) as memory:
+        rows = memory.allocate("rows", (4, 32), torch.float32)
+        signals = memory.allocate("signals", (2,), torch.int64)
+        stage = memory.allocate("stage", (4, 32), torch.float32)
+        assert rows.peers.tolist() == [rows.local.data_ptr()]
+        assert not rows.local.any()
+        arguments = arguments_of(rows.local, signals.local, [7, 0, 3], stage_ptr=stage.local)
+        assert init_module(ping.warmup(**arguments, grid=(1,), extern_libs=libraries))
+        ping[(1,)](**arguments, extern_libs=libraries)
+        memory.barrier()
+        assert_arrived(arguments)
+
+
+def test_structs_are_as_large_as_nvshmem_says():
+    """By the static_asserts in its headers (3.8)."""
+    sizes = {"UniqueId": 128, "UniqueIdArguments": 24, "Arguments": 128, "Attributes": 144}
+    assert {name: ctypes.sizeof(getattr(nvshmem_one_pe, name)) for name in sizes} == sizes
+
+
+@pytest.mark.gpu
+def test_one_pe_with_nothing_but_the_wheel():
+    """In a process of its own: NVSHMEM may end the process that it does not like."""
+    if nvshmem_one_pe.host_library() is None:
+        pytest.skip("no libnvshmem_host.so.3 (package nvidia-nvshmem-cu13)")
+    alone = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+    said = printed("-m", nvshmem_one_pe.__name__, timeout_s=90, **alone, NVSHMEM_SYMMETRIC_SIZE="64M")
+    assert "rows and signal arrived" in said

@@ -1,0 +1,309 @@
+"""Symmetric memory between processes: who puts where, who asked for what, and what is left behind."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lancet_kernels.kernels.symmetric import SharedMemory, shared
+from tests.grids import few_of
+from tests.processes import processes
+from tests.ranks import RankError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+
+
+def payload(writer: int, reader: int, num_bytes: int) -> bytes:
+    """What `writer` puts to `reader`: any rank can work it out."""
+    seed = 1000 * writer + reader
+    data = torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(seed))
+    return bytes(data.tolist())
+
+
+def put_on_rank(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Every rank puts a row to every rank, by address alone. -> this rank's copy then, as bytes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with SharedMemory(timeout_s=10) as memory:
+        region = memory.allocate("rows", (world, *shape), dtype)
+        assert (memory.rank, memory.world) == (rank, world)
+        assert region.local.shape == (world, *shape)
+        assert region.local.dtype == dtype
+        assert not region.local.view(torch.uint8).any(), "not zero-filled"
+        assert region.peers.tolist()[rank] == region.local.data_ptr()
+        assert all(address % 16 == 0 for address in region.peers.tolist())
+        memory.barrier()  # a rank that is ahead would put into what another still looks at
+        row = region.local[0].numel() * dtype.itemsize
+        for peer, address in enumerate(region.peers.tolist()):
+            ctypes.memmove(address + rank * row, payload(rank, peer, row), row)
+        memory.barrier()
+        return bytes(region.local.view(torch.uint8).flatten().tolist())
+
+
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+@pytest.mark.parametrize("dtype", few_of(DTYPES), ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_puts_are_seen_bitwise(pool, dtype, ranks):
+    row = 3 * 5 * dtype.itemsize
+    for rank, seen in enumerate(pool.run(put_on_rank, dtype, (3, 5), ranks=ranks)):
+        assert seen == b"".join(payload(writer, rank, row) for writer in range(ranks))
+
+
+def put_while_it_runs_on_rank() -> float:
+    """Rank 1 looks at its copy until rank 0 has put, without any call in between. -> seconds that it took."""
+    with SharedMemory(timeout_s=10) as memory:
+        flag = memory.allocate("flag", (1,), torch.int64)
+        begin = time.monotonic()
+        if memory.rank == 0:
+            time.sleep(0.2)
+            ctypes.c_int64.from_address(flag.peers[1].item()).value = 7
+        else:
+            while flag.local[0] != 7:
+                assert time.monotonic() - begin < 60
+        return time.monotonic() - begin
+
+
+def test_puts_are_seen_while_the_peer_runs(pool):
+    assert pool.run(put_while_it_runs_on_rank)[1] > 0.1
+
+
+# ---- who asked for what
+
+
+def failure(function) -> tuple[str, str]:
+    """What calling `function` raises: (type, message)."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+# case -> what each of two ranks asks for, in this order: (name, shape, dtype), or "barrier"
+X = ("x", (4,), torch.float32)
+MISMATCHES = {
+    "name": ([X], [("y", (4,), torch.float32)]),
+    "shape": ([X], [("x", (2, 2), torch.float32)]),
+    "dtype": ([X], [("x", (4,), torch.float16)]),
+    "order": ([X, ("y", (1,), torch.int64)], [("y", (1,), torch.int64), X]),
+    "second": ([X, ("y", (1,), torch.int64)], [X, ("y", (2,), torch.int64)]),
+    "barrier": ([X], ["barrier"]),
+}
+
+
+def words(request) -> str:
+    if request == "barrier":
+        return request
+    name, shape, dtype = request
+    return f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def mismatch_on_rank(case: str) -> tuple[str, str]:
+    """Rank 1 asks for its own, all others for the first; then a barrier shows that the memory still works."""
+    with SharedMemory(timeout_s=10) as memory:
+
+        def ask() -> None:
+            for request in MISMATCHES[case][memory.rank == 1]:
+                if request == "barrier":
+                    memory.barrier()
+                else:
+                    memory.allocate(*request)
+
+        result = failure(ask)
+        memory.barrier()
+        memory.allocate("after", (1,), torch.float32)
+        return result
+
+
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatch_is_named_on_every_rank(pool, case, ranks):
+    first, second = next(pair for pair in zip(*MISMATCHES[case], strict=True) if pair[0] != pair[1])
+    others = ", ".join(str(rank) for rank in range(ranks) if rank != 1)
+    for kind, message in pool.run(mismatch_on_rank, case, ranks=ranks):
+        assert kind == "UserError"
+        assert f"{words(first)} (rank {others}), {words(second)} (rank 1)" in message
+        assert "\n" not in message
+
+
+def bad_requests_on_rank() -> list[tuple[str, str]]:
+    """Requests that all ranks make, and none can get; one that they can get comes last."""
+    with SharedMemory(timeout_s=10) as memory:
+        memory.allocate("x", (4,), torch.float32)
+        errors = [
+            failure(lambda: memory.allocate("x", (4,), torch.float32)),
+            failure(lambda: memory.allocate("y", (-1,), torch.float32)),
+            failure(lambda: memory.allocate("y", (2.0,), torch.float32)),
+            failure(lambda: memory.allocate("y", (4,), "float32")),
+            failure(lambda: memory.allocate("y", (1 << 50,), torch.uint8)),
+        ]
+        memory.allocate("y", (4,), torch.float32)
+        return errors
+
+
+def test_bad_requests(pool):
+    for errors in pool.run(bad_requests_on_rank):
+        assert [kind for kind, _ in errors] == ["UserError"] * 5
+        taken, negative, fraction, dtype, room = (message for _, message in errors)
+        assert "'x' [4] float32: got a name that exists already" in taken
+        assert "allocate 'y' [-1] float32" in negative
+        assert "allocate 'y' [2.0] float32" in fraction
+        assert "a torch dtype" in dtype
+        assert "(rank 0, 1)" in room
+        assert "/dev/shm larger" in room
+
+
+# ---- ranks that stay away
+
+
+def absent_on_rank(step: str) -> tuple[str, str, str]:
+    """Rank 1 comes 1 s too late. -> this rank's error, and that of its next call."""
+    with SharedMemory(timeout_s=1.0) as memory:
+        memory.allocate("x", (4,), torch.float32)
+        if memory.rank == 1:
+            time.sleep(2.0)
+        if step == "barrier":
+            error = failure(lambda: memory.barrier(timeout_s=0.8))
+        else:
+            error = failure(lambda: memory.allocate("y", (4,), torch.float32))
+        return *error, failure(memory.barrier)[1]
+
+
+@pytest.mark.parametrize("step", few_of(["barrier", "allocate"]))
+def test_absent_rank_is_named(pool, step):
+    results = pool.run(absent_on_rank, step, ranks=4)
+    name, limit = ("barrier", 0.8) if step == "barrier" else ("allocate 'y' [4] float32", 1)
+    for rank in (0, 2, 3):
+        kind, message, after = results[rank]
+        assert kind == "CommunicationError"
+        waited = f"waiting for rank(s) 1: no answer within {limit:g} s"
+        # Who notices first tells the others.
+        assert message.startswith(f"rank {rank}: {name} failed")
+        assert waited in message
+        assert after.startswith(f"rank {rank}: barrier failed: ")
+    kind, message, _ = results[1]
+    assert kind == "CommunicationError"
+    assert f"{name} failed: rank 0 gave up waiting for rank(s) 1" in message
+
+
+# ---- what is left behind
+
+
+def segments(pids: list[int]) -> list[str]:
+    """The shared memory in /dev/shm that these processes have made."""
+    return [file.name for pid in pids for file in shared.FOLDER.glob(f"lancet-{pid}-*")]
+
+
+def mapped_bytes() -> int:
+    """How much of shared memory of ours this process maps."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/lancet-" in line:
+            begin, end = line.split()[0].split("-")
+            total += int(end, 16) - int(begin, 16)
+    return total
+
+
+def close_on_rank() -> dict:
+    others = mapped_bytes()  # an emulated link of an earlier test, say
+    memory = SharedMemory(timeout_s=10)
+    region = memory.allocate("x", (1 << 20,), torch.uint8)
+    before, kept = mapped_bytes() - others, region.local
+    memory.barrier()
+    memory.close()
+    memory.close()
+    kept.fill_(1)  # the tensor keeps its memory alive
+    del kept
+    return {
+        "mapped": (before, mapped_bytes() - others),
+        "errors": [
+            failure(lambda: region.local),
+            failure(lambda: region.peers),
+            failure(lambda: memory.allocate("y", (1,), torch.float32)),
+            failure(memory.barrier),
+        ],
+    }
+
+
+def test_close_frees(pool):
+    for result in pool.run(close_on_rank):
+        assert result["mapped"] == (2 << 20, 0)
+        assert {kind for kind, _ in result["errors"]} == {"UserError"}
+        assert all("got a call after close()" in message for _, message in result["errors"])
+        assert "region 'x'" in result["errors"][0][1]
+
+
+def killed_on_rank() -> None:
+    memory = SharedMemory(timeout_s=10)
+    region = memory.allocate("x", (1 << 20,), torch.uint8)
+    region.local.fill_(1)
+    memory.barrier()
+    if memory.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def test_killed_rank_leaves_nothing(pool):
+    pool.run(put_while_it_runs_on_rank)  # the workers are there, and their ids
+    pids = pool.pids()
+    with pytest.raises(RankError, match=r"rank 1 died \(exit code -9\)"):
+        pool.run(killed_on_rank)
+    assert segments(pids) == []
+
+
+def killed_between_create_and_map(rank: int, store: str, results) -> None:
+    """A process of its own: rank 1 dies when it has made its segment, before anybody has removed a name."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    if rank == 1:
+        create = shared._create
+
+        def create_and_die(*arguments) -> None:
+            create(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shared._create = create_and_die
+    memory = SharedMemory(timeout_s=3.0)
+    results.put(failure(lambda: memory.allocate("x", (4,), torch.float32)))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.long
+def test_killed_in_the_middle_of_allocating(tmp_path):
+    context = processes()
+    results = context.Queue()
+    ranks = [
+        context.Process(target=killed_between_create_and_map, args=(rank, f"{tmp_path}/store", results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    pids = [process.pid for process in ranks]
+    try:
+        kind, message = results.get(timeout=60)
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert kind == "CommunicationError"
+    assert "waiting for rank(s) 1" in message
+    assert ranks[1].exitcode == -signal.SIGKILL
+    assert segments(pids) == []
+
+
+def other_machine_on_rank() -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(shared, "machine", lambda: "another machine")
+        return failure(lambda: SharedMemory(timeout_s=10))
+
+
+def test_ranks_on_two_machines(pool):
+    for kind, message in pool.run(other_machine_on_rank):
+        assert kind == "UserError"
+        assert "rank(s) 1 that share no memory with rank 0" in message
