@@ -17,18 +17,7 @@ from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
 from lancet_kernels.schedules.cut.ranges import LaunchFillers, PartitionRange
-from lancet_kernels.schedules.report import (
-    Report,
-    account_text,
-    bounds_text,
-    hidden_text,
-    measured_choice,
-    memory_text,
-    microbatches_text,
-    nothing_travels_text,
-    predicted_choice,
-    table,
-)
+from lancet_kernels.schedules.report import Report
 from lancet_kernels.schedules.time.fused_launch import LaunchWork
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
@@ -121,38 +110,16 @@ class Plan(SavedJson):
     def explain(self, details: bool = False) -> str:
         """The plan as text for people: its time beside that of others, predicted and measured, why it was
         chosen, and what computes while messages travel. Args: details: also what the planner did."""
-        report, own = self.report, self.report.chosen or self.strategy
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
-        predicted, compared = report.predicted, report.compared
-        if report.hidings or any(p.exposed_ms for p in (predicted, *compared.values())):
-            lines += table(own, {**compared, own: predicted}, report.measured, details)
-            if report.chosen:
-                lines += ["", self.choice_text()]
-            lines += [f"Not possible: {name} ({reason})" for name, reason in report.impossible.items()]
-            lines += ["", account_text(predicted, compared.get("none", predicted))]
-        else:
-            lines.append(nothing_travels_text(predicted, self.plain))
-        if report.memory_limit_gb is not None:
-            lines += ["", memory_text(predicted, report.memory_limit_gb, report.without_limit_ms)]
-        lines += microbatches_text(report.pair_ms if self.pair else None, report.measured_microbatches)
-        if report.recomputation is not None:
-            lines += ["", report.recomputation.text()]
-        lines += hidden_text(report.hidings, details)
+        lines += self.report.lines(self.strategy, self.plain, bool(self.pair), details)
         if self.fused:
             fused = sum(group.fused for group in self.fused)
             lines += ["", f"Fused launches: {fused} of {len(self.fused)} MoE layers"]
             lines += [f"  {group.layer}: {group.why}" for group in self.fused]
-        if _TORCH_DROPOUT & set(report.without_rule):
+        if _TORCH_DROPOUT & set(self.report.without_rule):
             advice = "use lancet_kernels.Dropout, whose numbers do not depend on the cut"
             lines += ["", f"torch's dropout is never cut into parts: {advice}"]
         return "\n".join(lines + (self._details() if details else []))
-
-    def choice_text(self) -> str:
-        """Why this plan, or the module without one: measured, or predicted."""
-        report = self.report
-        if report.measured:
-            return measured_choice(report.chosen, report.measured, self.plain)
-        return predicted_choice(report.chosen, report.predicted, report.compared, report.memory_limit_gb)
 
     def _details(self) -> list[str]:
         """What the planner did, op by op."""
@@ -160,7 +127,7 @@ class Plan(SavedJson):
         lines = ["", *([f"Costs: {report.costs}"] if report.costs else [])]
         lines.append(f"Order: {report.method}, {len(self.order)} instructions.")
         if report.exposed_bounds:
-            lines.append(bounds_text(report.exposed_bounds, report.predicted))
+            lines.append(report.bounds())
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")

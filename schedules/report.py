@@ -83,123 +83,132 @@ class Report:
 
     def fits(self) -> bool:
         """Is the predicted peak within the memory limit?"""
-        return self.memory_limit_gb is None or self.predicted.peak_memory_gb <= self.memory_limit_gb
+        return self.predicted.peak_memory_gb <= self._limit_gb
 
+    @property
+    def _limit_gb(self) -> float:
+        return float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
 
-def table(
-    own: str, rows: Mapping[str, Prediction], measured: Mapping[str, float], details: bool
-) -> list[str]:
-    """A line for each strategy; that of the `own` plan is marked. Args: measured: milliseconds; {}: none."""
-    blocking = rows.get("none", rows[own]).iteration_ms
+    def lines(self, strategy: str, plain: bool, pairs: bool, details: bool) -> list[str]:
+        """What `Plan.explain` says of the figures. Args: of the plan: plain, pairs: it is, or has any."""
+        compared, lines = self.compared, list[str]()
+        if self.hidings or any(p.exposed_ms for p in (self.predicted, *compared.values())):
+            lines += self._table(self.chosen or strategy, details)
+            if self.chosen:
+                lines += ["", self.choice(plain)]
+            lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
+            lines += ["", self._account()]
+        else:
+            runs = "the module runs as it is" if plain else "the plan only orders computation"
+            lines.append(
+                f"Nothing travels in this step of {self.predicted.iteration_ms:.2f} ms, so there is nothing "
+                f"to hide: {runs}. standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
+            )
+        if self.memory_limit_gb is not None:
+            lines += ["", self._memory()]
+        lines += self._microbatches(pairs)
+        if self.recomputation is not None:
+            lines += ["", self.recomputation.text()]
+        return lines + hidden_text(self.hidings, details)
 
-    def cell(name: str) -> str:
-        if not measured:
-            return ""
-        return f"{measured[name]:>13.2f}" if name in measured else f"{'':>13}"
+    def choice(self, plain: bool) -> str:
+        """Why this plan, or the module without one (`plain`): measured, or predicted."""
+        return self._measured_choice(plain) if self.measured else self._predicted_choice()
 
-    head = f"  {'':<18}{'predicted ms':>14}{'measured ms' if measured else '':>{13 if measured else 0}}"
-    head += f"{'exposed ms':>12}{'peak GB':>9}{'saved':>9}"
-    lines = [head + (f"{'at least ms':>13}" if details else "")]
-    for name, p in rows.items():
-        saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
-        line = f"{'>' if name == own else ' '} {name:<18}{p.iteration_ms:>14.2f}{cell(name)}"
-        line += f"{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{saved:>9.1%}"
-        lines.append(line + (f"{p.lower_bound_ms:>13.2f}" if details else ""))
-    if PLAIN in measured:
-        lines.append(f"  {PLAIN:<18}{'':>14}{cell(PLAIN)}")
-    if "none" in rows:
-        lines.append("  saved: predicted time against none, which waits for every all-to-all")
-    return lines
+    def _table(self, own: str, details: bool) -> list[str]:
+        """A line for each strategy; that of the `own` plan is marked."""
+        rows, measured = {**self.compared, own: self.predicted}, self.measured
+        blocking = rows.get("none", rows[own]).iteration_ms
 
+        def cell(name: str) -> str:
+            if not measured:
+                return ""
+            return f"{measured[name]:>13.2f}" if name in measured else f"{'':>13}"
 
-def predicted_choice(
-    chosen: str, predicted: Prediction, compared: Mapping[str, Prediction], limit_gb: float | None
-) -> str:
-    """Why this plan, where only predictions were compared."""
-    limit = float("inf") if limit_gb is None else limit_gb
-    if predicted.peak_memory_gb > limit:
-        return f"Chosen: {chosen}, which needs least memory; every strategy exceeds the memory limit."
-    text = f"Chosen: {chosen}, predicted fastest within the memory limit."
-    for name, p in compared.items():
-        if name == chosen or p.iteration_ms >= predicted.iteration_ms:
-            continue
-        # Plans that are not among the candidates have times of parts that are estimated.
-        why = "is an estimate; the parts of the chosen plan were measured"
-        if p.peak_memory_gb > limit:
-            why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {limit:.3g} GB"
-        text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
-    return text
+        head = f"  {'':<18}{'predicted ms':>14}{'measured ms' if measured else '':>{13 if measured else 0}}"
+        head += f"{'exposed ms':>12}{'peak GB':>9}{'saved':>9}"
+        lines = [head + (f"{'at least ms':>13}" if details else "")]
+        for name, p in rows.items():
+            saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
+            line = f"{'>' if name == own else ' '} {name:<18}{p.iteration_ms:>14.2f}{cell(name)}"
+            line += f"{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{saved:>9.1%}"
+            lines.append(line + (f"{p.lower_bound_ms:>13.2f}" if details else ""))
+        if PLAIN in measured:
+            lines.append(f"  {PLAIN:<18}{'':>14}{cell(PLAIN)}")
+        if "none" in rows:
+            lines.append("  saved: predicted time against none, which waits for every all-to-all")
+        return lines
 
+    def _predicted_choice(self) -> str:
+        text = f"Chosen: {self.chosen}, "
+        if not self.fits():
+            return text + "which needs least memory; every strategy exceeds the memory limit."
+        text += "predicted fastest within the memory limit."
+        for name, p in self.compared.items():
+            if name == self.chosen or p.iteration_ms >= self.predicted.iteration_ms:
+                continue
+            # Plans that are not among the candidates have times of parts that are estimated.
+            why = "is an estimate; the parts of the chosen plan were measured"
+            if p.peak_memory_gb > self._limit_gb:
+                why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {self._limit_gb:.3g} GB"
+            text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
+        return text
 
-def measured_choice(chosen: str, measured: Mapping[str, float], plain: bool) -> str:
-    """Why this plan, or the module as it is (`plain`), where real steps were run."""
-    own = measured[chosen]
-    if not plain:
-        others = ", ".join(f"{name} {ms:.2f}" for name, ms in measured.items() if name != chosen)
-        return f"Chosen: {chosen}, measured fastest: {own:.2f} ms a step ({others})."
-    as_it_is = measured[PLAIN]
-    saved = (as_it_is - own) / as_it_is
-    saves = f"saves {saved:.1%}, less than {WORTH:.0%}" if saved > 0 else "saves nothing"
-    return (
-        f"Not worth planning here: {chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
-        f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
-    )
-
-
-def nothing_travels_text(predicted: Prediction, plain: bool) -> str:
-    """What to say of a step without communication. Args: plain: the module runs as it is."""
-    runs = "the module runs as it is" if plain else "the plan only orders computation"
-    return (
-        f"Nothing travels in this step of {predicted.iteration_ms:.2f} ms, so there is nothing to hide: "
-        f"{runs}. standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
-    )
-
-
-def microbatches_text(pair_ms: float | None, measured: Mapping[str, float]) -> list[str]:
-    """How several microbatches run. Args: pair_ms: of a pair, predicted; None: one after the other.
-    measured: milliseconds of each, in pairs and one by one; {}: neither was run."""
-    text = "Several microbatches: "
-    if pair_ms is not None:
-        text += "the backward of each runs together with the forward of the next, "
-        text += f"predicted {pair_ms:.2f} ms, instead of one after the other."
-    elif measured:
-        text += "one by one."
-    else:
-        return []
-    if measured:
-        text += (
-            f" Measured: {measured[IN_PAIRS]:.2f} ms each in pairs, {measured[ONE_BY_ONE]:.2f} one by one."
+    def _measured_choice(self, plain: bool) -> str:
+        own = self.measured[self.chosen]
+        if not plain:
+            others = ", ".join(
+                f"{name} {ms:.2f}" for name, ms in self.measured.items() if name != self.chosen
+            )
+            return f"Chosen: {self.chosen}, measured fastest: {own:.2f} ms a step ({others})."
+        as_it_is = self.measured[PLAIN]
+        saved = (as_it_is - own) / as_it_is
+        saves = f"saves {saved:.1%}, less than {WORTH:.0%}" if saved > 0 else "saves nothing"
+        return (
+            f"Not worth planning here: {self.chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
+            f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
         )
-    return ["", text]
 
+    def _account(self) -> str:
+        """Where the milliseconds of the predicted iteration go."""
+        uncut_ms = self.compared.get("none", self.predicted).computation_ms
+        text = f"Of {self.predicted.iteration_ms:.2f} ms: computation {uncut_ms:.2f}"
+        if cutting := round(self.predicted.computation_ms - uncut_ms, 2):
+            text += f", cutting {cutting:.2f}"
+        for collective, ms in self.predicted.exposed_by.items():
+            text += f", exposed {collective.replace('_', '-')} {ms:.2f}"
+        return text + "."
 
-def account_text(predicted: Prediction, uncut: Prediction) -> str:
-    """Where the milliseconds of a predicted iteration go. Args: uncut: of the step that nothing cuts."""
-    text = f"Of {predicted.iteration_ms:.2f} ms: computation {uncut.computation_ms:.2f}"
-    cutting = predicted.computation_ms - uncut.computation_ms
-    if cutting:
-        text += f", cutting {cutting:.2f}"
-    for collective, ms in predicted.exposed_by.items():
-        text += f", exposed {collective.replace('_', '-')} {ms:.2f}"
-    return text + "."
+    def bounds(self) -> str:
+        """What is exposed of each kind of communication, and what every order exposes."""
+        exposed_by = self.predicted.exposed_by
+        kinds = [
+            f"{name.replace('_', '-')} {exposed_by.get(name, 0.0):.2f} of at least {ms:.2f}"
+            for name, ms in self.exposed_bounds.items()
+        ]
+        return f"Exposed ms, and what no order of these instructions can hide: {', '.join(kinds)}."
 
+    def _memory(self) -> str:
+        """How much slower the plan is because of the memory limit."""
+        limit, free_ms = f"Memory limit: {self.memory_limit_gb:.3g} GB", self.without_limit_ms
+        more_ms = 0.0 if free_ms is None else self.predicted.iteration_ms - free_ms
+        if more_ms <= 0:
+            return f"{limit}; it costs nothing."
+        return f"{limit}; it costs {more_ms:.2f} ms (without it, {free_ms:.2f} ms)."
 
-def bounds_text(bounds: Mapping[str, float], predicted: Prediction) -> str:
-    """What is exposed of each kind of communication, and what every order exposes. Args: bounds: ms."""
-    kinds = [
-        f"{name.replace('_', '-')} {predicted.exposed_by.get(name, 0.0):.2f} of at least {ms:.2f}"
-        for name, ms in bounds.items()
-    ]
-    return f"Exposed ms, and what no order of these instructions can hide: {', '.join(kinds)}."
-
-
-def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:
-    """How much slower the plan is because of the memory limit."""
-    limit = f"Memory limit: {limit_gb:.3g} GB"
-    if without_limit_ms is None or without_limit_ms >= predicted.iteration_ms:
-        return f"{limit}; it costs nothing."
-    more = predicted.iteration_ms - without_limit_ms
-    return f"{limit}; it costs {more:.2f} ms (without it, {without_limit_ms:.2f} ms)."
+    def _microbatches(self, pairs: bool) -> list[str]:
+        """How several microbatches run."""
+        measured = self.measured_microbatches
+        if not pairs and not measured:
+            return []
+        text = "one by one."
+        if pairs:
+            text = "the backward of each runs together with the forward of the next, "
+            text += f"predicted {self.pair_ms:.2f} ms, instead of one after the other."
+        if measured:
+            pairs_ms, single_ms = measured[IN_PAIRS], measured[ONE_BY_ONE]
+            text += f" Measured: {pairs_ms:.2f} ms each in pairs, {single_ms:.2f} one by one."
+        return ["", f"Several microbatches: {text}"]
 
 
 def hidden_text(hidings: Sequence[Hiding], details: bool) -> list[str]:

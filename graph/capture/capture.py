@@ -4,8 +4,7 @@
     captured.joint            one fx graph of aten and lancet ops, forward and backward
     captured.compile(split)   a function of the module's inputs that runs the graphs of `split` under autograd
 
-Nothing is executed: tensors are fake during capture, so a model may be larger than this machine. This file,
-`trace` and `captured_graph` are the only ones that use torch's private interfaces.
+Nothing is executed: tensors are fake during capture, so a model may be larger than this machine.
 """
 
 from __future__ import annotations

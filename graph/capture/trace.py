@@ -2,7 +2,6 @@
 
 A trace contains every number, flag and mode that the forward read, as a constant. torch.compile checks before
 each call that none of them has changed; `Assumptions` does that for a graph that runs without torch.compile.
-Besides `capture`, this is the only file that uses torch's private interfaces.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def optimize(
     optimized.report(**step.figures(optimized.timeline))
     if cache is not None and group_rank(step.groups.world) == 0:
         optimized.plan.save(cache)
-    progress.end(optimized.plan.choice_text() if optimized.plan.report.measured else "")
+    progress.end(optimized.plan.report.choice(optimized.plan.plain) if optimized.plan.report.measured else "")
     return optimized
 
 

@@ -80,7 +80,7 @@ def test_the_account_adds_up(simulated: Simulated) -> None:
 
 def test_reason_of_the_choice_is_so(simulated: Simulated) -> None:
     plan = simulated.plans["auto"]
-    text, limit = plan.choice_text(), plan.report.memory_limit_gb
+    text, limit = plan.report.choice(plan.plain), plan.report.memory_limit_gb
     fit = {name: p for name, p in plan.report.compared.items() if p.peak_memory_gb <= limit}
     if not fit:
         assert "needs least memory; every strategy exceeds the memory limit" in text

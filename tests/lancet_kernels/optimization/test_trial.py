@@ -55,7 +55,7 @@ def tried_on_a_rank(folder: str, plain_ms: float, model_type: type = Noisy) -> d
         "plain": ready.plan.plain,
         "fingerprint": ready.plan.fingerprint,
         "measured": dict(ready.plan.report.measured),
-        "text": ready.plan.choice_text(),
+        "text": ready.plan.report.choice(ready.plan.plain),
     }
 
 
