@@ -5,10 +5,16 @@
     wait_late(graph)            puts each `wait_tensor` right before its first reader
     start_early_wait_late(gm)   the same, our own collectives split into start and wait; sums wait until due
 
-Contract: afterwards the graph runs its instructions in exactly the requested order. If that order is invalid
-for the graph, the graph is unchanged and UserError names the node that would read a tensor too early, or draw
-the random numbers of another one. All ranks issue their collectives in the order of the plan, so no two ranks
-can deadlock.
+Contract of `reorder` and `place`:
+
+1. The order has every instruction of the graph once; elements of tuples follow their producer.
+2. No instruction stands before one whose result it reads.
+3. What draws random numbers does so in the order of the graph: no edge of the graph keeps it.
+4. In a graph that is to be split, no instruction of the forward stands behind one of the backward.
+5. Afterwards the graph runs in exactly that order; of an invalid one a UserError names the instruction, and
+   the graph is unchanged.
+
+All ranks issue their collectives in the order of the plan, so no two ranks can deadlock.
 """
 
 from __future__ import annotations
@@ -92,7 +98,7 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
     in_graph = {node.name: node for node in graph.nodes}
     nodes = [in_graph[name] for name in order if name in in_graph]
     for early, late in pairwise(nodes):
-        if early not in forward and late in forward:
+        if early not in forward and late in forward:  # 4
             raise _invalid_order(
                 f"{early.name} before {late.name}",
                 f"{late.name} first: it belongs to the forward, {early.name} to the backward",
@@ -108,7 +114,7 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
     """
     nodes = {node.name: node for node in graph.nodes}
     present = instruction_order(graph)
-    if sorted(order) != sorted(present):
+    if sorted(order) != sorted(present):  # 1
         difference = sorted(set(order) ^ set(present))[:3]
         raise _invalid_order(
             f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
@@ -120,20 +126,20 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
     for name in order:
         node = nodes[name]
         missing = [source.name for source in node.all_input_nodes if source not in available]
-        if missing:
+        if missing:  # 2
             raise _invalid_order(
                 f"{name} before {missing[0]}", f"{missing[0]} first, whose result {name} reads"
             )
         elements = with_elements(node)
         reordered += elements
         available.update(elements)
-    _check_draws(graph, reordered)
+    _check_draws(graph, reordered)  # 3
     cursor = graph._root
     for node in reordered:
         cursor.append(node)
         cursor = node
     graph.lint()
-    assert instruction_order(graph) == list(order)
+    assert instruction_order(graph) == list(order)  # 5
 
 
 def _invalid_order(got: str, expected: str) -> UserError:
@@ -141,7 +147,7 @@ def _invalid_order(got: str, expected: str) -> UserError:
 
 
 def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
-    """Raise UserError if the order of ops that draw random numbers changes; no edge of the graph keeps it."""
+    """Raise UserError if the order of ops that draw random numbers changes."""
     present = [node.name for node in graph.nodes if draws_random_numbers(node)]
     planned = [node.name for node in reordered if draws_random_numbers(node)]
     for first, early in zip(present, planned, strict=True):

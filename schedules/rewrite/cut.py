@@ -8,8 +8,16 @@ into k = 2 parts, becomes
 
 The form of a tensor (`graph.program.forms`) says which slice of it a part has; the rule of an op
 (`graph.rules.rules`) says which of its arguments differ between parts. After the gate, rows are irregular:
-each part has its own counts, its own exchange of counts and its own rows. If a range cannot be cut,
-`CutError` is raised and the graph is unchanged.
+each part has its own counts, its own exchange of counts and its own rows.
+
+Contract:
+
+1. The order has every instruction of the range once per part, and once if it is not cut.
+2. The parts stand in that order behind the range; what is not cut moves between them.
+3. The summands of a partial tensor are added right behind the last one: their memory is freed early.
+4. Readers outside the parts read one node that reassembles the tensor; joins are marked for `in_place`.
+5. The original instructions are gone.
+6. If a range cannot be cut, CutError says why, and the graph is unchanged.
 """
 
 from __future__ import annotations
@@ -99,31 +107,31 @@ class _Cutter:
         in_parts, count = set(self.in_parts), self.parts.count
         ordered = [(nodes[name], part) for name, part in order if name in nodes]
         expected = [(n, p) for n in nodes.values() for p in (range(count) if n in in_parts else (None,))]
-        if Counter(ordered) != Counter(expected):
+        if Counter(ordered) != Counter(expected):  # 1
             raise refuse("an order that is not every instruction once per part", "all of them")
         end = with_elements(self.inside[-1])[-1].next
         before = list(self.graph.nodes)
         try:
             with self.graph.inserting_before(end):
-                for node, part in ordered:
+                for node, part in ordered:  # 2
                     if part is None:
                         self._move(node, end)
                     else:
                         self.parts.copy(node, part)
                         if part + 1 == count:
-                            self._add_summands(node)
+                            self._add_summands(node)  # 3
                 rows = {routing.row: routing for routing in self.parts.routings}.values()
                 replacements = [r for routing in rows for r in self.reassembly.merged_rows(routing)]
                 replacements += [r for node in self.in_parts for r in self.reassembly.replacements(node)]
         except (RuntimeError, ValueError, IndexError) as error:
-            self._restore(before)
+            self._restore(before)  # 6
             if isinstance(error, CutError):
                 raise
             reason = str(error).splitlines()[0]
             raise refuse(f"parts that do not fit together: {reason}", "axes that the rules allow") from error
-        for reader, old, new in replacements:
+        for reader, old, new in replacements:  # 4
             reader.replace_input_with(old, new)
-        for node in reversed(self.in_parts):
+        for node in reversed(self.in_parts):  # 5
             for element in reversed(with_elements(node)):
                 self.graph.erase_node(element)
         for node in self.routing_nodes:
@@ -133,7 +141,7 @@ class _Cutter:
                 self.graph.erase_node(node)
         for whole in self.reassembly.wholes.values():
             if whole.users:
-                mark_join(whole)
+                mark_join(whole)  # 4
 
     def _restore(self, before: list[fx.Node]) -> None:
         """Erase all nodes that were inserted, and put the others back into their order."""
@@ -155,7 +163,7 @@ class _Cutter:
             end.prepend(element)
 
     def _add_summands(self, node: fx.Node) -> None:
-        """Add the summands right after the last one, so that their memory is freed early."""
+        """Add the summands of a node, if it has any."""
         for element in with_elements(node):
             if self.parts.form(element) == PARTIAL and element.users and tensor_names(element):
                 self.reassembly.whole(element)

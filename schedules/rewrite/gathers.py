@@ -3,10 +3,16 @@
     placeholder  whole w [n, ..]        ->  shard [n/W, ..], gathered into w before its first reader
     output       gradient of w [n, ..]  ->  reduce-scattered and divided: that of the shard [n/W, ..]
 
-Small parameters of a unit share a collective. Where FSDP frees what it gathered after the forward, the
-backward gathers again. A unit is gathered at the earliest when the first computation with the unit before has
-run (`graph.program.phases.not_before`): so at most two units are whole at a time, whatever order is planned,
-as with FSDP's own prefetching.
+Contract:
+
+1. A gradient among the outputs is that of the shard, summed, scaled and in the shard's dtype.
+2. A placeholder of a sharded parameter is the shard, and every reader reads the gathered parameter, or a view
+   or cast of it, made anew.
+3. A unit is gathered once in the forward, and again in the backward where FSDP frees it in between.
+4. It is gathered at the earliest when the first computation with the unit before has run
+   (`graph.program.phases.not_before`): so at most two units are whole at a time, whatever order is planned,
+   as with FSDP's own prefetching.
+5. Small parameters of a unit share a collective.
 
 Example: two ranks, w [3, 4]: each has a shard [2, 4], of which the second one's last row is padding; gathered
 [4, 4], of which w is the first 3 rows. Its gradient [3, 4] is padded to [4, 4] before it is scattered.
@@ -64,8 +70,8 @@ def insert_gathers(module: fx.GraphModule, shards: Shards, parameter_of_output: 
     gradients = {
         i: by_name[names[name]] for i, name in parameter_of_output.items() if names.get(name) in by_name
     }
-    sharding.scatter(gradients, shards.scale_of)
-    sharding.gather(parameters)
+    sharding.scatter(gradients, shards.scale_of)  # 1
+    sharding.gather(parameters)  # 2
     module.graph.lint()
     module.recompile()
 
@@ -192,6 +198,7 @@ class _Sharding(Inserter):
                 continue  # What one rank has as it is read needs nothing.
             for user in source.users:
                 if user not in derived:
+                    # 3
                     late = one.regathers and user.op != "output" and user not in forward
                     reads[late].append(_Read(user, source, placeholder, one))
         for placeholder, one in parameters.items():
@@ -215,7 +222,7 @@ class _Sharding(Inserter):
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
             first = of_it[0].user
-            self.marks = {
+            self.marks = {  # 4
                 UNIT: ("backward" if in_backward else "forward", unit),
                 **({IN_BACKWARD: True} if in_backward else {}),
             }
@@ -312,6 +319,7 @@ def _buckets(
     dtype_of: Callable[[ShardedParameter], torch.dtype],
 ) -> list[list[Any]]:
     """Items whose parameters share a collective: small ones of one unit, sharded along dimension 0."""
+    # 5
     alone, small = [], []
     for item in items:
         parameter = parameter_of(item)
