@@ -22,9 +22,9 @@ from lancet_kernels.graph.program.reachability import bitset
 from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.cut.ranges import LaunchFillers
+from lancet_kernels.schedules.rewrite.buckets import call_op
 from lancet_kernels.schedules.rewrite.fused import sort_graph
 from lancet_kernels.schedules.rewrite.fused_layers import is_weight_gradient
-from lancet_kernels.schedules.rewrite.inserter import call_op
 from lancet_kernels.schedules.time.fused_launch import LaunchWork, best_fit
 
 

@@ -30,8 +30,7 @@ from torch import fx
 
 from lancet_kernels.graph.program.forms import PARTIAL, Forms, any_made_in_parts
 from lancet_kernels.graph.program.from_fx import tensor_names, with_elements
-from lancet_kernels.schedules.rewrite.cut_nodes import CutError, Routing, refuse, rule_of
-from lancet_kernels.schedules.rewrite.cut_parts import Parts, Values
+from lancet_kernels.schedules.rewrite.cut_parts import CutError, Parts, Routing, Values, refuse, rule_of
 from lancet_kernels.schedules.rewrite.cut_wholes import Reassembly
 from lancet_kernels.schedules.rewrite.in_place import mark_join
 

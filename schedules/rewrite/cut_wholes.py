@@ -12,8 +12,14 @@ from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.program.from_fx import is_view, tensor_names, with_elements
 from lancet_kernels.graph.rules.rules import MEAN
-from lancet_kernels.schedules.rewrite.cut_nodes import Routing, are_by_expert, element_of, refuse, rule_of
-from lancet_kernels.schedules.rewrite.cut_parts import Parts
+from lancet_kernels.schedules.rewrite.cut_parts import (
+    Parts,
+    Routing,
+    are_by_expert,
+    element_of,
+    refuse,
+    rule_of,
+)
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 

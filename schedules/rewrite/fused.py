@@ -27,8 +27,8 @@ from lancet_kernels.graph.program.from_fx import KEPT_BYTES
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.plan import FusedGroup
+from lancet_kernels.schedules.rewrite.buckets import call_op
 from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer, independent_gradients, match_layers
-from lancet_kernels.schedules.rewrite.inserter import call_op
 from lancet_kernels.schedules.time.fused_launch import LaunchWork, best_fit
 
 CHOICES = ("auto", "fused", "streams")

@@ -36,8 +36,7 @@ from lancet_kernels.graph.program.from_fx import is_view, op_name
 from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT, forward_nodes
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
-from lancet_kernels.schedules.rewrite.inserter import Inserter
+from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES, Inserter
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _CASTS = ("aten._to_copy", "prims.convert_element_type")

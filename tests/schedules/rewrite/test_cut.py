@@ -14,7 +14,7 @@ from lancet_kernels.graph.rules.part_instruction import can_be_cut, is_cut
 from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.cut import cut_range
-from lancet_kernels.schedules.rewrite.cut_nodes import CutError
+from lancet_kernels.schedules.rewrite.cut_parts import CutError
 from tests.capturing import Step, read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
