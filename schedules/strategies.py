@@ -23,11 +23,11 @@ from typing import Any
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import Cost, source_of
-from lancet_kernels.graph.program.from_fx import GATHERS
+from lancet_kernels.graph.costs.part_instruction import can_be_cut
+from lancet_kernels.graph.from_fx import GATHERS
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.program import Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.graph.rules.part_instruction import can_be_cut
-from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.cut.partition_range import (

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.rewrite.apply import reorder

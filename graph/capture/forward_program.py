@@ -10,11 +10,12 @@ from torch import fx, nn
 
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, module_of, output_node, set_value
+from lancet_kernels.graph.from_fx import facts_of, program_from_fx, tensor_names
+from lancet_kernels.graph.ops import argument_names
 from lancet_kernels.graph.program.forms import WHOLE, Forms
-from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.graph.program.program import Phase, Program
-from lancet_kernels.graph.rules.rules import RULES, Rule
+from lancet_kernels.graph.rules.rules import Rule
 
 
 def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> Program:
@@ -95,8 +96,9 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
             if node.op == "placeholder" and shape:
                 set_value(copy, node.meta["val"].new_empty(shape))
             elif node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
-                rule = RULES.get(op_name(node), Rule())
-                copy.args = tuple(rule.arguments_of_slice(copy.args, shape or None, sums=False))
+                rule = facts_of(node).rule or Rule()
+                names = argument_names(node.target)
+                copy.args = tuple(rule.arguments_of_slice(copy.args, names, shape or None, sums=False))
                 given = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
                 set_value(copy, copy.target(*given[0], **given[1]))
             else:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from lancet_kernels.graph.program.from_fx import is_collective, is_instruction, op_name
+from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.ops import STARTED, facts
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.ops.comm.waiting import enter_layer
 
 _KEYS = ("nn_module_stack", "fwd_nn_module_stack")
 _COPIED = (*_KEYS, REGION)
-# Collectives of a layer that are not of a communication kind in the Program.
-_OF_A_LAYER = ("lancet.exchange_counts", "start_exchange_counts", "lancet.fused_experts", "start_all_to_all")
 
 
 def layer_name(node: fx.Node) -> str:
@@ -47,7 +46,8 @@ def announce_layers(module: fx.GraphModule, in_pieces: bool) -> None:
     """
     current = None
     for node in list(module.graph.nodes):
-        if not is_instruction(node) or not (is_collective(node) or op_name(node).startswith(_OF_A_LAYER)):
+        of_op = facts(STARTED.get(node.target, op_name(node)))
+        if not is_instruction(node) or not (of_op.kind.is_communication or of_op.of_a_layer):
             continue
         if in_pieces and op_name(node) == "lancet.exchange_counts":
             continue

@@ -29,12 +29,11 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lancet_kernels.graph.capture.captured_graph import output_node
-from lancet_kernels.graph.program.from_fx import draws_random_numbers, op_name
+from lancet_kernels.graph.from_fx import draws_random_numbers, facts_of
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import recomputed_name
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_ROUTING = ("lancet.gate", "lancet.kept_counts", "lancet.exchange_counts")
 
 
 def insert_recomputation(module: fx.GraphModule) -> None:
@@ -86,7 +85,7 @@ def _saved(module: fx.GraphModule, forward: set[fx.Node]) -> set[fx.Node]:
             is_saved |= node.args[0] in saved and not _is_read_outside(node.args[0], forward)
         elif node.op == "call_function":
             reads_changed = any(source.meta.get("desc") in changed for source in node.all_input_nodes)
-            is_saved |= draws_random_numbers(node) or op_name(node) in _ROUTING or reads_changed
+            is_saved |= draws_random_numbers(node) or not facts_of(node).is_recomputed or reads_changed
         if is_saved:
             saved.add(node)
     return saved

@@ -66,7 +66,7 @@ _OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
 def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
     """Op, operands and their forms; independent of the number of parts, and equal for all of them.
 
-    Args: part: an instruction of `graph.rules.part_instruction`. tensors: with the specs of its operands.
+    Args: part: an instruction of `graph.costs.part_instruction`. tensors: with the specs of its operands.
     Example: `aten.mm (8x4:float32 cut 0, 4x6:float32 whole, 8x6:float32 cut 0) []`.
     """
     names = (*part.inputs, *part.outputs)

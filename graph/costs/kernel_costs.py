@@ -16,9 +16,9 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import communication_ms
+from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 
-_PERMUTE = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
 RECEIVED_ROWS = "lancet_prediction.permute_received"
 """Op that sorts received rows by expert, or back."""
 
@@ -88,7 +88,7 @@ class KernelCosts:
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
         memory = instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
         if not instruction.flops:
-            if instruction.op in _PERMUTE:
+            if facts(instruction.op).moves_rows:
                 return self.carrier.send_passes * instruction.bytes / (bandwidth * k.permute)
             if instruction.op == RECEIVED_ROWS:
                 return self.carrier.receive_passes * instruction.bytes / (bandwidth * k.permute)
@@ -113,9 +113,10 @@ class KernelCosts:
         waves = math.ceil(tiles / k.multiprocessors)
         busy = groups * m * n / (k.tile_rows * k.tile_columns * waves * k.multiprocessors)
         most = busy * contraction / (contraction + k.k_overhead)
-        if not instruction.op.startswith("lancet.grouped_gemm"):
+        result = facts(instruction.op).grouped_gemm
+        if not result:
             return most * k.dense
-        if instruction.op.endswith("_dw"):
+        if result == "weight":
             return most * k.grouped_wgrad * contraction / (contraction + k.grouped_wgrad_half_rows)
         return most * k.grouped * m / (m + k.grouped_half_rows)
 

@@ -26,24 +26,15 @@ from torch import Tensor, fx
 from lancet_kernels.graph.costs.communication import Points
 from lancet_kernels.graph.costs.device_costs import cut_key
 from lancet_kernels.graph.costs.measure import timed_on_gpu, unpaced
+from lancet_kernels.graph.costs.part_instruction import part_instruction
+from lancet_kernels.graph.from_fx import facts_of, op_name, tensor_names
+from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms
-from lancet_kernels.graph.program.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules.derived import attention
-from lancet_kernels.graph.rules.part_instruction import part_instruction
-from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
+from lancet_kernels.graph.rules.rules import Rule
 from lancet_kernels.ops.moe.parts import merge_rows, part_rows, window_counts
 
 PARTS = (2, 4, 8)
-MEASURED_OPS = frozenset(
-    ["aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear"]
-    + [op for op, rule in RULES.items() if rule.derived is attention]
-    + [f"lancet.{op}" for op in ("grouped_gemm", "grouped_gemm_dx", "grouped_gemm_dw", "dispatch", "combine")]
-    + [f"lancet.{op}" for op in ("gate", "exchange_counts", "expert_activation")]
-    + ["lancet.expert_activation_backward", "aten.native_layer_norm"]
-)
-"""The ops that dominate the time of a step, and those of which a part takes nearly as long as the whole; the
-times of parts of other ops are estimated."""
 _LARGEST_COPY = {"cuda": 1 << 28, "cpu": 1 << 26}
 _SMALLEST_COPY = 1 << 12
 _TOKENS, _EXPERTS = (128, 1024, 8192), 8
@@ -120,13 +111,14 @@ class CutToMeasure:
 
 
 def cuts_to_measure(program: Program) -> list[CutToMeasure]:
-    """All ways in which a plan may cut one of MEASURED_OPS, each `cut_key` once.
+    """All ways in which a plan may cut an op whose parts are measured, each `cut_key` once.
 
     In the backward, plans cut only experts.
     """
     cuts: dict[str, CutToMeasure] = {}
     for instruction in program.instructions:
-        rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
+        row = facts(instruction.op)
+        rule = row.rule if row.parts_are_measured else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
         for forms in _ways(instruction, rule, program.tensors):
@@ -200,7 +192,7 @@ class _PartTimer(fx.Interpreter):
         if not isinstance(value, Tensor):
             return value
         form = cut.forms.get(tensor_names(source)[0], WHOLE)
-        if RULES[op_name(node)].in_experts:
+        if (rule := facts_of(node).rule) and rule.in_experts:
             # A part has 1/k of every expert's rows (Lancet, section 3).
             if not value.is_floating_point():
                 return window_counts(value, 0, parts)

@@ -1,4 +1,4 @@
-"""The rule table: along which dimensions each op may be cut.
+"""Along which dimensions an op may be cut; the rules of all ops are in `graph.ops`.
 
 Read `equations`, then `rules` and `derived`; `slices` and `tile_layouts` are PrimePar's view of the same.
 """

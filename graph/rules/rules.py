@@ -1,4 +1,4 @@
-"""The rule table: along which dimensions each op may be cut into parts, as einsum-like equations.
+"""Rules: along which dimensions an op may be cut into parts, as einsum-like equations (`graph.ops` has all).
 
 Lancet's partition constraints (section 5.2) follow from the rules: a matrix product `"t d, d f -> t f"` may
 be cut along t (first operand and result) or along f (second operand and result). An op without a rule is
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.derived import Derivation
 from lancet_kernels.graph.rules.equations import Equation, Shape, parse
 
@@ -40,9 +38,9 @@ class Rule:
     derived: instead, the function that gives the equation from shapes and attributes.
     irregular: for cuts after the gate: per operand `~` (irregular), `^` (carried), `.` (whole), `+` (partial)
     or a dimension name. in_experts: the op is an all-to-all or part of the experts, where rows may be cut.
-    carries: (output, argument): the output of a part is this argument of the next part.
+    carries: (output, argument's name): the output of a part is this argument of the next part.
 
-    Positions of arguments in the op's schema that differ between parts:
+    Arguments that differ between parts, by their names in the op's schema:
     shape_argument: the shape of the result.
     count_arguments: counts [W, E_l] of rows, those of the operands first.
     num_rows_argument: the number of rows, which is unknown for a part.
@@ -62,30 +60,35 @@ class Rule:
     derived: Derivation | None = None
     irregular: tuple[str, ...] = ()
     in_experts: bool = False
-    carries: tuple[tuple[int, int], ...] = ()
-    shape_argument: int | None = None
-    count_arguments: tuple[int, ...] = ()
-    num_rows_argument: int | None = None
-    most_rows_argument: int | None = None
-    to_experts_argument: int | None = None
+    carries: tuple[tuple[int, str], ...] = ()
+    shape_argument: str = ""
+    count_arguments: tuple[str, ...] = ()
+    num_rows_argument: str = ""
+    most_rows_argument: str = ""
+    to_experts_argument: str = ""
     is_count: bool = False
     routing: str | None = None
-    reduction_argument: int | None = None
+    reduction_argument: str = ""
     averages: bool = False
-    row_argument: int | None = None
+    row_argument: str = ""
     with_backward: bool = False
 
-    def arguments_of_slice(self, args: Sequence, shape: Sequence[int] | None, *, sums: bool = True) -> list:
+    def arguments_of_slice(
+        self, args: Sequence, names: Sequence[str], shape: Sequence[int] | None, *, sums: bool = True
+    ) -> list:
         """The arguments with which the op computes one slice of its result.
 
-        Args: shape: of the slice; None: of the whole result. sums: sum a loss whose mean is the total of the
-            slices' sums, divided by their weights.
+        Args:
+            names: of the arguments, in the op's schema.
+            shape: of the slice; None: of the whole result.
+            sums: sum a loss whose mean is the total of the slices' sums, divided by their weights.
         """
         given = list(args)
-        if self.shape_argument is not None and shape is not None:
-            given[self.shape_argument] = list(shape)
-        if sums and self.reduction_argument is not None and given[self.reduction_argument] == MEAN:
-            given[self.reduction_argument] = SUM
+        for position, name in enumerate(names[: len(given)]):
+            if name == self.shape_argument and shape is not None:
+                given[position] = list(shape)
+            elif sums and name == self.reduction_argument and given[position] == MEAN:
+                given[position] = SUM
         return given
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
@@ -178,11 +181,6 @@ def _operands(instruction: Instruction, equation: Equation) -> list[tuple[str, t
     return list(zip(tensors, (*equation.inputs, *equation.outputs), strict=True))
 
 
-def rule_for(instruction: Instruction) -> Rule | None:
-    """The rule of an instruction's op; None if it has none, and is never partitioned."""
-    return RULES.get(instruction.op)
-
-
 def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
     left, right = (side.split(",") for side in text.split("->"))
     if len(left) != inputs or len(left) + len(right) != len(ranks):
@@ -193,151 +191,3 @@ def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
         or ("..." in operand and rank >= len(operand.split()) - 1)
         for operand, rank in zip([*left, *right], ranks, strict=True)
     )
-
-
-_ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p
-    sin cos tan tanh sigmoid erf silu gelu relu leaky_relu elu hardtanh hardswish softplus log_sigmoid_forward
-    abs sign round floor ceil trunc remainder fmod addcmul addcdiv lerp where masked_fill
-    maximum minimum clamp clamp_min clamp_max eq ne lt le gt ge isnan isinf
-    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
-    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy
-    gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward leaky_relu_backward
-    log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward"""
-_ALONG = """_softmax softmax _log_softmax log_softmax cat stack split split_with_sizes slice select chunk
-    unbind cumsum _softmax_backward_data _log_softmax_backward_data"""
-_FUSED_ATTENTION = [
-    f"_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-]
-
-
-def _derived(derivation: Derivation, ops: str, **arguments: Any) -> dict[str, Rule]:
-    return {f"aten.{op}": Rule(derived=derivation, **arguments) for op in ops.split()}
-
-
-RULES: dict[str, Rule] = {
-    **_derived(derived.elementwise, _ELEMENTWISE),
-    **_derived(derived.elementwise, "expand", shape_argument=1),
-    **_derived(derived.view, "unsqueeze flatten"),
-    **_derived(derived.view, "view reshape _unsafe_view", shape_argument=1),
-    **_derived(derived.along, _ALONG),
-    **_derived(derived.along, "slice_backward select_backward", shape_argument=1),
-    **_derived(derived.permute, "permute transpose t"),
-    **_derived(derived.squeeze, "squeeze"),
-    **_derived(derived.unflatten, "unflatten"),
-    **_derived(derived.gather, "gather"),
-    **_derived(derived.repeat, "repeat"),
-    **_derived(derived.pad, "constant_pad_nd"),
-    **_derived(derived.last_two, "tril triu"),
-    **_derived(derived.sums, "sum"),
-    **_derived(derived.sums, "mean", averages=True),
-    **_derived(derived.reduces, "logsumexp amax amin all any argmax argmin var_mean var std prod"),
-    **_derived(derived.norm, "native_layer_norm layer_norm rms_norm _fused_rms_norm"),
-    **_derived(derived.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
-    **_derived(derived.attention, "scaled_dot_product_attention"),
-    **_derived(derived.attention, " ".join(_FUSED_ATTENTION)),
-    **_derived(derived.attention_backward, " ".join(f"{op}_backward" for op in _FUSED_ATTENTION)),
-    **_derived(derived.nll_loss, "nll_loss_forward nll_loss2d_forward", reduction_argument=3),
-    **_derived(derived.nll_loss_backward, "nll_loss_backward nll_loss2d_backward"),
-    **_derived(derived.embedding_backward, "embedding_dense_backward"),
-    "aten.mm": Rule(("t d, d f -> t f",)),
-    "aten.mv": Rule(("t d, d -> t",)),
-    # No partial sums: the bias must be added once.
-    "aten.addmm": Rule(("f, t d!, d! f -> t f", "t f, t d!, d! f -> t f")),
-    "aten.bmm": Rule(("b t d, b d f -> b t f",)),
-    "aten.baddbmm": Rule(("b t f, b t d!, b d! f -> b t f",)),
-    "aten.linear": Rule(("... d, f d -> ... f", "... d!, f d!, f -> ... f")),
-    "aten.embedding": Rule(("v! d, ... -> ... d",)),
-    # x[..., D], token index[...], feature index[D], step -> y[..., D]
-    "lancet.dropout": Rule(("... d, ..., d, - -> ... d",)),
-    # logits[T, E], used[E], key[T], bias[E]; which of these depends on the gate
-    #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
-    "lancet.gate": Rule(
-        (
-            "t e!, - -> t k, t k, t k, -",
-            "-, t -> t k, t k, t k, -",
-            "t e!, -, - -> t k, t k, t k, -",
-        ),
-        carries=((3, 1),),
-    ),
-    # used'[E] -> counts[W, E_l]: after a gate that is cut, or for a part of the routing of an uncut gate
-    "lancet.kept_counts": Rule(
-        ("e! -> w! l!",), irregular=("^ -> ~", ". -> ~"), is_count=True, routing="counts"
-    ),
-    # expert[T, K], slot[T, K], counts[W, E_l] -> row[T, K]: in a part, indices into that part's rows
-    "lancet.send_rows": Rule(("t! k!, t! k!, w! e! -> t! k!",), irregular=("t, t, ~ -> t",), routing="rows"),
-    # x[T, D], row[T, K] (, weight[T, K]) -> rows[S, D]
-    "lancet.dispatch": Rule(
-        ("t! d!, t! k! -> r! d!", "t! d!, t! k!, t! k! -> r! d!"),
-        irregular=("t, t -> ~", "t, t, t -> ~"),
-        row_argument=1,
-        most_rows_argument=3,
-        num_rows_argument=4,
-    ),
-    "lancet.exchange_counts": Rule(
-        ("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True, is_count=True
-    ),
-    # x[S, D], send counts[W, E_l], receive counts -> y[R, D]
-    "lancet.all_to_all": Rule(
-        ("r d!, w! e!, w! e! -> r d!",),
-        irregular=("~, ~, ~ -> ~",),
-        in_experts=True,
-        count_arguments=(1, 2),
-        to_experts_argument=4,
-        num_rows_argument=5,
-    ),
-    # x[R, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[R, F]
-    "lancet.grouped_gemm": Rule(
-        ("r d, w! e!, e! d! f! -> r f!", "r d, w! e!, e! d! f!, e! f! -> r f!"),
-        irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
-        in_experts=True,
-        count_arguments=(1,),
-    ),
-    # h[R, F], counts[W, E_l] -> a[R, F]
-    "lancet.expert_activation": Rule(
-        ("r f!, w! e! -> r g!",),
-        irregular=("~, ~ -> ~",),
-        in_experts=True,
-        count_arguments=(1,),
-    ),
-    # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
-    "lancet.grouped_gemm_dx": Rule(
-        ("r f, w! e!, e! d! f -> r d!",), irregular=("~, ~, . -> ~",), in_experts=True, count_arguments=(1,)
-    ),
-    "lancet.grouped_gemm_dw": Rule(
-        ("r+ d!, r+ f!, w! e! -> e! d! f!",),
-        irregular=("~, ~, ~ -> +",),
-        in_experts=True,
-        count_arguments=(2,),
-    ),
-    "lancet.grouped_gemm_dbias": Rule(
-        ("r+ f!, w! e! -> e! f!",), irregular=("~, ~ -> +",), in_experts=True, count_arguments=(1,)
-    ),
-    "lancet.expert_activation_backward": Rule(
-        ("r f!, r g!, w! e! -> r g!",),
-        irregular=("~, ~, ~ -> ~",),
-        in_experts=True,
-        count_arguments=(2,),
-    ),
-    # y[S, D], row[T, K] (, weight[T, K]) -> out[T, D]
-    "lancet.combine": Rule(
-        ("r! d!, t! k! -> t! d!", "r! d!, t k!, t k! -> t! d!"), irregular=("~, t -> t", "~, t, t -> t")
-    ),
-    # Backward of combine's and dispatch's weights: x[T, D], y[S, D], row[T, K] -> dweight[T, K]
-    "lancet.combine_dweight": Rule(("t! d!, r! d!, t! k! -> t! k!",), irregular=("t, ~, t -> t",)),
-    # x[T, D], expert[T, K], row[T, K], weight[T, K], counts[W, E_l], w1 (, b1), w2 (, b2) -> y[T, D], ticket
-    "lancet.fused_experts": Rule(
-        (
-            "t! d!, t! k!, t! k!, t! k!, w! e!, e! d! h!, e! f! d! -> t! d!, *",
-            "t! d!, t! k!, t! k!, t! k!, w! e!, e! d! h!, e! h!, e! f! d!, e! d! -> t! d!, *",
-        ),
-        irregular=("t, t, t, t, ~, ., . -> t, ^", "t, t, t, t, ~, ., ., ., . -> t, ^"),
-        row_argument=2,
-        with_backward=True,
-    ),
-    # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A]) (, x[T, D])
-    #   -> dx[T, D], dweight[T, K], dw1, dw2 (, db1, db2) (, fillers' results [A, B])
-    "lancet.fused_experts_backward": Rule(derived=derived.fused_backward, with_backward=True),
-    # dweight[T, K], logits[T, E], expert[T, K] -> dlogits[T, E]
-    "lancet.gate_backward": Rule(("t k!, t e!, t k! -> t e!",)),
-}

@@ -30,8 +30,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.host_waits import host_waits
 from lancet_kernels.graph.capture.run import Recorder
+from lancet_kernels.graph.from_fx import host_waits
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.outside_gradients import GradientWatch

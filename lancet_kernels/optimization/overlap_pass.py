@@ -25,7 +25,7 @@ from lancet_kernels.graph.costs.communication import (
     grouped_all_to_all_ms,
 )
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
-from lancet_kernels.graph.program.from_fx import is_wait
+from lancet_kernels.graph.from_fx import is_wait
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.optimization.traced_graph import read_graph
 from lancet_kernels.schedules import STRATEGY_NAMES

@@ -18,7 +18,7 @@ from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.from_fx import is_instruction, op_name, program_from_graph
+from lancet_kernels.graph.from_fx import is_instruction, op_name, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 
 _IN_BACKWARD = "autograd_backward"

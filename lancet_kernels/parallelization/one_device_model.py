@@ -22,8 +22,8 @@ from lancet_kernels.graph.capture.forward_program import (
     on_part_of_batch,
     runs_graph,
 )
+from lancet_kernels.graph.from_fx import GENERATOR, op_name, program_from_fx
 from lancet_kernels.graph.program.forms import WHOLE, Form
-from lancet_kernels.graph.program.from_fx import GENERATOR, op_name, program_from_fx
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.optimization.guards import Arguments

@@ -26,7 +26,7 @@ from lancet_kernels.graph.capture.captured_graph import (
     state_name,
 )
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
-from lancet_kernels.graph.program.from_fx import program_from_fx, tensor_names
+from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.prediction import attention

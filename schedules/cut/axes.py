@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import (
     CARRIED,
     IRREGULAR,
@@ -27,7 +28,6 @@ from lancet_kernels.graph.program.forms import (
 )
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.program.reachability import connected
-from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules.cut.ranges import is_needed_behind
 
 PREFER_CUT = 1000

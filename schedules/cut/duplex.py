@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import GENERATOR
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import CARRIED, PARTIAL, WHOLE, Form, cut_along, sliced
-from lancet_kernels.graph.program.from_fx import GENERATOR
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.rules.rules import Rule, rule_for
+from lancet_kernels.graph.rules.rules import Rule
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 
 COPIES = 2

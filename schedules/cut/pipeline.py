@@ -11,9 +11,9 @@ Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: c
 from __future__ import annotations
 
 from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut, part_instruction
 from lancet_kernels.graph.program.forms import CARRIED, Forms
 from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.graph.rules.part_instruction import can_be_cut, is_cut, part_instruction
 from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.cut.ranges import (
     PartitionRange,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.part_instruction import is_cut, part_name, reads_whole, reassembly
 from lancet_kernels.graph.program.forms import CARRIED, WHOLE, Form, Forms
 from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.graph.rules.part_instruction import is_cut, part_name, reads_whole, reassembly
 
 
 @dataclass(frozen=True)

@@ -28,39 +28,20 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.layer_names import layer_meta
-from lancet_kernels.graph.program.from_fx import (
+from lancet_kernels.graph.from_fx import (
     draws_random_numbers,
+    facts_of,
     is_functional_collective,
     is_instruction,
     is_wait,
-    op_name,
     readers,
     with_elements,
 )
+from lancet_kernels.graph.ops import STARTED
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.all_reduce import sum_when_due
-from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
-from lancet_kernels.ops.comm.shift import start_shift
 from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
-
-_STARTS: dict[str, Callable] = {
-    "lancet.all_to_all": start_all_to_all,
-    "lancet.exchange_counts": start_exchange_counts,
-    "lancet.shift": start_shift,
-}
-_OVER_LINK = {
-    f"_c10d_functional.{op}"
-    for op in (
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all_single",
-        "reduce_scatter_tensor",
-    )
-}
-"""Functional collectives that a link group has (`ops.comm.link_group`); the group is their last argument."""
-
 
 GRADIENTS_OF = "gradients_of"
 """Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
@@ -80,9 +61,8 @@ def instruction_order(graph: fx.Graph) -> list[str]:
 def issued_order(graph: fx.Graph) -> list[str]:
     """The same of a graph that runs: a collective stands where it starts, what only holds the storage of
     parts nowhere."""
-    starts = set(_STARTS.values())
     return [
-        node.name.removesuffix("_start") if node.target in starts else node.name
+        node.name.removesuffix("_start") if node.target in STARTED else node.name
         for node in graph.nodes
         if is_instruction(node) and node.target is not wait and HOLDS_PARTS not in node.meta
     ]
@@ -173,12 +153,12 @@ def start_early_wait_late(
         context = None if key is None else context_of_sum(key)
         if is_functional_collective(node):
             *arguments, group = node.args
-            if op_name(node) in _OVER_LINK and group == plain_group(group):
+            if facts_of(node).over_link and group == plain_group(group):
                 # One of the user's: paced, counted, and named when a rank is silent, as ours are.
                 node.args = (*arguments, link_group(group))
             if context is not None:
                 node.args, node.target = (node.target, context, key, *node.args), sum_when_due
-        elif is_instruction(node) and op_name(node) in _STARTS and node.name not in blocking:
+        elif is_instruction(node) and facts_of(node).start and node.name not in blocking:
             _split(graph, node)
     wait_late(graph, blocking)
     graph.lint()
@@ -188,8 +168,10 @@ def start_early_wait_late(
 def _split(graph: fx.Graph, node: fx.Node) -> None:
     """Replace one of our collectives by its start, and the wait before its first reader."""
     name, elements = node.name, with_elements(node)[1:]
+    start = facts_of(node).start
+    assert start is not None
     with graph.inserting_before(node):
-        pending = graph.call_function(_STARTS[op_name(node)], node.args, node.kwargs)
+        pending = graph.call_function(start, node.args, node.kwargs)
         pending.name = f"{name}_start"
         pending.meta = layer_meta(node)
         result = graph.call_function(wait, (pending,))

@@ -17,9 +17,9 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.reachability import bitset
-from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.cut.ranges import LaunchFillers
 from lancet_kernels.schedules.rewrite.buckets import call_op

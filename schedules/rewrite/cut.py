@@ -28,8 +28,8 @@ from itertools import pairwise
 
 from torch import fx
 
+from lancet_kernels.graph.from_fx import tensor_names, with_elements
 from lancet_kernels.graph.program.forms import PARTIAL, Forms, any_made_in_parts
-from lancet_kernels.graph.program.from_fx import tensor_names, with_elements
 from lancet_kernels.schedules.rewrite.cut_parts import CutError, Parts, Routing, Values, refuse, rule_of
 from lancet_kernels.schedules.rewrite.cut_wholes import Reassembly
 from lancet_kernels.schedules.rewrite.in_place import mark_join
@@ -81,7 +81,7 @@ class _Cutter:
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
             raise refuse(f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph")
-        routings = [Routing.of(node) for node in self.inside if rule_of(node).row_argument is not None]
+        routings = [Routing.of(node) for node in self.inside if rule_of(node).row_argument]
         self.routing_nodes = [node for node in self.inside if rule_of(node).routing]
         self.in_parts = [
             node

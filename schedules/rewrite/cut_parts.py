@@ -20,10 +20,11 @@ from torch import Tensor, fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.capture.layer_names import layer_meta
+from lancet_kernels.graph.costs.part_instruction import part_name
+from lancet_kernels.graph.from_fx import KEPT_BYTES, facts_of, tensor_names, with_elements
+from lancet_kernels.graph.ops import argument, argument_names
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
-from lancet_kernels.graph.program.from_fx import KEPT_BYTES, op_name, tensor_names, with_elements
-from lancet_kernels.graph.rules.part_instruction import part_name
-from lancet_kernels.graph.rules.rules import RULES, Rule
+from lancet_kernels.graph.rules.rules import Rule
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 _SUM_OF_MEAN = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
@@ -61,7 +62,7 @@ class Routing:
     @classmethod
     def of(cls, dispatch: fx.Node) -> Routing:
         """The routing that a dispatch reads. Raises: CutError for ops other than those of an MoELayer."""
-        row = dispatch.args[rule_of(dispatch).row_argument]
+        row = argument(dispatch, rule_of(dispatch).row_argument)
         if rule_of(row).routing != "rows" or rule_of(row.args[2]).routing != "counts":
             raise refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
         expert, slot, count = row.args
@@ -70,7 +71,7 @@ class Routing:
 
 def rule_of(node: fx.Node) -> Rule:
     """The rule of a node's op; an empty one if it has none."""
-    return RULES.get(op_name(node), _NO_RULE) if node.op == "call_function" else _NO_RULE
+    return (facts_of(node).rule if node.op == "call_function" else None) or _NO_RULE
 
 
 def form_of(node: fx.Node, forms: Forms) -> Form:
@@ -95,10 +96,10 @@ def are_by_expert(node: fx.Node) -> bool:
     """Are these received rows, sorted by local expert, rather than rows to send, sorted by rank?"""
     while "rows_by_expert" not in node.meta:
         rule = rule_of(node)
-        if rule.most_rows_argument is not None:
+        if rule.most_rows_argument:
             return False
-        if rule.to_experts_argument is not None:
-            return node.args[rule.to_experts_argument]
+        if rule.to_experts_argument:
+            return argument(node, rule.to_experts_argument)
         if not rule.count_arguments:
             raise refuse(f"rows of {node.name}", "rows of a dispatch or an all-to-all")
         node = node.args[0]
@@ -143,21 +144,22 @@ class Parts:
         """Insert one part of an instruction at the graph's insertion point."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.part(source, part, node))
         rule, is_cut = rule_of(node), self.form(node).is_cut
-        args = rule.arguments_of_slice(args, self._part_shape(node, part) if is_cut else None)
+        names = argument_names(node.target)
+        args = rule.arguments_of_slice(args, names, self._part_shape(node, part) if is_cut else None)
         if part:
-            for output, argument in rule.carries:
-                args[argument] = self.env[part - 1][element_of(node, output)]
-        if rule.most_rows_argument is not None:
+            for output, name in rule.carries:
+                args[names.index(name)] = self.env[part - 1][element_of(node, output)]
+        if rule.most_rows_argument:
             # At most one row per choice, and at most one per slot.
-            args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), shape_of(node)[0])
-        if rule.num_rows_argument is not None:
-            args[rule.num_rows_argument :] = [None]
+            args[names.index(rule.most_rows_argument)] = min(args[1].meta["val"].numel(), shape_of(node)[0])
+        if rule.num_rows_argument:
+            args[names.index(rule.num_rows_argument) :] = [None]
         if rule.count_arguments and self.form(node.args[0]) == WHOLE:
             raise refuse(
                 f"a part of {node.name} that reads all of {node.args[0].name}", "only the rows of the part"
             )
         if rule.count_arguments and self.form(node.args[0]) == WINDOW:
-            for position in rule.count_arguments:
+            for position in map(names.index, rule.count_arguments):
                 args[position] = self.window_counts(node.args[position], part)
         is_share = rule.averages and self.form(node) == PARTIAL
         is_empty = is_share and not args[0].meta["val"].numel()
@@ -196,7 +198,7 @@ class Parts:
         form = self.form(node)
         own = node
         if form == WINDOW and reader is not None:
-            count = reader.args[rule_of(reader).count_arguments[0]]
+            count = argument(reader, rule_of(reader).count_arguments[0])
             own = self.rows(
                 lancet.window_rows.default,
                 (node, count, part, self.count),

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import set_value
+from lancet_kernels.graph.from_fx import is_view, tensor_names, with_elements
+from lancet_kernels.graph.ops import argument
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW
-from lancet_kernels.graph.program.from_fx import is_view, tensor_names, with_elements
 from lancet_kernels.graph.rules.rules import MEAN
 from lancet_kernels.schedules.rewrite.cut_parts import (
     Parts,
@@ -105,14 +106,14 @@ class Reassembly:
         )
 
     def _is_mean_of_sums(self, node: fx.Node, element: fx.Node) -> bool:
-        position = rule_of(node).reduction_argument
-        return position is not None and node.args[position] == MEAN and element.args[1] == 0
+        name = rule_of(node).reduction_argument
+        return bool(name) and argument(node, name) == MEAN and element.args[1] == 0
 
     def _count_of(self, node: fx.Node) -> fx.Node:
         """The counts of the rows that an op returns."""
         rule = rule_of(node)
         if rule.count_arguments:
-            return node.args[rule.count_arguments[-1]]
+            return argument(node, rule.count_arguments[-1])
         return next(routing.count for routing in self.parts.routings if routing.dispatch is node)
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:

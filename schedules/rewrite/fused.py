@@ -23,7 +23,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import KEPT_BYTES
+from lancet_kernels.graph.from_fx import KEPT_BYTES
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.plan import FusedGroup

@@ -17,7 +17,7 @@ from itertools import takewhile
 
 from torch import fx
 
-from lancet_kernels.graph.program.from_fx import op_name
+from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import recomputed_name
 

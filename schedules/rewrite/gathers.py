@@ -32,7 +32,7 @@ from torch import fx
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
 from lancet_kernels.graph.capture.twin import Twin
-from lancet_kernels.graph.program.from_fx import is_view, op_name
+from lancet_kernels.graph.from_fx import is_view, op_name
 from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT, forward_nodes
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size

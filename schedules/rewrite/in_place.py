@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import set_value
-from lancet_kernels.graph.program.from_fx import WRITTEN_INTO, is_view, tensor_names
+from lancet_kernels.graph.from_fx import WRITTEN_INTO, is_view, tensor_names
 
 aten = torch.ops.aten
 IN_PLACE = "parts_in_place"

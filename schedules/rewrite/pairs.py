@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from lancet_kernels.graph.capture.captured_graph import module_of, output_node, state_name
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF

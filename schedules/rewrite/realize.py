@@ -14,10 +14,10 @@ from torch import fx
 
 from lancet_kernels.graph.capture.captured_graph import copy_of_graph
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import program_from_graph
+from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction, part_name
+from lancet_kernels.graph.from_fx import program_from_graph
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.rules.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.copy_fillers import add_fillers, choose_fillers
@@ -55,7 +55,7 @@ class GraphCutter:
     """Gives the Program of a joint graph with ranges cut, and with the times of its parts. The graph itself
     is not changed.
 
-    Uncut instructions keep their times; the cost model gives those of parts (`graph.rules.part_instruction`).
+    Uncut instructions keep their times; the cost model gives those of parts (`graph.costs.part_instruction`).
     """
 
     def __init__(self, module: fx.GraphModule, program: Program, cost: Cost) -> None:

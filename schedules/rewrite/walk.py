@@ -8,7 +8,7 @@ Contract of every pass; what each promises beyond that is numbered in its docstr
 
 1. The graph computes what it computed, sums over parts in another order.
 2. It is a valid graph, in which an instruction keeps its name and its `meta`; a part is named after its whole
-   (`graph.rules.part_instruction`).
+   (`graph.costs.part_instruction`).
 3. A pass that cannot do what the plan says raises a UserError, and never does something else.
 4. All ranks get the same graph: a pass depends on the step and the plan alone.
 5. A step that was planned stays as it is: the first pass of a list that changes its graph starts from a copy,
@@ -37,7 +37,7 @@ from lancet_kernels.graph.capture.capture import split_joint
 from lancet_kernels.graph.capture.captured_graph import copy_of, module_of
 from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.schedules.order.sink import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients

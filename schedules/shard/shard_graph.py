@@ -19,11 +19,12 @@ import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.part_instruction import part_name, whole_name
+from lancet_kernels.graph.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
+from lancet_kernels.graph.ops import argument, argument_names, rule_for
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
-from lancet_kernels.graph.program.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
 from lancet_kernels.graph.program.program import Instruction
-from lancet_kernels.graph.rules.part_instruction import part_name, whole_name
-from lancet_kernels.graph.rules.rules import MEAN, rule_for
+from lancet_kernels.graph.rules.rules import MEAN
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.schedules.shard.blocks import preparations
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
@@ -212,7 +213,7 @@ class _Sharder:
         node, split = self.nodes[instruction.name], len(instruction.inputs)
         wanted = dict(zip(instruction.inputs, way, strict=False))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.get(*self._operand(n, wanted)))
-        args = self._arguments(instruction, list(args), way[split:])
+        args = self._arguments(instruction, node.target, list(args), way[split:])
         # What comes from a collective lies without gaps, whatever strides it had.
         target = aten.reshape.default if node.target is aten.view.default else node.target
         added = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
@@ -232,7 +233,7 @@ class _Sharder:
     def _hold(self, tensor: str, form: Form, node: fx.Node) -> None:
         self.held.setdefault(tensor, {}).setdefault(form, node)
 
-    def _arguments(self, instruction: Instruction, args: list, outputs: Way) -> list:
+    def _arguments(self, instruction: Instruction, target: object, args: list, outputs: Way) -> list:
         """With a rank's sizes in place of the whole ones (`graph.rules.rules`)."""
         rule = rule_for(instruction)
         if rule is None or outputs == (WHOLE,) * len(outputs):
@@ -241,7 +242,7 @@ class _Sharder:
         if outputs[0].dimension is not None:
             shape = list(self.program.tensors[instruction.outputs[0]].shape)
             shape[outputs[0].dimension] //= self.ranks
-        return rule.arguments_of_slice(args, shape)
+        return rule.arguments_of_slice(args, argument_names(target), shape)
 
     def _share(self, instruction: Instruction, average: fx.Node, way: Way) -> fx.Node:
         """The share of the whole average that the average over a rank's slice has."""
@@ -252,8 +253,8 @@ class _Sharder:
     def _average(self, instruction: Instruction, node: fx.Node, outputs: Way) -> None:
         """A mean loss, of which ranks have sums and weights: a sum is divided by the weight of all."""
         rule = rule_for(instruction)
-        position = None if rule is None else rule.reduction_argument
-        if position is None or node.args[position] != MEAN or outputs[0] != PARTIAL:
+        name = "" if rule is None else rule.reduction_argument
+        if not name or argument(node, name) != MEAN or outputs[0] != PARTIAL:
             return
         loss, weight = instruction.outputs
         summands = self.held[loss]

@@ -23,11 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.costs.part_instruction import part_instruction
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 from lancet_kernels.graph.rules import derived
-from lancet_kernels.graph.rules.part_instruction import part_instruction
-from lancet_kernels.graph.rules.rules import rule_for
 
 SLICE = "slice"
 ADJOINT = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, Phase, original_name
-from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.simulate import Event
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lancet_kernels.cli.main import _parser
 from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
-from lancet_kernels.graph.rules.rules import RULES
+from lancet_kernels.graph.ops import OPS
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.ops.moe.gates import GATES
 from tests.processes import ROOT, printed
@@ -70,7 +70,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look for it
     # Pages add gates and rules.
-    with mock.patch.dict(GATES), mock.patch.dict(RULES), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.dict(GATES), mock.patch.dict(OPS), contextlib.redirect_stdout(io.StringIO()):
         for run, text in blocks(page, "python"):
             if run:
                 exec(compile(text, str(page), "exec"), vars(module))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lancet_kernels.graph.capture.layer_names import layers_of
+from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, original_name
-from lancet_kernels.graph.rules.part_instruction import whole_name
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.report import PLAIN, hidden_text, layers_text

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lancet_kernels import Dropout, MoELayer
 from lancet_kernels.graph.capture.capture import Captured, capture, split_joint
-from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
+from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
 from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
 from lancet_kernels.schedules.rewrite.apply import instruction_order

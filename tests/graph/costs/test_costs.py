@@ -10,10 +10,10 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import CostModel, roofline_ms
+from lancet_kernels.graph.costs.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from lancet_kernels.graph.costs.profiler import MeasuredTimes
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
-from lancet_kernels.graph.rules.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from tests.schedules.made_programs import GivenCosts
 
 T, D, F = 64, 32, 128

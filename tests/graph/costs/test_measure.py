@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
-from lancet_kernels.graph.program.from_fx import op_name
+from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.ops.comm.groups import Groups
 
 

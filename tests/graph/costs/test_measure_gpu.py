@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels import ops
 from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
-from lancet_kernels.graph.program.from_fx import op_name
+from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.ops.comm.groups import Groups, group_device
 from lancet_kernels.ops.comm.link import link
 

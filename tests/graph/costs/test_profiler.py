@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lancet_kernels.graph.costs import profiler
 from lancet_kernels.graph.costs.measure import NodeTimes
 from lancet_kernels.graph.costs.profiler import Profiler, speed_then
-from lancet_kernels.graph.program.from_fx import is_instruction, op_name
+from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.ops.comm.groups import Groups
 
 

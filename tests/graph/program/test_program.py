@@ -154,8 +154,8 @@ def test_reachability_equals_search(data):
 
 PLAIN = {
     "graph/program": "program program_json reachability forms",
-    "graph/rules": "part_instruction equations rules",
-    "graph/costs": "clusters communication costs device_costs kernel_costs",
+    "graph/rules": "equations rules",
+    "graph/costs": "clusters communication costs device_costs kernel_costs part_instruction",
     "schedules/time": "clock simulate peak_memory timeline",
     "schedules/order": "weight_gradients list_schedule best_order ordering",
     "schedules/cut": "axes pipeline ranges partition_range",

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lancet_kernels.graph.ops import facts, rule_for
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.graph.rules import derived
-from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
+from lancet_kernels.graph.rules.rules import Rule
 from lancet_kernels.schedules.cut.axes import AxisInference
 from tests.capturing import read_only_step
 from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
@@ -125,7 +126,7 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
     "gate without capacity passing": (
         "lancet.gate",
         replace(
-            RULES["lancet.gate"],
+            facts("lancet.gate").rule,
             equations=(
                 "t e!, - -> t k, t k, t k, *",
                 "-, t -> t k, t k, t k, *",

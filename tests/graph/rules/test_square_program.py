@@ -13,7 +13,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.communication import point_to_point_ms
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program
 from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.simulation.fake_ranks import fake_ranks

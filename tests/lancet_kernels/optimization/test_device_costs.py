@@ -14,11 +14,11 @@ from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import CostModel, MeasuredCosts, source_of
 from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile, cut_key
+from lancet_kernels.graph.costs.part_instruction import part_instruction
 from lancet_kernels.graph.costs.profiler import DEVICE_COSTS, Profiler
+from lancet_kernels.graph.ops import facts, rule_for
 from lancet_kernels.graph.program.forms import WHOLE, cut_along
 from lancet_kernels.graph.program.program import Instruction, Phase, TensorSpec
-from lancet_kernels.graph.rules.part_instruction import part_instruction
-from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.optimization import step as library
 from lancet_kernels.optimization.planning import plans_for
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
@@ -93,7 +93,7 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step
             continue
         part, specs = part_instruction(i, step.program.tensors, cut.forms, 0, 2)
         share = cost.device.part_ms(part, specs, 1.0)
-        assert (share is not None) == (i.op in measure_device.MEASURED_OPS), i.name
+        assert (share is not None) == facts(i.op).parts_are_measured, i.name
         whole = i.milliseconds
         fixed = min(LAUNCH_MS, whole)
         expected = share * whole if share else fixed + (whole - fixed) / 2

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, OptimizedModule, optimize, set_routing_step
-from lancet_kernels.graph.program.from_fx import program_from_graph
+from lancet_kernels.graph.from_fx import program_from_graph
 from lancet_kernels.kernels.symmetric import SharedMemory
 from lancet_kernels.ops.moe import fused_experts, fused_graph
 from lancet_kernels.optimization import optimized_module

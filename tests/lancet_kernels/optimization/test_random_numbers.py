@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.program.from_fx import GENERATOR, draws_random_numbers, program_from_fx
+from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers, program_from_fx
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
-from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.rewrite.apply import reorder
 from lancet_kernels.schedules.strategies import DUPLEX, STRATEGY_NAMES

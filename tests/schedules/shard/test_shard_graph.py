@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from lancet_kernels.graph.program.from_fx import op_name
+from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
 from lancet_kernels.parallelization.parallel_module import sharded_module

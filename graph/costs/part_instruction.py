@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import (
     CARRIED,
     IRREGULAR,
@@ -21,7 +22,6 @@ from lancet_kernels.graph.program.forms import (
     any_made_in_parts,
 )
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
-from lancet_kernels.graph.rules.rules import rule_for
 
 
 def part_name(name: str, part: int) -> str:

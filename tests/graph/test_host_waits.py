@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels import ops
-from lancet_kernels.graph.capture.host_waits import host_waits
-from lancet_kernels.graph.program.from_fx import op_name
+from lancet_kernels.graph.from_fx import host_waits, op_name
 
 X, MASK, INDEX = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tensor([1, 2])
 ROWS, COUNT = torch.zeros(4, 5), torch.tensor([[1, 3]])

@@ -22,32 +22,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
 from lancet_kernels.graph.program.phases import UNIT, forward_nodes, not_before
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.ops.moe.gates import parse_gate
 
 KEPT_BYTES = "kept_bytes"
 """Key of `meta` of a fused forward launch: the bytes that its ticket, the last result, keeps alive."""
 
-_KINDS = {
-    "lancet.all_to_all": Kind.ALL_TO_ALL,
-    "lancet.shift": Kind.POINT_TO_POINT,
-    "lancet.redistribute": Kind.OTHER_COMMUNICATION,
-    "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
-    "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
-    "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
-    "_c10d_functional.all_reduce_coalesced": Kind.ALL_REDUCE,
-}
-_COLLECTIVE_NAMESPACE = "_c10d_functional."
-_COLLECTIVES = {
-    f"{_COLLECTIVE_NAMESPACE}{op}{variant}": collective
-    for op, collective in (
-        ("all_gather_into_tensor", "all_gather"),
-        ("reduce_scatter_tensor", "reduce_scatter"),
-    )
-    for variant in ("", "_coalesced", "_out")
-} | {"lancet.redistribute": "all_gather"}
-"""Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
 GATHERS = "gathers_parameters"
@@ -56,16 +38,8 @@ WRITTEN_INTO = "written_into"
 """Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 WAIT = "_c10d_functional.wait_tensor"
 """Waits for a collective, and gives the storage that it fills."""
-"""Writes parameters; its `meta` has the bytes of its state, too."""
-_GROUPED = ("lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw")
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
-_HARDLY_READ = {
-    "aten.nll_loss_forward": 0,
-    "aten.nll_loss_backward": 1,
-    "aten.embedding": 0,
-}
-"""Argument of which the op reads only single elements or rows, or only the shape: its bytes do not count."""
 
 
 def program_from_fx(module: fx.GraphModule, name: str = "graph") -> Program:
@@ -160,12 +134,12 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 def is_functional_collective(node: fx.Node) -> bool:
     """Is the node the start of one of torch's functional collectives?"""
-    return is_collective(node) and op_name(node).startswith(_COLLECTIVE_NAMESPACE)
+    return is_collective(node) and op_name(node).startswith(COLLECTIVE_NAMESPACE)
 
 
 def is_collective(node: fx.Node) -> bool:
     """Is the node a collective, which occupies the link instead of the device?"""
-    return is_instruction(node) and _kind(op_name(node)).is_communication
+    return is_instruction(node) and facts_of(node).kind.is_communication
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -185,6 +159,21 @@ def is_view(node: fx.Node) -> bool:
     if op_name(node) == _UNSAFE_VIEW:
         return True
     return info is not None and not info.is_write and node.target.is_view
+
+
+def facts_of(node: fx.Node) -> OpFacts:
+    """The facts of a node's op."""
+    return facts(op_name(node))
+
+
+def host_waits(graph: fx.Graph) -> list[str]:
+    """Names of the nodes that make the host wait, in order; a collective also where it only starts."""
+    return [node.name for node in graph.nodes if is_instruction(node) and _waits(node)]
+
+
+def _waits(node: fx.Node) -> bool:
+    waits = facts(STARTED.get(node.target, op_name(node))).host_waits
+    return waits is not None and waits(node)
 
 
 def op_name(node: fx.Node) -> str:
@@ -278,8 +267,8 @@ def _instruction(
     # Each group has its own communication costs (`graph.costs.communication`).
     if "group" in node.meta:
         attributes["group"] = node.meta["group"]
-    if op in _COLLECTIVES:
-        attributes["collective"] = _COLLECTIVES[op]
+    if facts(op).collective:
+        attributes["collective"] = facts(op).collective
         if UNIT in node.meta:
             attributes[GATHERS] = True
     return Instruction(
@@ -287,7 +276,7 @@ def _instruction(
         op=op,
         inputs=tuple(dict.fromkeys(_tensor_names(node.all_input_nodes))),
         outputs=tuple(spec.name for spec in outputs),
-        kind=_kind(op),
+        kind=facts(op).kind,
         phase=phase,
         flops=_flops(node, op),
         bytes=_bytes(node, op, outputs),
@@ -296,14 +285,6 @@ def _instruction(
         attributes=attributes,
         after="" if after is None else after.name,
     )
-
-
-def _kind(op: str) -> Kind:
-    if op in _KINDS:
-        return _KINDS[op]
-    if op.startswith(_COLLECTIVE_NAMESPACE):
-        return Kind.OTHER_COMMUNICATION
-    return Kind.COMPUTE
 
 
 def _specs(node: fx.Node) -> list[TensorSpec]:
@@ -384,12 +365,12 @@ def _flops(node: fx.Node, op: str) -> float:
     """FLOPs of matrix products and attention; other ops are bound by memory, so only their bytes count."""
     packet = getattr(node.target, "overloadpacket", None)
     is_attention = op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention"
-    is_grouped = op in _GROUPED
-    if not (is_attention or is_grouped or packet in flop_registry):
+    result = facts(op).grouped_gemm
+    if not (is_attention or result or packet in flop_registry):
         return 0.0
     values = fx.map_arg(node.args, _value)
-    if is_grouped:
-        experts = _value(node)[0] if op == "lancet.grouped_gemm_dw" else values[2][0]
+    if result:
+        experts = _value(node)[0] if result == "weight" else values[2][0]
         return 2.0 * values[0].shape[0] * experts.numel()
     if is_attention:
         # Fused kernels skip the masked half of causal attention, which torch's registry ignores.
@@ -414,15 +395,15 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     """Bytes read and written; 0 for a view; for communication the bytes on the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
-    unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
+    unread = argument(node, facts(op).hardly_read) if facts(op).hardly_read else None
     read = [n for n in node.all_input_nodes if n is not unread]
     values = [v for v in map(_value, read) if isinstance(v, Tensor)]
     if op == "lancet.all_to_all":
         return float(_content_bytes(_value(node.args[0])))
-    if _COLLECTIVES.get(op) == "reduce_scatter":
+    if facts(op).collective == "reduce_scatter":
         # As for an all-gather, the bytes of the whole, not of the shard.
         return float(sum(_content_bytes(v) for v in values))
-    if _kind(op).is_communication:
+    if facts(op).kind.is_communication:
         return float(sum(spec.content_bytes for spec in outputs))
     own = _value(node)
     values += own if isinstance(own, (tuple, list)) else [own]
