@@ -1,8 +1,8 @@
 """What a plan assumes of a model: checked before it is planned, and at each call of the optimized module.
 
-    before                what no plan can train is an error
-    a temporary change    (a mode, a shape, autocast)                   the module runs without its plan
-    a permanent change    (parameters, wrappers around the module)      an error: results would be wrong
+    before planning        a model that no plan can train                  an error
+    at a call, temporary   another mode, other shapes, autocast            the module runs without its plan
+    at a call, for good    other parameters, a wrapper around the module   an error: results would be wrong
 
 The assumptions are those of the trace (`graph.capture.trace`), and further ones in this file that a trace
 does not have.

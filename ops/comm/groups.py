@@ -238,16 +238,16 @@ def data_group_name(groups: AnyGroups | None) -> str:
 
 
 def without_mesh(groups: AnyGroups | None) -> Groups | dist.ProcessGroup | None:
-    """A mesh as `Groups`, made once for each mesh, or as its process group."""
+    """A mesh as `Groups`, one object for each mesh, or as its process group."""
     if not isinstance(groups, DeviceMesh):
         return groups
     names = groups.mesh_dim_names or ()
     if groups.ndim == 1 and "expert" not in names:
         return groups.get_group()
-    made = _MESHES.setdefault(_world(), {})
-    if groups not in made:
-        made[groups] = Groups.from_mesh(groups, "expert", "replica" if "replica" in names else None)
-    return made[groups]
+    meshes = _MESHES.setdefault(_world(), {})
+    if groups not in meshes:
+        meshes[groups] = Groups.from_mesh(groups, "expert", "replica" if "replica" in names else None)
+    return meshes[groups]
 
 
 def _world() -> dist.ProcessGroup:

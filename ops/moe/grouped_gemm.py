@@ -39,8 +39,8 @@ def waits_for_counts(*operands: Tensor) -> bool:
     matrices = [t for t in operands if t.is_floating_point() and t.dim() > 1]
     device = matrices[0].device
     reads_counts = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-    taken = all(t.dtype == torch.bfloat16 and all(n % 8 == 0 for n in t.shape[1:]) for t in matrices)
-    return not (reads_counts and taken)
+    are_supported = all(t.dtype == torch.bfloat16 and all(n % 8 == 0 for n in t.shape[1:]) for t in matrices)
+    return not (reads_counts and are_supported)
 
 
 def _for_fast_path(tensor: Tensor) -> Tensor:

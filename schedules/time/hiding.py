@@ -135,13 +135,13 @@ def what_hides(
     """
     # One after the other, as compute is one resource.
     computed = [event for event in timeline.events if event.kind is Kind.COMPUTE]
-    found: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
+    of_layer: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         if event.kind is not Kind.COMPUTE:
             layer = "" if event.kind is Kind.ALL_REDUCE else layers.get(_of_graph(event), "")
-            found[event.kind, event.phase, layer].append(event)
+            of_layer[event.kind, event.phase, layer].append(event)
     result = []
-    for (kind, phase, layer), messages in found.items():
+    for (kind, phase, layer), messages in of_layer.items():
         shares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in messages:
             first = bisect_right(computed, message.start_ms, key=lambda event: event.end_ms)
