@@ -22,20 +22,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from lancet_kernels.graph.meta import GROUP, KEPT_BYTES, MILLISECONDS, STANDS_FOR, UNIT, WRITTEN_INTO
 from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
-from lancet_kernels.graph.program.phases import UNIT, forward_nodes, not_before
+from lancet_kernels.graph.program.phases import forward_nodes, not_before
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.ops.moe.gates import parse_gate
-
-KEPT_BYTES = "kept_bytes"
-"""Key of `meta` of a fused forward launch: the bytes that its ticket, the last result, keeps alive."""
 
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
 GATHERS = "gathers_parameters"
 """Attribute of a collective that gathers sharded parameters (`schedules.rewrite.gathers`)."""
-WRITTEN_INTO = "written_into"
-"""Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 WAIT = "_c10d_functional.wait_tensor"
 """Waits for a collective, and gives the storage that it fills."""
 _UNSAFE_VIEW = "aten._unsafe_view"
@@ -56,7 +52,7 @@ def program_from_graph(
     """The Program of an fx graph whose nodes have `meta["val"]` (as in every traced graph).
 
     A placeholder without `val` is not a tensor; an attribute without `val` has the module's value. Optional
-    keys of `meta`: "milliseconds", "group" and `WRITTEN_INTO`.
+    entries of `meta`: `MILLISECONDS`, `GROUP` and `WRITTEN_INTO`.
 
     Args:
         unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
@@ -89,7 +85,7 @@ def program_from_graph(
                     parameters.append(spec.name)
         elif is_instruction(node):
             outputs = _specs(node)
-            owner = node.meta.get(WRITTEN_INTO)
+            owner = WRITTEN_INTO.get(node)
             owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
             tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
@@ -192,10 +188,10 @@ def tensor_names(node: fx.Node) -> list[str]:
     """Names of the tensors that a node returns; for a getitem node, the name of the element; for a wait, that
     of the tensor it waits for.
 
-    A node that reassembles a tensor from its parts has that tensor's name (`meta["stands_for"]`).
+    A node that reassembles a tensor from its parts has that tensor's name (`STANDS_FOR`).
     """
-    if "stands_for" in node.meta:
-        return [node.meta["stands_for"]]
+    if STANDS_FOR.on(node):
+        return [STANDS_FOR.of(node)]
     if is_wait(node):
         return tensor_names(node.args[0])
     if node.target is operator.getitem:
@@ -265,11 +261,11 @@ def _instruction(
     op = op_name(node)
     attributes = _attributes(node)
     # Each group has its own communication costs (`graph.costs.communication`).
-    if "group" in node.meta:
-        attributes["group"] = node.meta["group"]
+    if GROUP.on(node):
+        attributes["group"] = GROUP.of(node)
     if facts(op).collective:
         attributes["collective"] = facts(op).collective
-        if UNIT in node.meta:
+        if UNIT.on(node):
             attributes[GATHERS] = True
     return Instruction(
         name=node.name,
@@ -280,7 +276,7 @@ def _instruction(
         phase=phase,
         flops=_flops(node, op),
         bytes=_bytes(node, op, outputs),
-        milliseconds=node.meta.get("milliseconds"),
+        milliseconds=MILLISECONDS.get(node),
         mutates=_mutated(node),
         attributes=attributes,
         after="" if after is None else after.name,
@@ -297,8 +293,8 @@ def _specs(node: fx.Node) -> list[TensorSpec]:
         )
         for i, (name, v) in enumerate(zip(tensor_names(node), values, strict=True))
     ]
-    if KEPT_BYTES in node.meta:
-        specs[-1] = replace(specs[-1], bytes=node.meta[KEPT_BYTES])
+    if KEPT_BYTES.on(node):
+        specs[-1] = replace(specs[-1], bytes=KEPT_BYTES.of(node))
     return specs
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from torch import fx
 
 from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.ops import STARTED, facts
-from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.ops.comm.waiting import enter_layer
 
 _KEYS = ("nn_module_stack", "fwd_nn_module_stack")
-_COPIED = (*_KEYS, REGION)
+_COPIED = (*_KEYS, REGION.key)
 
 
 def layer_name(node: fx.Node) -> str:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.from_fx import draws_random_numbers, facts_of
-from lancet_kernels.graph.program.phases import REGION
+from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.program.program import recomputed_name
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -57,10 +57,11 @@ def insert_recomputation(module: fx.GraphModule) -> None:
             with graph.inserting_before(first):
                 copy = graph.node_copy(node, lambda source: copies.get(source, source))
             copy.name = recomputed_name(node.name)
-            copy.meta = {**node.meta, REGION: number, "partitioner_tag": "is_backward"}
+            copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+            REGION.set(copy, number)
             copies[node] = copy
     for node in graph.nodes:
-        if node not in forward and REGION not in node.meta:
+        if node not in forward and not REGION.on(node):
             for source in node.all_input_nodes:
                 if source in copies:
                     node.replace_input_with(source, copies[source])

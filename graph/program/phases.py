@@ -10,14 +10,7 @@ from typing import cast
 
 from torch import fx
 
-REGION = "recomputed_region"
-"""Key of `meta` of a recomputed node (`graph.capture.recompute`): the number of its checkpointed region, in
-the order in which the backward reads them."""
-UNIT = "gathered_unit"
-"""Key of `meta` of a node that gathers sharded parameters (`schedules.rewrite.gathers`): in which pass over
-the model, and the number of their unit."""
-IN_BACKWARD = "in_backward"
-"""Key of `meta` of a node that belongs to the backward although it depends on no tangent."""
+from lancet_kernels.graph.meta import IN_BACKWARD, REGION, UNIT
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -26,9 +19,7 @@ def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
     behind = {
         n
         for n in nodes
-        if REGION in n.meta
-        or IN_BACKWARD in n.meta
-        or (n.op == "placeholder" and n.name.startswith("tangents"))
+        if REGION.on(n) or IN_BACKWARD.on(n) or (n.op == "placeholder" and n.name.startswith("tangents"))
     }
     for node in nodes:
         if any(source in behind for source in node.all_input_nodes):
@@ -59,9 +50,9 @@ def _gather_after(nodes: list[fx.Node]) -> Mapping[fx.Node, fx.Node]:
     at most in each pass, whatever order is planned."""
     first_reader: dict[tuple[object, int], fx.Node] = {}
     for node in nodes:
-        for source in node.all_input_nodes if node.op != "output" and UNIT not in node.meta else ():
-            if UNIT in source.meta:
-                first_reader.setdefault(source.meta[UNIT], node)
+        for source in node.all_input_nodes if node.op != "output" and not UNIT.on(node) else ():
+            if UNIT.on(source):
+                first_reader.setdefault(UNIT.of(source), node)
     # In the order of the first readers.
     before: dict[tuple[object, int], fx.Node] = {}
     for number in {number for number, _ in first_reader}:
@@ -70,7 +61,7 @@ def _gather_after(nodes: list[fx.Node]) -> Mapping[fx.Node, fx.Node]:
     return {
         node: before[unit]
         for node in nodes
-        if (unit := node.meta.get(UNIT)) in before
+        if (unit := UNIT.get(node)) in before
         if before[unit] is not first_reader[unit] and node.target is not operator.getitem
     }
 
@@ -99,4 +90,4 @@ def _region(node: fx.Node) -> int | None:
     """The region that a node, or the tuple that it is an element of, recomputes; None: none."""
     while node.target is operator.getitem:
         node = cast(fx.Node, node.args[0])
-    return node.meta.get(REGION)
+    return REGION.get(node)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, output_node
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
+from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.layer.outside_gradients import has_hooks
 from lancet_kernels.ops.context import during
@@ -22,7 +23,6 @@ from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.optimization.step import ModelStep, placeholder_value
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
 from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
 from lancet_kernels.schedules.rewrite.walk import (
@@ -65,7 +65,7 @@ class PairedMicrobatches:
             self._parameters[name]
             for node in step.module.graph.nodes
             if node.target is not ALL_REDUCE
-            for name in node.meta.get(GRADIENTS_OF, ())
+            for name in (GRADIENTS_OF.get(node) or ())
             if name in self._parameters
         }
 

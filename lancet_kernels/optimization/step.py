@@ -32,6 +32,7 @@ from lancet_kernels.graph.capture.twin import Twin, twin_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler, differ
+from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gradients import gradient_groups, groups_of
@@ -42,7 +43,6 @@ from lancet_kernels.ops.context import Context
 from lancet_kernels.optimization.guards import Arguments, Guards, check_shards
 from lancet_kernels.optimization.rank_agreement import alike
 from lancet_kernels.schedules.plan import FusedGroup, Plan
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards
 from lancet_kernels.schedules.rewrite.walk import (
@@ -227,7 +227,7 @@ class ModelStep(Step):
 
     @property
     def _sums_of_gradients(self) -> set[str]:
-        return {node.name for node in self.module.graph.nodes if GRADIENTS_OF in node.meta}
+        return {node.name for node in self.module.graph.nodes if GRADIENTS_OF.on(node)}
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches, each of which has its share of the sums' time."""

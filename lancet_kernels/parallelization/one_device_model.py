@@ -23,8 +23,8 @@ from lancet_kernels.graph.capture.forward_program import (
     runs_graph,
 )
 from lancet_kernels.graph.from_fx import GENERATOR, op_name, program_from_fx
+from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.program.forms import WHOLE, Form
-from lancet_kernels.graph.program.phases import REGION
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.step import placeholder_value
@@ -64,7 +64,7 @@ class OneDeviceModel:
             raise self._refuse(got, "results alone", "use a layer norm, or optimize()")
         if any(not isinstance(node, fx.Node) for node in output_node(forward_graph(self.captured)).args[0]):
             raise self._refuse("a result that is no tensor", "tensors alone", "return the loss alone")
-        if any(REGION in node.meta for node in self.captured.joint.graph.nodes):
+        if any(REGION.on(node) for node in self.captured.joint.graph.nodes):
             warnings.warn(
                 f"parallelize of {self.name}: activation checkpointing inside the model is ignored, its "
                 "activations are saved",

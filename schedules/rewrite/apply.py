@@ -37,15 +37,11 @@ from lancet_kernels.graph.from_fx import (
     readers,
     with_elements,
 )
+from lancet_kernels.graph.meta import GRADIENTS_OF, HOLDS_PARTS
 from lancet_kernels.graph.ops import STARTED
 from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.all_reduce import sum_when_due
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
-from lancet_kernels.schedules.rewrite.in_place import HOLDS_PARTS
-
-GRADIENTS_OF = "gradients_of"
-"""Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
-of the parameters, which other sums may have, too."""
 
 
 def wait(pending: Any) -> object:
@@ -64,7 +60,7 @@ def issued_order(graph: fx.Graph) -> list[str]:
     return [
         node.name.removesuffix("_start") if node.target in STARTED else node.name
         for node in graph.nodes
-        if is_instruction(node) and node.target is not wait and HOLDS_PARTS not in node.meta
+        if is_instruction(node) and node.target is not wait and not HOLDS_PARTS.on(node)
     ]
 
 
@@ -149,7 +145,7 @@ def start_early_wait_late(
     """
     graph = module.graph
     for node in list(graph.nodes):
-        key = node.meta.get(GRADIENTS_OF)
+        key = GRADIENTS_OF.get(node)
         context = None if key is None else context_of_sum(key)
         if is_functional_collective(node):
             *arguments, group = node.args

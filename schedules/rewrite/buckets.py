@@ -23,9 +23,9 @@ from lancet_kernels.graph.capture.captured_graph import (
     output_node,
     set_value,
 )
+from lancet_kernels.graph.meta import GRADIENTS_OF, GROUP
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 
 aten = torch.ops.aten
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
@@ -65,9 +65,9 @@ class Inserter:
         """The start of a functional collective. Args: gradients_of: what identifies a sum of gradients."""
         node = self.call(target, tensors, *args, link_group(group))
         if (name := self._cost_group.get(group, "world")) != "world":
-            node.meta["group"] = name
+            GROUP.set(node, name)
         if gradients_of:
-            node.meta[GRADIENTS_OF] = tuple(gradients_of)
+            GRADIENTS_OF.set(node, tuple(gradients_of))
         return node
 
     def arrived(self, node: fx.Node) -> fx.Node:
@@ -171,7 +171,7 @@ def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
 def buckets_in_order(module: fx.GraphModule) -> list[tuple[str, list[str]]]:
     """Group and parameters of each bucket of a joint graph, in the order in which it sums them."""
     return [
-        (plain_group(node.args[-1]), list(node.meta[GRADIENTS_OF]))
+        (plain_group(node.args[-1]), list(GRADIENTS_OF.of(node)))
         for node in module.graph.nodes
-        if node.target is ALL_REDUCE and GRADIENTS_OF in node.meta
+        if node.target is ALL_REDUCE and GRADIENTS_OF.on(node)
     ]

@@ -21,7 +21,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.costs.part_instruction import part_name
-from lancet_kernels.graph.from_fx import KEPT_BYTES, facts_of, tensor_names, with_elements
+from lancet_kernels.graph.from_fx import facts_of, tensor_names, with_elements
+from lancet_kernels.graph.meta import KEPT_BYTES, ROWS_BY_EXPERT
 from lancet_kernels.graph.ops import argument, argument_names
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.rules.rules import Rule
@@ -94,7 +95,7 @@ def element_of(node: fx.Node, index: int) -> fx.Node:
 
 def are_by_expert(node: fx.Node) -> bool:
     """Are these received rows, sorted by local expert, rather than rows to send, sorted by rank?"""
-    while "rows_by_expert" not in node.meta:
+    while not ROWS_BY_EXPERT.on(node):
         rule = rule_of(node)
         if rule.most_rows_argument:
             return False
@@ -103,7 +104,7 @@ def are_by_expert(node: fx.Node) -> bool:
         if not rule.count_arguments:
             raise refuse(f"rows of {node.name}", "rows of a dispatch or an all-to-all")
         node = node.args[0]
-    return node.meta["rows_by_expert"]
+    return ROWS_BY_EXPERT.of(node)
 
 
 class Parts:
@@ -170,8 +171,8 @@ class Parts:
             share = args[0].meta["val"].numel() / node.args[0].meta["val"].numel()
             copy = self.call(aten.mul.Tensor, (copy, share), {}, f"{part_name(node.name, part)}_share")
         copy.meta.update(layer_meta(node))
-        if KEPT_BYTES in node.meta:
-            copy.meta[KEPT_BYTES] = node.meta[KEPT_BYTES] // self.count
+        if KEPT_BYTES.on(node):
+            KEPT_BYTES.set(copy, KEPT_BYTES.of(node) // self.count)
         self.env[part][node] = copy
         for user in node.users:
             if user.target is operator.getitem:
@@ -253,7 +254,7 @@ class Parts:
     def rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
         """A node whose result is received rows (by expert) or rows to send."""
         node = self.call(target, (*args, by_expert), {}, name)
-        node.meta["rows_by_expert"] = by_expert
+        ROWS_BY_EXPERT.set(node, by_expert)
         return node
 
     def call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.from_fx import is_view, tensor_names, with_elements
+from lancet_kernels.graph.meta import STANDS_FOR
 from lancet_kernels.graph.ops import argument
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.rules.rules import MEAN
@@ -54,7 +55,7 @@ class Reassembly:
             node = element.args[0] if element.target is operator.getitem else element
             whole = self._view_again(node) or self._join(node, element)
             if whole.target is not operator.getitem:
-                whole.meta["stands_for"] = tensor_names(element)[0]
+                STANDS_FOR.set(whole, tensor_names(element)[0])
             self.wholes[element] = whole
         return self.wholes[element]
 

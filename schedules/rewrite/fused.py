@@ -23,7 +23,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.from_fx import KEPT_BYTES
+from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, WORK
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.plan import FusedGroup
@@ -32,8 +32,6 @@ from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer, independ
 from lancet_kernels.schedules.time.fused_launch import LaunchWork, best_fit
 
 CHOICES = ("auto", "fused", "streams")
-WORK = "launch_work"
-"""Key of `meta` of a backward launch: its `LaunchWork`."""
 
 
 def every_launch(module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
@@ -47,12 +45,12 @@ def every_launch(module: fx.GraphModule, program: Program, cost: Cost) -> tuple[
     groups = [
         FusedGroup(name, False, (), nothing, nothing, f"streams: {why}") for name, why in refused.items()
     ]
-    taken: set[str] = set()
+    used: set[str] = set()
     for layer in layers:
         forward, backward = (_work(nodes, program, ms) for nodes in (layer.forward, layer.backward))
         names = [node.name for node in independent_gradients(module.graph, layer)]
-        fillers = best_fit({name: ms[name] for name in names if name not in taken}, backward)
-        taken.update(fillers)
+        fillers = best_fit({name: ms[name] for name in names if name not in used}, backward)
+        used.update(fillers)
         filled = backward._replace(gemm_ms=backward.gemm_ms + sum(ms[name] for name in fillers))
         groups.append(FusedGroup(layer.name, True, tuple(fillers), forward, filled, "fused"))
     return tuple(sorted(groups, key=lambda group: program.index[group.layer]))
@@ -115,14 +113,15 @@ def _lower(
         for i, node in enumerate([*results, *fillers]):
             if node is not None:
                 node.replace_all_uses_with(call_op(graph, operator.getitem, backward, i))
-    backward.meta[WORK] = group.backward
+    WORK.set(backward, group.backward)
     if not group.measured:
         for launch, work in ((forward, group.forward), (backward, group.backward)):
-            launch.meta["milliseconds"] = work.milliseconds()
+            MILLISECONDS.set(launch, work.milliseconds())
     choices = layer.expert.meta["val"].shape[1]
-    forward.meta[KEPT_BYTES] = fused_graph.layer_of(context, layer.name).kept_bytes(
+    kept_bytes = fused_graph.layer_of(context, layer.name).kept_bytes(
         layer.x.meta["val"], choices, layer.capacity
     )
+    KEPT_BYTES.set(forward, kept_bytes)
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
     received = layer.forward[1].args[2]

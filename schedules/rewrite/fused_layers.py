@@ -18,7 +18,7 @@ from itertools import takewhile
 from torch import fx
 
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program.phases import REGION
+from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.program.program import recomputed_name
 
 FUSABLE_DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16")
@@ -70,7 +70,7 @@ def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
     matched, refused = [], {}
     for node in graph.nodes:
         # A forward dispatch has no weight; the backward one does, as the adjoint of a weighted combine.
-        if op_name(node) == "lancet.dispatch" and node.args[2] is None and REGION not in node.meta:
+        if op_name(node) == "lancet.dispatch" and node.args[2] is None and not REGION.on(node):
             try:
                 matched.append(_match(node))
             except Refused as reason:

@@ -33,7 +33,8 @@ from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_nod
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
 from lancet_kernels.graph.capture.twin import Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
-from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT, forward_nodes
+from lancet_kernels.graph.meta import IN_BACKWARD, UNIT
+from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES, Inserter
@@ -222,8 +223,8 @@ class _Sharding(Inserter):
         for unit, of_it in of_unit.items():
             first = of_it[0].user
             self.marks = {  # 4
-                UNIT: ("backward" if in_backward else "forward", unit),
-                **({IN_BACKWARD: True} if in_backward else {}),
+                UNIT.key: ("backward" if in_backward else "forward", unit),
+                **({IN_BACKWARD.key: True} if in_backward else {}),
             }
             parameters = {read.placeholder: read.parameter for read in of_it}
             sources = {read.source for read in of_it}

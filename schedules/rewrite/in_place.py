@@ -22,22 +22,20 @@ import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import set_value
-from lancet_kernels.graph.from_fx import WRITTEN_INTO, is_view, tensor_names
+from lancet_kernels.graph.from_fx import is_view, tensor_names
+from lancet_kernels.graph.meta import HOLDS_PARTS, IN_PLACE, MILLISECONDS, WRITTEN_INTO
 
 aten = torch.ops.aten
-IN_PLACE = "parts_in_place"
-HOLDS_PARTS = "holds_parts"
-"""Key of `meta` of nodes that only make room for parts."""
 
 
 def mark_join(join: fx.Node) -> None:
     """Note in a node that joins parts that they shall be written in place, if they can be."""
     writers = _writers(join)
-    if writers and not any(WRITTEN_INTO in writer.meta for writer in writers):
-        join.meta[IN_PLACE] = True
-        join.meta["milliseconds"] = 0.0
+    if writers and not any(WRITTEN_INTO.on(writer) for writer in writers):
+        IN_PLACE.set(join, True)
+        MILLISECONDS.set(join, 0.0)
         for writer in writers:
-            writer.meta[WRITTEN_INTO] = tensor_names(join)[0]
+            WRITTEN_INTO.set(writer, tensor_names(join)[0])
 
 
 def write_in_place(module: fx.GraphModule) -> None:
@@ -45,7 +43,7 @@ def write_in_place(module: fx.GraphModule) -> None:
     graph = module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     for join in list(graph.nodes):
-        writers = _writers(join) if IN_PLACE in join.meta else []
+        writers = _writers(join) if IN_PLACE.on(join) else []
         if not writers:
             continue
         value = join.meta["val"]
@@ -53,7 +51,7 @@ def write_in_place(module: fx.GraphModule) -> None:
             options = {"dtype": value.dtype, "device": value.device}
             whole = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
             set_value(whole, value)
-            whole.meta[HOLDS_PARTS] = True
+            HOLDS_PARTS.set(whole, True)
             begin, axis = 0, _axis(join)
             for writer, part in zip(writers, join.args[0], strict=True):
                 size = part.meta["val"].shape[axis]
@@ -62,7 +60,7 @@ def write_in_place(module: fx.GraphModule) -> None:
                 out = graph.call_function(aten.view.default, (place, shape))
                 for node, like in ((place, part), (out, writer)):
                     set_value(node, like.meta["val"])
-                    node.meta[HOLDS_PARTS] = True
+                    HOLDS_PARTS.set(node, True)
                 writer.target = writer.target.overloadpacket.out
                 writer.kwargs = {**writer.kwargs, "out": out}
                 begin += size

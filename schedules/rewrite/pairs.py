@@ -14,9 +14,8 @@ from torch import fx
 
 from lancet_kernels.graph.capture.captured_graph import module_of, output_node, state_name
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT
+from lancet_kernels.graph.meta import GRADIENTS_OF, IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 
 
 @dataclass
@@ -60,9 +59,9 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             pair.original[copies[node].name] = node.name
             # Of one phase, so that they can mix; each half gathers parameters for itself.
-            copies[node].meta[IN_BACKWARD] = True
-            if UNIT in node.meta:
-                copies[node].meta[UNIT] = ((microbatch, node.meta[UNIT][0]), node.meta[UNIT][1])
+            IN_BACKWARD.set(copies[node], True)
+            if UNIT.on(node):
+                UNIT.set(copies[node], ((microbatch, UNIT.of(node)[0]), UNIT.of(node)[1]))
         results += fx.map_arg(list(output_node(half).args[0]), copies.__getitem__)
     graph.output(results)
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -77,7 +76,7 @@ def program_of_pair(pair: Pair, step: Program) -> Program:
     """The Program of a pair, with the times and bytes of the step's instructions; its gradients are not
     summed."""
     program = program_from_fx(pair.module)
-    unsummed = {node.name for node in pair.module.graph.nodes if GRADIENTS_OF in node.meta}
+    unsummed = {node.name for node in pair.module.graph.nodes if GRADIENTS_OF.on(node)}
     instructions = []
     for instruction in program.instructions:
         single = step.instructions[step.index[pair.original[instruction.name]]]

@@ -16,6 +16,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of_graph
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.graph.from_fx import program_from_graph
+from lancet_kernels.graph.meta import WORK
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names
@@ -23,7 +24,6 @@ from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.rewrite.cut import Values, cut_range
 from lancet_kernels.schedules.rewrite.cut_wholes import JOIN_STEP
-from lancet_kernels.schedules.rewrite.fused import WORK
 
 
 def cut_ranges(
@@ -101,7 +101,7 @@ class GraphCutter:
 
         Args: cut: the Program with the range cut, without fillers.
         """
-        launches = {node.name: node.meta[WORK] for node in self.module.graph.nodes if WORK in node.meta}
+        launches = {node.name: WORK.of(node) for node in self.module.graph.nodes if WORK.on(node)}
         if not launches:
             return planned
         return replace(planned, fillers=choose_fillers(cut, self.cost, launches, planned.parts))

@@ -20,7 +20,8 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.part_instruction import part_name, whole_name
-from lancet_kernels.graph.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
+from lancet_kernels.graph.from_fx import program_from_graph, tensor_names
+from lancet_kernels.graph.meta import WRITTEN_INTO
 from lancet_kernels.graph.ops import argument, argument_names, rule_for
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
 from lancet_kernels.graph.program.program import Instruction
@@ -76,7 +77,7 @@ class _Sharder:
         self.strategy, self.group, self.ranks = strategy, group, group_size(group)
         for node in source.nodes:
             # Parts of the graph that comes out are other tensors.
-            node.meta.pop(WRITTEN_INTO, None)
+            node.meta.pop(WRITTEN_INTO.key, None)
         self.program = program_from_graph(source)
         self.nodes = {node.name: node for node in source.nodes}
         self.graph = fx.Graph()
