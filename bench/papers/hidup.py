@@ -12,7 +12,7 @@ from typing import Any
 from bench.drawing import Chart
 from bench.papers.hidup_models import HIDUP_MODELS
 from bench.papers.hidup_settings import SEQUENCES, HiDupSetting, NoisyCost, WholeBatch, moe_layer, repriced
-from bench.papers.report import Claim, Data, Exhibit, Run, claim, span
+from bench.papers.report import Data, Exhibit, Run, Span
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.sharding import search_sharding
@@ -61,7 +61,6 @@ PAPER_TABLE_5 = {
     "-20% communication": 1.0,
     "-50% communication": 1.172,
 }
-COMPARABLE = 0.9
 MOST_SLOPE = 1.2
 """Slope of a curve's second half, relative to its first half's, if it is linear but for noise."""
 
@@ -186,132 +185,68 @@ def _figures_of(numbers: Sequence[str], layers: int | None) -> dict[str, Any]:
     return {number: FIGURES[number][0](layers) for number in numbers}
 
 
-def claims(data: Data) -> list[Claim]:
-    """What the paper says, what the simulation says, whether it holds, and if not, why."""
-    figures = data["figures"]
-    return [c for number, (_, of) in FIGURES.items() if number in figures for c in of(figures[number])]
+def quantities(data: Data) -> Row:
+    """What the paper's claims are about, of the figures that were simulated."""
+    named: Row = {}
+    for number, of in data["figures"].items():
+        named |= FIGURES[number][1](of)
+    return named
 
 
-def _claims6(rows: list[Row]) -> Iterator[Claim]:
-    bert, vit = (
-        max(row["speedup"] for row in rows if row["model"].startswith(kind)) for kind in ("bert", "vit")
-    )
-    yield claim("figure 6: most speedup, BERT", "1.18x", f"{bert:.2f}x", abs(bert - 1.18) < 0.05)
-    yield claim(
-        "figure 6: most speedup, ViT",
-        "1.61x",
-        f"{vit:.2f}x",
-        abs(vit - 1.61) < 0.2,
-        "here the 9.71 Gbit/s link works six times as long as the GPUs, so hiding "
-        "all computation gains a sixth; the paper says that in its ViT both are closer to each other",
-    )
+def _speedups(rows: list[Row]) -> Row:
+    def most(kind: str) -> float:
+        return max(row["speedup"] for row in rows if row["model"].startswith(kind))
+
+    return {"speedup": {kind: most(kind) for kind in ("bert", "vit")}}
 
 
-def _claims7(rows: list[Row]) -> Iterator[Claim]:
-    speedups = [row["speedup"] for row in rows]
-    name = "figure 7: comparable with data parallel within a machine (10 %)"
-    yield claim(name, "comparable", span(speedups, "{:.2f}x"), min(speedups) >= COMPARABLE)
+def _sharded(rows: list[Row]) -> Row:
+    counts = [row["sharded_published"] for row in rows]
+    return {"sharded": dict(zip(("low", "middle", "high"), counts, strict=True))}
 
 
-def _claims8(rows: list[Row]) -> Iterator[Claim]:
-    speedups = [row["speedup"] for row in rows]
-    name = "figure 8: faster at every bandwidth"
-    yield claim(name, "up to 1.14x", span(speedups, "{:.2f}x"), min(speedups) >= 1)
+def _first_layers(rows: list[Row]) -> Row:
+    fast, slow = (row["layer_published"] for row in rows)
+    everywhere = any("gate (whole, whole, whole)" in line for line in slow)
+    return {
+        "all_to_alls": sum("all_to_all" in line for line in fast),
+        "gate": "whole gate" if everywhere else "gate on a rank's own tokens",
+    }
 
 
-def _claims11(rows: list[Row]) -> Iterator[Claim]:
-    sharded = {row["gbit_per_s"]: row["sharded_published"] for row in rows}
-    ours = ", ".join(f"{count} at {gbit}" for gbit, count in sharded.items())
-    yield claim(
-        "figure 11: more parameters sharded at high bandwidth (searched as published)",
-        "replicated at low, sharded at high",
-        f"{ours} Gbit/s",
-        sharded[100] > sharded[30] > sharded[10],
-    )
-
-
-def _claims12(rows: list[Row]) -> Iterator[Claim]:
-    layers = {row["gbit_per_s"]: row["layer_published"] for row in rows}
-    exchanged = sum("all_to_all" in line for line in layers[100])
-    everywhere = any("gate (whole, whole, whole)" in line for line in layers[10])
-    yield claim(
-        "figure 12: at 100 Gbit/s GShard's all-to-alls around the experts",
-        "two all-to-alls",
-        f"{exchanged} all-to-alls",
-        exchanged >= 2,
-        "between two machines an all-reduce of the experts' gradients takes less time than the tokens' four "
-        "all-to-alls",
-    )
-    yield claim(
-        "figure 12: at 10 Gbit/s the gate is computed on every card",
-        "whole gate",
-        "whole gate" if everywhere else "gate on a rank's own tokens",
-        everywhere,
-        "here whole experts are cheapest, so no token travels; the rates that the authors measured at "
-        "10 Gbit/s made all-to-alls 1.5 times as fast as such a link is, because their limiter let bursts "
-        "pass",
-    )
-
-
-def _claims14(data: Mapping[str, list[Row]]) -> Iterator[Claim]:
+def _search_times(data: Mapping[str, list[Row]]) -> Row:
     rows, seconds = data["layers"], [row["seconds"] for row in data["gpus"]]
     # A graph without repeated layers has fewer cuts: what counts is what each further layer costs.
     fewest, middle, most = rows[0], rows[len(rows) // 2], rows[-1]
-    slopes = [
+    few_s, many_s = (
         (end["seconds"] - begin["seconds"]) / max(1, end["layers"] - begin["layers"])
         for begin, end in ((fewest, middle), (middle, most))
-    ]
-    yield claim(
-        "figure 14a: at most linear in layers",
-        "linear",
-        f"{slopes[0]:.2f} s for each layer up to {middle['layers']}, {slopes[1]:.2f} s for each up to "
-        f"{most['layers']}",
-        slopes[1] <= MOST_SLOPE * slopes[0],
     )
-    ours = f"{span(seconds, '{:.1f}')} s"
-    yield claim("figure 14b: independent of GPUs", "constant", ours, max(seconds) < 2 * min(seconds))
+    search = {"few_s": few_s, "many_s": many_s, "linear_s": MOST_SLOPE * few_s, "twice_s": 2 * min(seconds)}
+    layers = {"middle": middle["layers"], "most": most["layers"]}
+    return {"search": search | layers, "by_gpus": Span.of(seconds)}
 
 
-def _claims_table4(rows: list[Row]) -> Iterator[Claim]:
-    share = {(row["setting"], row["system"]): row["overlapped"] for row in rows}
-    single = share["one machine", "hidup"]
-    slow = [share[setting, "hidup"] for setting in ("100 Gbit/s", "30 Gbit/s")]
-    near = all(abs(ours - paper) < 0.15 for ours, paper in zip(slow, (0.41, 0.26), strict=True))
-    yield claim("table 4: share overlapped in one machine", "92 %", f"{single:.0%}", abs(single - 0.92) < 0.1)
-    yield claim(
-        "table 4: share overlapped at 100 and 30 Gbit/s",
-        "41 % and 26 %",
-        f"{slow[0]:.0%} and {slow[1]:.0%}",
-        near,
-        "here the backward overlaps as equation (5) says; searched and counted as published, without overlap "
-        "in the backward, they are near the paper's",
-    )
+def _overlapped(rows: list[Row]) -> Row:
+    return {"overlapped": {row["setting"]: row["overlapped"] for row in rows if row["system"] == "hidup"}}
 
 
-def _claims_table5(rows: list[Row]) -> Iterator[Claim]:
-    ratio = {row["noise"]: row["relative"] for row in rows}
-    small = [ratio[n] for n in ("20% random noise", "+20% communication", "-20% communication")]
-    yield claim(
-        "table 5: costs that are off by 20 % cost at most 2 %",
-        "100.0 to 100.2 %",
-        span(small, "{:.1%}"),
-        max(small) <= 1.02,
-        "the search keeps the fastest 200 strategies behind a cut, so two searches may differ by some "
-        "percent whatever the costs",
-    )
+def _wrong_costs(rows: list[Row]) -> Row:
+    by_20_percent = ("20% random noise", "+20% communication", "-20% communication")
+    return {"wrong_costs": Span.of(row["relative"] for row in rows if row["noise"] in by_20_percent)}
 
 
-FIGURES: dict[str, tuple[Callable[[int | None], Any], Callable[[Any], Iterator[Claim]]]] = {
-    "6": (figure6, _claims6),
-    "7": (figure7, _claims7),
-    "8": (figure8, _claims8),
-    "11": (figure11, _claims11),
-    "12": (figure12, _claims12),
-    "14": (figure14, _claims14),
-    "table 4": (table4, _claims_table4),
-    "table 5": (table5, _claims_table5),
+FIGURES: dict[str, tuple[Callable[[int | None], Any], Callable[[Any], Row]]] = {
+    "6": (figure6, _speedups),
+    "7": (figure7, lambda rows: {"in_a_machine": Span.of(row["speedup"] for row in rows)}),
+    "8": (figure8, lambda rows: {"between_machines": Span.of(row["speedup"] for row in rows)}),
+    "11": (figure11, _sharded),
+    "12": (figure12, _first_layers),
+    "14": (figure14, _search_times),
+    "table 4": (table4, _overlapped),
+    "table 5": (table5, _wrong_costs),
 }
-"""What is simulated for each, and what the paper says of it."""
+"""What is simulated for each, and the quantities that claims about it need."""
 
 
 def exhibits(data: Data) -> Iterator[Exhibit]:

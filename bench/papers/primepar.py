@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench.drawing import Chart
@@ -20,14 +21,13 @@ from bench.papers.primepar_settings import (
     row,
     slides_timelines,
 )
-from bench.papers.report import Claim, Data, Exhibit, Run, claim, span
+from bench.papers.report import Data, Exhibit, Run, Span
 from lancet_kernels.schedules.time.timeline import save_picture
 
 TITLE = "PrimePar (ASPLOS '24, slides)"
 FIGURES = ()
 """None can be chosen."""
-PAPER_SPEEDUP, PAPER_MEMORY, PAPER_COLLECTIVES = (1.11, 1.68), (0.68, 0.93), (0.199, 0.622)
-PAPER_3D = {"OPT 175B": 1.46, "Llama2 70B": 1.27, "Bloom 176B": 1.40}
+IN_PIPELINES = ("OPT 175B", "Llama2 70B", "Bloom 176B")
 ASSUMPTIONS = (
     "clusters of 8 x V100 32 GB a node (p3dn.toml: NVLink 130 GB/s, one 100 Gbps network card a node, 80 % "
     "of both reached; GEMMs at 45 % of float16's peak); the slides name neither links nor efficiency",
@@ -69,7 +69,7 @@ def simulate(
         if m.name in ("OPT 6.7B", "OPT 175B")
         for what, setting in sensitivities(m, min(16, max(gpus))).items()
     ]
-    large = [m for m in models if m.name in PAPER_3D]
+    large = [m for m in models if m.name in IN_PIPELINES]
     rows = [(row, (setting,)) for setting in (*every, *(setting for _, setting in changed))]
     results = iter(run([*rows, *((pipelines, (model, max(gpus))) for model in large)]))
     return {
@@ -92,110 +92,42 @@ def sensitivities(model: Model, gpus: int) -> dict[str, Scenario]:
     }
 
 
-def claims(data: Data) -> list[Claim]:
-    """What the slides claim, beside what comes out here, whether it holds, and if not, why."""
-    return [
-        *_throughput_claims(data["rows"]),
-        *_mlp_claims(data["rows"]),
-        *_growth_claims(data["rows"]),
-        *(_pipeline_claim(name, iteration) for name, iteration in data["pipelines"].items()),
-    ]
+def quantities(data: Data) -> dict[str, Any]:
+    """What the slides' claims are about; growth only where few and many GPUs were simulated."""
+    rows = data["rows"]
+    blocks = [(row["mlp"]["primepar"], row["mlp"]["megatron"]) for row in rows]
 
-
-def _throughput_claims(rows: Sequence[Data]) -> Iterator[Claim]:
-    speedups = [r["speedup"] for r in rows]
-    over_best = span(r["speedup_over_best_megatron"] for r in rows)
-    low, high = (choose(rows, key=lambda r: r["speedup"]) for choose in (min, max))
-    least, most = PAPER_SPEEDUP
-    yield claim(
-        "training throughput over Megatron's, by setting",
-        f"{least} to {most}",
-        f"{span(speedups)}; over its best split {over_best}",
-        min(speedups) >= least and max(speedups) >= most,
-        f"{low['model']} on {low['gpus']} GPUs: hiding all communication would make Megatron's partition "
-        f"{low['speedup_without_communication']:.2f} times as fast with these links and GEMMs, so there is "
-        f"little to gain. {high['model']} on {high['gpus']} GPUs: data parallel between nodes sums all "
-        f"weight gradients after {high['batch']} sequences; of Megatron's splits another one is better, over "
-        f"which {high['speedup_over_best_megatron']:.2f} are left.",
-    )
-    memory = [r["memory"] for r in rows]
-    needy = max(rows, key=lambda r: r["memory"])
-    linears = ", ".join(f"{name} {needy['partition'][name]}" for name in ("qkv", "projection", "fc1", "fc2"))
-    yield claim(
-        "peak memory relative to Megatron's",
-        span(PAPER_MEMORY),
-        span(memory),
-        max(memory) <= PAPER_MEMORY[1],
-        f"{needy['model']} on {needy['gpus']} GPUs: the search minimizes time, may use as much memory as "
-        f"Megatron's partition, and takes {linears}.",
-    )
-
-
-def _mlp_claims(rows: Sequence[Data]) -> Iterator[Claim]:
-    def collectives(of: Data) -> float:
+    def waited_ms(of: Data) -> float:
         return of["collective_ms"] + of["redistribution_ms"]
 
-    parts = [(r["mlp"]["primepar"], r["mlp"]["megatron"]) for r in rows]
-    left = [collectives(new) / collectives(old) for new, old in parts]
-    most = rows[left.index(max(left))]
-    new, old = parts[left.index(max(left))]
-    all_reduces = span((new["collective_ms"] / old["collective_ms"] for new, old in parts), "{:.1%}")
-    yield claim(
-        "MLP block: latency of collectives relative to the baseline's",
-        span(PAPER_COLLECTIVES, "{:.1%}"),
-        f"{span(left, '{:.1%}')}; without redistribution {all_reduces}",
-        max(left) <= PAPER_COLLECTIVES[1],
-        f"{most['model']} on {most['gpus']} GPUs, fc1 {most['partition']['fc1']}, fc2 "
-        f"{most['partition']['fc2']}: {new['collective_ms']:.1f} ms of all-reduces and "
-        f"{new['redistribution_ms']:.1f} ms of redistribution, which counts as a collective here, are left "
-        f"of {collectives(old):.1f} ms of Megatron's, beside {old['computation_ms']:.1f} ms of computation; "
-        "what the search minimizes is the time of whole layers.",
-    )
-    computation = [new["computation_ms"] / old["computation_ms"] for new, old in parts]
-    yield claim(
-        "MLP block: computation relative to the baseline's",
-        "the same",
-        span(computation),
-        all(abs(c - 1) < 0.03 for c in computation),
-        "Tiles of other shapes take another time.",
-    )
-    rings = [new["exposed_ring_ms"] / new["ring_ms"] for new, _ in parts if new["ring_ms"]]
-    why = "The GEMM of a step is shorter than what travels beside it."
-    yield claim(
-        "MLP block: share of ring communication that is not hidden",
-        "0 %",
-        span(rings, "{:.1%}") if rings else "no ring",
-        bool(rings) and max(rings) < 0.01,
-        why if rings else "No partition found has a square.",
-    )
+    left = [waited_ms(new) / waited_ms(old) for new, old in blocks]
+    worst = rows[left.index(max(left))]
+    rings = [new["exposed_ring_ms"] / new["ring_ms"] for new, _ in blocks if new["ring_ms"]]
+    named = {
+        "speedup": Span.of(row["speedup"] for row in rows),
+        "over_best": Span.of(row["speedup_over_best_megatron"] for row in rows),
+        "low": min(rows, key=lambda row: row["speedup"]),
+        "high": max(rows, key=lambda row: row["speedup"]),
+        "memory": Span.of(row["memory"] for row in rows),
+        "needy": max(rows, key=lambda row: row["memory"]),
+        "collectives": Span.of(left),
+        "all_reduces": Span.of(new["collective_ms"] / old["collective_ms"] for new, old in blocks),
+        "worst": worst,
+        "worst_megatron_ms": waited_ms(worst["mlp"]["megatron"]),
+        "computation": Span.of(new["computation_ms"] / old["computation_ms"] for new, old in blocks),
+        "rings": Span.of(rings or [1.0]),
+        **{f"pipeline of {name}": _pipeline(iteration) for name, iteration in data["pipelines"].items()},
+    }
+    few, many = ([row["speedup"] for row in rows if row["gpus"] == n] for n in (min(GPUS), max(GPUS)))
+    return named | ({"on_few": fmean(few), "on_many": fmean(many)} if few and many else {})
 
 
-def _growth_claims(rows: Sequence[Data]) -> Iterator[Claim]:
-    few, many = ([r["speedup"] for r in rows if r["gpus"] == n] for n in (min(GPUS), max(GPUS)))
-    if few and many:
-        on_few, on_many = (sum(of) / len(of) for of in (few, many))
-        yield claim(
-            "benefits grow with the number of GPUs (mean speedup)",
-            "yes",
-            f"{on_few:.2f} on {min(GPUS)}, {on_many:.2f} on {max(GPUS)}",
-            on_many > on_few,
-            "Communication takes no larger share on more GPUs.",
-        )
-
-
-def _pipeline_claim(name: str, iteration: Mapping[str, Mapping[int, float]]) -> Claim:
+def _pipeline(iteration: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """With the best number of stages of each."""
     stages = {who: min(ms, key=lambda n: ms[n]) for who, ms in iteration.items()}
     megatron, ours = (iteration[who][stages[who]] for who in ("megatron", "primepar"))
-    most = megatron / iteration["computation"][stages["megatron"]]
-    return claim(
-        f"3D parallelism, {name}: speedup",
-        f"{PAPER_3D[name]:.2f}",
-        f"{megatron / ours:.2f}",
-        megatron / ours >= PAPER_3D[name],
-        f"With {stages['megatron']} stages, its best, Megatron's would be {most:.2f} times as fast "
-        "without any communication, because a stage fits into a node with fast links. The slides must have "
-        "had stages over several nodes, or slower links; they name neither.",
-    )
+    without = megatron / iteration["computation"][stages["megatron"]]
+    return {"speedup": megatron / ours, "stages": stages["megatron"], "without_communication": without}
 
 
 def exhibits(data: Data) -> Iterator[Exhibit]:

@@ -3,7 +3,7 @@
 A paper is a module with TITLE, ASSUMPTIONS and FIGURES (what can be chosen), and functions
 
     simulate(figures, run) -> data     a JSON object; `run` works out calls, here or in other processes
-    claims(data)                       what the paper says beside what came out (`claim`)
+    quantities(data)                   the numbers that the paper's claims (claims.json) are about, by name
     exhibits(data)                     rows that are shown as a table, and drawn
 
 and, if it has such, `timelines(path)`, a picture of another sort.
@@ -11,12 +11,16 @@ and, if it has such, `timelines(path)`, a picture of another sort.
 
 from __future__ import annotations
 
+import json
+import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from string import Formatter
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +34,10 @@ Call = tuple[Callable[..., Any], tuple]
 Run = Callable[[Sequence[Call]], list]
 Data = Mapping[str, Any]
 Claim = dict[str, Any]
+CLAIMS: list[Claim] = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
+"""What the papers say: paper, name, published value; `ours`, a format of what came out; `holds`, rules that
+are all true if it does: [quantity, relation, bound], for "near" also how far off; `why` it does not."""
+RELATIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "is": operator.eq}
 
 
 @dataclass(frozen=True)
@@ -64,23 +72,52 @@ def _cell(value: object) -> str:
     return "" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def claim(name: str, paper: str, ours: str, holds: bool, why: str = "") -> Claim:
-    """What a paper claims beside what came out. Args: why: it does not hold, if it does not."""
-    entry = {"name": name, "paper": paper, "ours": ours, "holds": bool(holds)}
-    return entry | {"why": why} if why and not holds else entry
+@dataclass(frozen=True)
+class Span:
+    """The least and the most of some numbers."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Span:
+        values = list(values)
+        return cls(min(values), max(values))
 
 
-def span(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """Example: `1.02 to 1.20`."""
-    values = list(values)
-    return f"{form.format(min(values))} to {form.format(max(values))}"
+def claims(paper: ModuleType, data: Data) -> list[Claim]:
+    """What a paper claims beside what came out, of the figures that were simulated."""
+    quantities, name = paper.quantities(data), paper.__name__.rpartition(".")[2]
+    return [
+        compared(told, quantities)
+        for told in CLAIMS
+        if told["paper"] == name and re.split(r"[.[]", told["holds"][0][0])[0] in quantities
+    ]
+
+
+def compared(told: Claim, quantities: Data) -> Claim:
+    """A claim of the table beside what came out; `why` only if it does not hold."""
+    holds = all(_holds(quantities, *rule) for rule in told["holds"])
+    ours = told["ours"].format(**quantities)
+    entry = {"name": told["name"], "paper": told["published"], "ours": ours, "holds": holds}
+    return entry if holds or "why" not in told else entry | {"why": told["why"].format(**quantities)}
+
+
+def _holds(quantities: Data, name: str, relation: str, bound: Any, within: float = 0.0) -> bool:
+    def value(of: str) -> Any:
+        return Formatter().get_field(of, (), quantities)[0]
+
+    if relation == "near":
+        return abs(value(name) - bound) <= within
+    is_name = isinstance(bound, str) and relation != "is"
+    return bool(RELATIONS[relation](value(name), value(bound) if is_name else bound))
 
 
 def text(paper: ModuleType, data: Data) -> str:
     """Everything but the pictures."""
-    claims = paper.claims(data)
-    shown = [{key: c[key] for key in ("name", "paper", "ours", "holds")} for c in claims]
-    why = [f"{c['name']}: {c['why']}" for c in claims if "why" in c]
+    held = claims(paper, data)
+    shown = [{key: c[key] for key in ("name", "paper", "ours", "holds")} for c in held]
+    why = [f"{c['name']}: {c['why']}" for c in held if "why" in c]
     exhibits = [*paper.exhibits(data), Exhibit("", "Claims of the paper", shown, notes=why)]
     lines = [f"{paper.TITLE} by simulation: nothing here was run on a GPU."]
     lines += [line for exhibit in exhibits for line in exhibit.lines()]
@@ -90,7 +127,7 @@ def text(paper: ModuleType, data: Data) -> str:
 def as_json(paper: ModuleType, data: Data, files: Mapping[str, str]) -> dict[str, Any]:
     """The values of `--json`. Args: files: of the pictures."""
     facts = {"simulated": True, "assumptions": paper.ASSUMPTIONS, **data}
-    return facts | {"claims": paper.claims(data), "pictures": files}
+    return facts | {"claims": claims(paper, data), "pictures": files}
 
 
 def save_pictures(paper: ModuleType, prefix: str, data: Data, folder: Path) -> dict[str, str]:

@@ -89,7 +89,7 @@ def test_small_models(figures, tmp_path):
     numbers = figures.split(",")
     data = hidup.simulate(numbers, report.one_by_one, layers=2)
     assert list(data["figures"]) == numbers
-    claims = hidup.claims(data)
+    claims = report.claims(hidup, data)
     assert claims
     assert all(set(c) >= {"name", "paper", "ours", "holds"} for c in claims)
     json.dumps(report.as_json(hidup, data, {}))

@@ -52,20 +52,16 @@ def test_speedups_are_over_the_better_baseline(data):
         assert rows[0]["out_of_memory"] == ["tutel"]
         assert figures[number]["speedup"]["p3dn"]["most"] == pytest.approx(160 / 120)
     assert figures["12"]["gate"] == "batch-prioritized"
-    assert figures["11"]["paper"]["speedup"]["p4de"] == {"mean": 1.17, "most": 1.21}
-    assert figures["11"]["paper"]["speedup"]["p3dn"] == {"mean": 1.22, "most": 1.30}
 
 
 def test_decomposition_is_compared_with_both_baselines(data):
     found = data["figures"]["13"]
     assert found["most_less_exposed"]["p4de"] == {"none": pytest.approx(0.8), "tutel": pytest.approx(2 / 3)}
     assert found["most_less_exposed_unpadded"]["p4de"]["none"] == pytest.approx(0.9)
-    assert found["paper"]["most_less_exposed"]["p3dn"] == {"none": 0.83, "tutel": 0.77}
 
 
 def test_accuracy_is_not_made_up(data):
     assert data["figures"]["14"]["prediction_error"] is None
-    assert data["figures"]["14"]["paper"]["prediction_error"] == 0.0383
     assert len(data["figures"]["14"]["rows"]) == 4 * len(WHAT_IF)
     assert data["figures"]["14"]["rows"][0]["speedup"] == pytest.approx(2.0)
 
@@ -83,11 +79,12 @@ def test_ablation(data):
 
 
 def test_claims_are_held_against_what_came_out(data):
-    held = {c["name"]: c for c in lancet.claims(data)}
-    assert len(held) == len(lancet.claims(data)) == 11
+    held = {c["name"]: c for c in report.claims(lancet, data)}
+    assert len(held) == len([c for c in report.CLAIMS if c["paper"] == "lancet"]) == 11
     # (160 / 120 + 260 / 220 + 360 / 320 + 460 / 420) / 4.
     speedup = held["figure 11: speedup over the better of none and tutel, A100"]
     assert speedup["ours"] == "1.18x mean, 1.33x most"
+    assert speedup["paper"] == "1.17x mean, 1.21x most"
     assert speedup["holds"]
     exposed = held["figure 13: exposed communication against Tutel, V100"]
     assert exposed["ours"] == "up to 67% less (83% unpadded)"
@@ -96,7 +93,7 @@ def test_claims_are_held_against_what_came_out(data):
     worse["figures"]["11"]["speedup"]["p4de"]["mean"] = 1.05
     worse["figures"]["13"]["most_less_exposed_unpadded"]["p3dn"]["tutel"] = 0.5
     worse["figures"]["16"]["both_help_more"] = False
-    failing = [c["name"] for c in lancet.claims(worse) if not c["holds"]]
+    failing = [c["name"] for c in report.claims(lancet, worse) if not c["holds"]]
     assert failing == [
         "figure 11: speedup over the better of none and tutel, A100",
         "figure 13: exposed communication against Tutel, V100",

@@ -40,9 +40,24 @@ def test_a_column_for_each_key_with_numbers_to_the_right():
     assert report.table([]) == ["  "]
 
 
-def test_a_claim_says_why_only_where_it_does_not_hold():
-    assert "why" not in report.claim("faster", "2x", "2x", True, "because")
-    assert report.claim("faster", "2x", "1x", False, "because")["why"] == "because"
+@pytest.mark.parametrize(
+    ("rules", "holds"),
+    [
+        ([["speedup.most", ">=", 2]], True),
+        ([["speedup.most", "<", 2.5], ["speedup.least", "near", 1.0, 0.1]], False),
+        ([["speedup.least", "near", 1.0, 0.25]], True),
+        ([["speedup.least", "<", "speedup.most"]], True),
+        ([["names[one]", "is", "a"]], True),
+        ([["names[one]", "is", "speedup"]], False),
+    ],
+)
+def test_a_claim_is_compared_and_says_why_only_where_it_does_not_hold(rules, holds):
+    told = {"name": "faster", "published": "2x", "ours": "{speedup.most:.1f}x", "holds": rules}
+    quantities = {"speedup": report.Span.of([2.25, 1.25]), "names": {"one": "a"}}
+    expected = {"name": "faster", "paper": "2x", "ours": "2.2x", "holds": holds}
+    why = {} if holds else {"why": "on a, say"}
+    assert report.compared(told | {"why": "on {names[one]}, say"}, quantities) == expected | why
+    assert report.compared(told, quantities) == expected
 
 
 @pytest.mark.long
