@@ -16,25 +16,24 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.traced_function import TracedFunction
 
 HOLDER = "_plain_tensors"
-"""The submodule of the traced module that has them as buffers, or as parameters if they require gradients."""
+"""The submodule of the traced module that has them as buffers."""
 
 
 class PlainTensors:
     """The plain tensors of a module, and what its trace reads instead of them.
 
-    paths: by name in the traced module, where they are, as a user would write it. trained: names of those
-    that require gradients.
+    paths: by name in the traced module, where they are, as a user would write it.
     """
 
     def __init__(self, module: nn.Module, traced: fx.GraphModule, function: TracedFunction) -> None:
         """Args: traced: the module's trace; its placeholders for state become attributes.
 
-        Raises: UserError for what would be a constant of the graph, although it changes.
+        Raises: UserError for what would be a constant of the graph, although it changes; for a tensor that
+            requires a gradient: optimizers, checkpoints and sums over ranks would not know it.
         """
         self._module, self._function = module, function
         self._expressions: dict[str, CodeType] = {}
         self.paths: dict[str, str] = {}
-        self.trained: list[str] = []
         # The first name of each parameter and buffer.
         state = [*module.named_buffers(), *module.named_parameters()]
         names = {id(tensor): name for name, tensor in state}
@@ -54,16 +53,13 @@ class PlainTensors:
             if name is None:
                 leaf = f"t{len(self.paths)}"
                 name = f"{HOLDER}.{leaf}"
-                self.paths[name] = function.plain(expression)
+                self.paths[name] = path = function.plain(expression)
                 self._expressions[name] = compile(expression, name, "eval")
                 if tensor.requires_grad:
-                    if "._parameters[" in expression:
-                        got = f"{self.paths[name]}, trained, of a module that is not registered"
-                        raise self._refuse(got, "registered modules", "nn.ModuleList or nn.ModuleDict")
-                    self.trained.append(name)
-                    holder.register_parameter(leaf, nn.Parameter(tensor.detach()))
-                else:
-                    holder.register_buffer(leaf, tensor)
+                    got = f"{path}, which requires a gradient and is not registered"
+                    do = "nn.Parameter as an attribute, nn.ParameterList or nn.ModuleList; compute in forward"
+                    raise self._refuse(got, "parameters and what forward computes of them", do)
+                holder.register_buffer(leaf, tensor)
             _read_attribute(traced.graph, node, name)
         if self.paths:
             traced.add_module(HOLDER, holder)

@@ -7,12 +7,12 @@ by itself. A hook on each parameter compares what arrives with what the step gav
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lancet_kernels.errors import UserError
 
@@ -20,17 +20,10 @@ from lancet_kernels.errors import UserError
 class GradientWatch:
     """Raises a UserError at the end of a backward in which a gradient has a part that no step gave.
 
-    Args:
-        parameters: by name, whose gradients are summed.
-        trained: the plain tensors that the step trains. Where one was computed from parameters, these get
-            what follows from its gradient, which is summed: that part is right. What else reaches such
-            parameters from outside is not seen.
+    Args: parameters: by name, whose gradients are summed.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], trained: Callable[[], Iterable[Tensor]] = tuple
-    ) -> None:
-        self._parameters, self._trained = dict(parameters), trained
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._arrivals = {name: _arrival(parameter) for name, parameter in parameters.items()}
         self._backward = -1
 
@@ -51,9 +44,6 @@ class GradientWatch:
         outside = [name for name, arrival in self._arrivals.items() if arrival.outside >= self._backward]
         for arrival in self._arrivals.values():
             arrival.given, arrival.outside = [], -1
-        if outside:
-            behind = _leaves(self._trained())
-            outside = [name for name in outside if self._parameters[name] not in behind]
         if outside:
             more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
             raise UserError(
@@ -87,21 +77,6 @@ class _Arrival:
             return
         if not given or not _is_sum(gradient, given):
             self.outside = torch._C._current_graph_task_id()
-
-
-def _leaves(tensors: Iterable[Tensor]) -> WeakIdKeyDictionary:
-    """The tensors that these were computed from, as keys."""
-    leaves = WeakIdKeyDictionary()
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves[node.variable] = None
-        following = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= following
-        nodes += following
-    return leaves
 
 
 def _is_sum(gradient: Tensor, given: list[Tensor]) -> bool:

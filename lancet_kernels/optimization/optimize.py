@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -211,15 +210,6 @@ def _check_choices(
 def _agree_with_the_plan(step: ModelStep) -> None:
     """Let ranks start from equal parameters, and FSDP divide gradients as the plan does. Collective."""
     model = step.model
-    paths = [step.captured.plain.paths[name] for name in step.captured.plain.trained]
-    if paths:
-        warnings.warn(
-            f"{', '.join(paths)} of {type(model).__name__}: trained, but no registered parameter; backward "
-            "gives its gradient, summed over the ranks, but parameters(), state_dict() and the clipping of "
-            "gradients do not know it, and ranks may start with other values; register it (nn.Parameter as "
-            "an attribute, nn.ParameterList)",
-            stacklevel=5,  # of who called optimize()
-        )
     if step.twin is not None and step.reduction:
         # There, FSDP itself scatters.
         set_divisor(model, step.divide_by)

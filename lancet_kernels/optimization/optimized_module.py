@@ -34,7 +34,6 @@ from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.from_fx import host_waits
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.layer.outside_gradients import GradientWatch
 from lancet_kernels.layer.replicas import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums
 from lancet_kernels.ops.comm.link import link
@@ -107,19 +106,17 @@ class OptimizedModule(nn.Module):
         self._guards = step.guards
         self._others: OrderedDict[object, _Runnable | str] = OrderedDict()
         self._sums: PlannedSums | None = None
-        self._watch: GradientWatch | None = None
         self._first: _Runnable | None = None
-        if plan.plain and step.runs_as_it_is:
-            if step.reduction:
-                self._sums = planned_sums(step, step.module, early=True)
+        if plan.plain:
+            self._sums = planned_sums(step, step.module, early=True)
             return
         planned = step.planned(plan)
         self.host_waits = tuple(host_waits(planned.module.graph))
-        self._sums, self._watch = sums_and_watch(step, planned.module)
+        self._sums = planned_sums(step, planned.module)
         self._first = self._runnable(planned, plan, self._guards)
 
     def _runnable(self, planned: ModelStep, plan: Plan, guards: Guards) -> _Runnable:
-        give = None if self._watch is None else self._watch.give
+        give = None if self._sums is None else self._sums.watch.give
         return _Runnable(planned.compiled(plan, self._recorder, self._inner_compile, give), guards)
 
     def report(self, **figures: object) -> None:
@@ -161,20 +158,8 @@ class OptimizedModule(nn.Module):
     def _planned_for(self, arguments: Arguments) -> _Runnable | str:
         """The planned step for these arguments, or the reason why the module must run without the plan.
 
-        Raises: UserError as `Guards.reason`; where gradients would not be summed without the plan.
+        Raises: UserError as `Guards.reason`.
         """
-        planned = self._planned_for_shapes(arguments)
-        plain = self._step.captured.plain
-        if isinstance(planned, str) and plain.trained and self._step.reduces_gradients:
-            raise UserError(
-                f"call of the optimized {type(self.module).__name__}",
-                got=f"{planned}, and {plain.paths[plain.trained[0]]}, which is trained but no parameter",
-                expected="a call that runs the plan, which alone sums that gradient over the ranks",
-                do="register it (nn.Parameter as an attribute, nn.ParameterList)",
-            )
-        return planned
-
-    def _planned_for_shapes(self, arguments: Arguments) -> _Runnable | str:
         assert self._first is not None, "a module that runs as it is"
         reason = self._guards.reason(arguments)
         if reason != OTHER_SHAPE:
@@ -354,28 +339,12 @@ def _first_difference(mine: Program, planned: Program) -> str | None:
     return None if len(mine) == len(planned) else f"{len(mine)} instructions, not {len(planned)}"
 
 
-def planned_sums(step: ModelStep, module: fx.GraphModule, early: bool = False) -> PlannedSums:
-    """The sums of calls without the plan. Args: module: has the buckets."""
+def planned_sums(step: ModelStep, module: fx.GraphModule, early: bool = False) -> PlannedSums | None:
+    """The sums of calls without the plan, if it has any. Args: module: has the buckets."""
+    if not step.reduction:
+        return None
     buckets = buckets_in_order(module)
     return PlannedSums(step.model, step.groups, buckets, step.divide_by, step.accumulation, early=early)
-
-
-def sums_and_watch(
-    step: ModelStep, module: fx.GraphModule
-) -> tuple[PlannedSums | None, GradientWatch | None]:
-    """The sums of calls without the plan, and what watches the gradients that the plan sums."""
-    plain = step.captured.plain
-    if not step.reduction:
-        return None, None
-    if not plain.trained:
-        sums = planned_sums(step, module)
-        return sums, sums.watch
-    # Where tensors are trained that are no parameters, nothing runs without the plan.
-    summed = {name for _, names in buckets_in_order(module) for name in names}
-    return None, GradientWatch(
-        {n: p for n, p in step.model.named_parameters(remove_duplicate=False) if n in summed},
-        lambda: [plain.values()[name] for name in plain.trained],
-    )
 
 
 def _differentiable(result: object) -> list[Tensor]:

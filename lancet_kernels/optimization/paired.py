@@ -191,11 +191,8 @@ class _Runnable:
 
 def cannot_be_paired(step: ModelStep) -> str:
     """The reason why microbatches of a step cannot run in pairs; "" if they can."""
-    captured = step.captured
-    if not captured.returns_alone:
+    if not step.captured.returns_alone:
         return "the step changes a buffer or an input"
-    if captured.plain.trained:
-        return f"{captured.plain.paths[captured.plain.trained[0]]} is trained, but no parameter"
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(step.arguments)):
         return "an input requires a gradient"
     hooked = (name for name, parameter in step.model.named_parameters() if has_hooks(parameter))

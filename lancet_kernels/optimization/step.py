@@ -156,8 +156,7 @@ class ModelStep(Step):
             sums = replace(sums, shards=Shards(self.twin, self._scale_of_shards, own))
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
-            over = {**self.gradient_groups, **dict.fromkeys(self.captured.plain.trained, self.groups.data)}
-            sums = replace(sums, group_of_parameter=over, replica_group=replica)
+            sums = replace(sums, group_of_parameter=self.gradient_groups, replica_group=replica)
         return sums
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
@@ -266,11 +265,6 @@ class ModelStep(Step):
 
         return self.captured.with_graph(self.module).compile(halves, recorder, inner_compile, give)
 
-    @property
-    def runs_as_it_is(self) -> bool:
-        """Can the module run without a plan? Not where it trains what only a plan can sum."""
-        return not (self.reduction and self.captured.plain.trained)
-
     @cached_property
     def guards(self) -> Guards:
         """What must stay as it is for the step to run."""
@@ -288,9 +282,8 @@ class ModelStep(Step):
 
     @cached_property
     def _trained(self) -> dict[object, Tensor]:
-        """Parameters and plain tensors by name."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return dict([*self.captured.plain.values().items(), *named])
+        """Parameters by name."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
 
 def capture_step(

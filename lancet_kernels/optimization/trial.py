@@ -57,11 +57,10 @@ def fastest(
     tried = [planned[0], *others[: MOST_TRIED - 1], *blocking]
     modules = {plan.report.chosen: build(plan, line) for plan, line in tried}
     ways = {name: module.bare_step(step.arguments) for name, module in modules.items()}
-    if step.runs_as_it_is:
-        ways[PLAIN] = build(replace(best, plain=True), timeline).bare_step(step.arguments)
+    ways[PLAIN] = build(replace(best, plain=True), timeline).bare_step(step.arguments)
     measured = milliseconds_per_step(step, ways, trials)
     chosen = modules[min(modules, key=measured.__getitem__)]
-    if PLAIN in ways and measured[chosen.plan.report.chosen] > (1 - WORTH) * measured[PLAIN]:
+    if measured[chosen.plan.report.chosen] > (1 - WORTH) * measured[PLAIN]:
         chosen = build(replace(chosen.plan, plain=True), chosen.timeline)
     chosen.report(measured=measured)
     return _in_pairs_if_faster(step, build, chosen, trials) if step.accumulate > 1 else chosen

@@ -55,10 +55,6 @@ class OneDeviceModel:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves):
             raise self._refuse("an input that wants a gradient", "inputs without", "detach it")
         self.captured = capture(model, *arguments)
-        plain = self.captured.plain
-        if plain.trained:
-            got = f"{plain.paths[plain.trained[0]]}, trained, which is no parameter"
-            raise self._refuse(got, "parameters", "register it (nn.Parameter as an attribute)")
         if not self.captured.returns_alone:
             got = "a forward that changes its buffers or its inputs (batch norm, say)"
             raise self._refuse(got, "results alone", "use a layer norm, or optimize()")

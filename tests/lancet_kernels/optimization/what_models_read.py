@@ -10,7 +10,6 @@ from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.optimized import BOUND, optimized
@@ -108,62 +107,6 @@ def numbers_as_inputs(_setup: Setup) -> None:
         own.compare_calls(lambda module: module(x, target, 2, options), fallbacks=1)
 
 
-class Unregistered(Plain):
-    """Tensors that require gradients and are not registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = [nn.Parameter(torch.full((D,), 1.5, dtype=torch.float64)), self.output.bias]
-        self.leaf = torch.ones(D, dtype=torch.float64, requires_grad=True)
-        self.derived = torch.ones(D, dtype=torch.float64)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        y = x * self.listed[0] + self.leaf + self.derived + self.listed[1]
-        return super().forward(y, target).square()
-
-
-def trained_and_not_registered(_setup: Setup) -> None:
-    """Tensors that are trained and not registered: a warning; their gradients are summed over the ranks."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        own = Setup(Unregistered())
-    (text,) = [str(w.message) for w in said if "no registered parameter" in str(w.message)]
-    assert text.startswith("listed[0], leaf of Unregistered: trained, but no registered parameter")
-    assert all(w.filename.endswith("optimized.py") for w in said if str(w.message) == text)
-    model, found = own.model, []
-    own.compare(*batch())
-    for module in (model, own.ready):
-        leaves = [model.listed[0], model.leaf]
-        for leaf in leaves:
-            leaf.grad = None
-        module(*batch()).backward()
-        found.append([leaf.grad for leaf in leaves])
-    for plain, planned in zip(*found, strict=True):
-        dist.all_reduce(plain)
-        assert (plain - planned).abs().max() < BOUND
-    assert not own.ready.fallbacks
-    if dist.get_world_size() > 1:
-        with refused("no longer so: drop.p == 0.0, and listed[0], which is trained but no parameter"):
-            model.drop.p = 0.5
-            own.ready(*batch())
-
-
-def derived_tensors(_setup: Setup) -> None:
-    """A tensor computed from parameters before each call, with gradients through it."""
-    model = Unregistered()
-    model.listed[0].requires_grad_(False), model.leaf.requires_grad_(False)
-    model.derived = model.input.weight[0] * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        own = Setup(model)
-
-    def loss_of(module: nn.Module) -> Tensor:
-        model.derived = model.input.weight[0] * 2
-        return module(*batch())
-
-    own.compare_calls(loss_of)
-
-
 class Unusual(Plain):
     """An LSTM, a frozen batch norm in eval mode, operators in place; its result is a dictionary."""
 
@@ -193,8 +136,6 @@ WORKS = (
     plain_tensors,
     tensors_that_the_forward_changes,
     numbers_as_inputs,
-    trained_and_not_registered,
-    derived_tensors,
 )
 
 
@@ -254,22 +195,26 @@ def random_number_of_python(_setup: Setup) -> None:
 
 
 class Hidden(Plain):
-    """A module that is not registered."""
+    """A module that is not registered, and a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [nn.Linear(D, D).double()]
+        self.scale = torch.ones(D, dtype=torch.float64)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return super().forward(self.blocks[0](x), target)
+        return super().forward(self.blocks[0](x) * self.scale, target)
 
 
-def module_not_registered(_setup: Setup) -> None:
-    """A trained module in a plain list; frozen, it works."""
+def trained_and_not_registered(_setup: Setup) -> None:
+    """Trained tensors that are not registered, a module in a plain list, say; frozen, they work."""
     model = Hidden()
-    with refused("got blocks[0].weight, trained, of a module that is not registered", "nn.ModuleList"):
+    with refused("got blocks[0].weight, which requires a gradient and is not registered", "nn.ModuleList"):
         optimized(model, batch())
     model.blocks[0].requires_grad_(False)
+    for trained in (torch.ones(D, dtype=torch.float64, requires_grad=True), model.input.weight[0] * 2):
+        with changed(model, scale=trained), refused("got scale, which requires a gradient", "in forward"):
+            optimized(model, batch())
     own = Setup(model)
     own.compare(*batch())
     model.blocks[0].weight = nn.Parameter(torch.rand(D, D, dtype=torch.float64), requires_grad=False)
@@ -296,4 +241,4 @@ def lazy_parameters(_setup: Setup) -> None:
     Setup(model).compare(*batch())
 
 
-REFUSED = (lazy_parameters, numpy_array, random_number_of_python, module_not_registered)
+REFUSED = (lazy_parameters, numpy_array, random_number_of_python, trained_and_not_registered)

@@ -316,7 +316,7 @@ EXPECTED = {
     "dropout": "random numbers depend on the sharding",
     "norm": "changes its buffers",
     "function": "gradients that are not those of its forward's ops",
-    "unregistered": "trained, which is no parameter",
+    "unregistered": "which requires a gradient and is not registered",
     "no parameters": "model Tanh: got no parameters",
     "sparse": "gradient of 0.weight: got a tensor of layout torch.sparse_coo",
     "layer": "got 1 MoELayer",
