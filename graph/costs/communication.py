@@ -122,16 +122,10 @@ class CommunicationModel:
 def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]]) -> Points:
     by_size: dict[float, list[float]] = {}
     for size, ms in samples:
-        if not (size >= 0 and ms >= 0):
-            raise UserError(
-                f"sample of {key[0]}",
-                got=(size, ms),
-                expected="bytes and milliseconds >= 0",
-                do="measure again",
-            )
+        assert size >= 0, f"{key[0]}: {size} bytes"
+        assert ms >= 0, f"{key[0]}: {ms} ms for {size} bytes"
         by_size.setdefault(float(size), []).append(float(ms))
-    if not by_size:
-        raise UserError(f"samples of {key[0]}", got="none", expected="at least one", do="measure again")
+    assert by_size, f"{key[0]}: no samples"
     return tuple((size, sorted(times)[len(times) // 2]) for size, times in sorted(by_size.items()))
 
 

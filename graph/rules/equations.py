@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lancet_kernels.errors import UserError
-
 Shape = tuple[int, ...]
 
 
@@ -61,21 +59,11 @@ def parse(text: str, ranks: tuple[int, ...]) -> Equation:
     """The equation for operands of these ranks (inputs, then outputs).
 
     Example: `parse("... d, f d -> ... f", (3, 2, 3))` names the inputs (.1 .0 d) and (f d).
-
-    Raises:
-        UserError: operands or ranks do not match the text.
     """
     sides = text.split("->")
-    if len(sides) != 2:
-        raise UserError("equation", got=text, expected="one ->", do="write it as inputs -> outputs")
+    assert len(sides) == 2, f"{text}: not inputs -> outputs"
     inputs, outputs = ([o.strip() for o in side.split(",")] for side in sides)
-    if len(inputs) + len(outputs) != len(ranks):
-        raise UserError(
-            f"operands of {text}",
-            got=len(ranks),
-            expected=len(inputs) + len(outputs),
-            do="give a rank for each operand",
-        )
+    assert len(inputs) + len(outputs) == len(ranks), f"{text}: {len(ranks)} operands"
     whole: set[str] = set()
     summed: set[str] = set()
     operands = [
@@ -103,6 +91,5 @@ def _operand(text: str, operand: str, rank: int, whole: set[str], summed: set[st
         at = names.index("...")
         free = rank - (len(names) - 1)
         names[at : at + 1] = [f".{n}" for n in reversed(range(free))]
-    if len(names) != rank:
-        raise UserError(f"operand {operand} of {text}", got=f"rank {rank}", expected=len(names), do="fix it")
+    assert len(names) == rank, f"{text}: operand {operand} of rank {rank}"
     return tuple(names)

@@ -243,11 +243,9 @@ def products(equation: str) -> dict[str, Product]:
     """The product that each phase computes, from the equation of the forward (`graph.rules.equations`).
 
     Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
-    Raises: UserError for anything but two operands and one result.
     """
     sides = [[o.split() for o in side.split(",")] for side in equation.split("->")]
-    if [len(side) for side in sides] != [2, 1]:
-        raise UserError("equation", got=equation, expected="two operands -> one result", do="write it so")
+    assert [len(side) for side in sides] == [2, 1], f"{equation}: not two operands -> one result"
     parsed = parse(equation, tuple(len(o) for side in sides for o in side))
     dimensions = [tuple(d for d in o if d is not None) for o in (*parsed.inputs, *parsed.outputs)]
     (i, w, o), (di, dw, do) = (
@@ -264,21 +262,12 @@ LINEAR = products("b m n, n k -> b m k")
 
 
 def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:
-    """For each device, the nearest device that holds the tile it needs.
-
-    Raises: UserError if no device holds a tile.
-    """
+    """For each device, the nearest device that holds the tile it needs, which there must be."""
     holders: dict[Tile, list[int]] = defaultdict(list)
     for device, tile in enumerate(held):
         holders[tile].append(device)
     for device, tile in enumerate(needed):
-        if tile not in holders:
-            raise UserError(
-                "next tiles of a tensor",
-                got=f"tile {tile} for device {device}, which no device holds",
-                expected="tiles that one of the devices holds",
-                do="correct the dimension slice indices, or redistribute",
-            )
+        assert tile in holders, f"no device holds tile {tile}, which device {device} needs"
     return tuple(nearest(holders[tile], device) for device, tile in enumerate(needed))
 
 
@@ -333,8 +322,7 @@ def begins_at_home(partition: Partition) -> bool:
 def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
     """For each device, the slices of the contracted dimensions that its result contains after the last step.
 
-    Partial sums move with their tile of the result.
-    Raises: UserError if the same slices are added twice.
+    Partial sums move with their tile of the result; no slices are added twice.
     """
     arriving: list[frozenset[Tile]] = [frozenset()] * partition.devices
     between = shifts(partition, product.phase, product.result)
@@ -343,13 +331,7 @@ def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
             arriving = [arriving[source] for source in between[t - 1]]
         now = partition.tiles(product.phase, product.summed, t)
         for device, (before, tile) in enumerate(zip(arriving, now, strict=True)):
-            if tile in before:
-                raise UserError(
-                    f"summands of {product.result.name}",
-                    got=f"slices {tile} twice on device {device}",
-                    expected="each slice once",
-                    do="correct the dimension slice indices",
-                )
+            assert tile not in before, f"device {device} adds slices {tile} of {product.result.name} twice"
             arriving[device] = before | {tile}
     return arriving
 
@@ -358,7 +340,7 @@ def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
 def all_reduces(partition: Partition, product: Product) -> tuple[tuple[int, ...], ...]:
     """Groups of devices that must all-reduce their results after the last step; none if all are complete.
 
-    Raises: UserError if results contain some common slices, but not the same ones: then no sum is correct.
+    Results that contain some common slices, but not the same ones, have no correct sum: an AssertionError.
     """
     every = math.prod(partition.slices(d) for d in product.summed)
     held = summands(partition, product)
@@ -367,14 +349,9 @@ def all_reduces(partition: Partition, product: Product) -> tuple[tuple[int, ...]
         by_result[tile][held[device]].append(device)
     groups = []
     for tile, devices_of in by_result.items():
-        sizes = {len(devices) for devices in devices_of.values()}
-        if len(sizes) > 1 or not sum(map(len, devices_of)) == len(frozenset().union(*devices_of)) == every:
-            raise UserError(
-                f"partial results {product.result.name} of tile {tile}",
-                got=" and ".join(str(sorted(slices)) for slices in devices_of),
-                expected=f"each of {every} slices once",
-                do="correct the dimension slice indices",
-            )
+        alike = len({len(devices) for devices in devices_of.values()}) == 1
+        once = alike and sum(map(len, devices_of)) == len(frozenset().union(*devices_of)) == every
+        assert once, f"{product.result.name}, tile {tile}: slices {list(devices_of)}"
         if len(devices_of) > 1:
             groups += [tuple(sorted(group)) for group in zip(*devices_of.values(), strict=True)]
     return tuple(sorted(groups))

@@ -215,15 +215,10 @@ def solve(problem: Problem, layers: int = 1, memory_limit: float | None = None) 
     """The partitions of `layers` equal layers, one behind the other, that cost least.
 
     Args: memory_limit: bytes on each device.
-    Raises: UserError if nothing fits, or layers do not end with what they begin with.
+    Raises: UserError if nothing fits.
     """
-    if layers > 1 and problem.choices[0] != problem.choices[-1]:
-        raise UserError(
-            "layers to merge",
-            got=f"{problem.operators[0].name} and {problem.operators[-1].name} with different partitions",
-            expected="a layer that ends with what it begins with",
-            do="begin with the last operator of the layer before",
-        )
+    ends = problem.choices[0], problem.choices[-1]
+    assert layers == 1 or ends[0] == ends[1], "a layer begins with the last operator of the one before"
     return solve_apart([(problem, layers)], memory_limit)[0]
 
 

