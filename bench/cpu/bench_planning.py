@@ -2,9 +2,9 @@
 
 import pytest
 
+from lancet_kernels.predict.simulate import Setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
-from lancet_kernels.simulation.simulate import Setting
 
 
 @pytest.mark.parametrize("strategy", ["tutel", "lancet-dw", "lancet"])

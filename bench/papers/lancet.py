@@ -14,8 +14,8 @@ from typing import Any
 from bench.drawing import Chart
 from bench.papers.lancet_settings import COMPARED, Decomposition, Measured, measure
 from bench.papers.report import Data, Exhibit, Run
-from lancet_kernels.simulation.simulate import ASSUMPTIONS as OF_THE_SIMULATION
-from lancet_kernels.simulation.simulate import Setting
+from lancet_kernels.predict.simulate import ASSUMPTIONS as OF_THE_SIMULATION
+from lancet_kernels.predict.simulate import Setting
 
 TITLE = "Figures of the Lancet paper (MLSys 2024)"
 ASSUMPTIONS = (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
-from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
 
 Factor = Callable[[Instruction], float]
 

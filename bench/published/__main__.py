@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.published.predict import Checked, check, summary
-from lancet_kernels.prediction.report import PUBLISHED
+from lancet_kernels.predict.report import PUBLISHED
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from lancet_kernels import MoELayer
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
 from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
-from lancet_kernels.prediction.parts import Part, captured_part
-from lancet_kernels.prediction.step import prepared_part, with_buffers
+from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.predict.parts import Part, captured_part
+from lancet_kernels.predict.step import prepared_part, with_buffers
 from lancet_kernels.schedules.time.peak_memory import peak_memory
-from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
 
 FORWARD_PASSES, BACKWARD_PASSES = 16, 32
 """Bytes per element that the unfused activation moves: gelu 2 read, 2 written; times the weight 2, 4; to

@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.published.layers import predicted_layer
 from bench.published.rows import CONFIGS, Row, load_rows
-from lancet_kernels.prediction.answer import STRATEGIES, Answer, answer
-from lancet_kernels.prediction.question import Question
+from lancet_kernels.predict.answer import STRATEGIES, Answer, answer
+from lancet_kernels.predict.question import Question
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ COLOURS = ("#4c78a8", "#f2b25c", "#54a24b", "#e45756")
 
 def timeline(path: Path) -> None:
     """Blocking training and the plan that `auto` chooses: two rows of what `lancet plan --timeline` draws."""
+    from lancet_kernels.predict.simulate import Setting, simulate_setting
     from lancet_kernels.schedules.time.timeline import save_picture
-    from lancet_kernels.simulation.simulate import Setting, simulate_setting
 
     found = simulate_setting(Setting(model="gpt2-s-moe", cluster="p4de", gpus=16))
     save_picture(

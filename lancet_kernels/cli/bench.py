@@ -178,7 +178,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         check_options(options.for_training(), options.stands_for or options.ranks)
     else:
         # Imported here, because it imports torch's tracer.
-        from lancet_kernels.simulation.own_step import load_function
+        from lancet_kernels.predict.own_step import load_function
 
         load_function(arguments.step)
     command = ["-m", "lancet_kernels", *argv]
@@ -301,7 +301,7 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
         about: dict[str, object] = {"model": options.model, "sizes": sizes | {"sequence": trainer.sequence}}
         about |= {"gate": options.chosen_gate, "batch": options.batch}
         return trainer.module, trainer.batch(1), about
-    from lancet_kernels.simulation.own_step import call_make_step, load_function
+    from lancet_kernels.predict.own_step import call_make_step, load_function
 
     torch.manual_seed(options.seed)
     module, inputs = call_make_step(step, load_function(step), nullcontext())

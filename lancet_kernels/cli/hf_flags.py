@@ -15,9 +15,9 @@ from lancet_kernels.cli.options import option, positive_int
 from lancet_kernels.errors import UserError, check_name
 
 if TYPE_CHECKING:
-    from lancet_kernels.prediction.answer import Answer
-    from lancet_kernels.prediction.question import Question
-    from lancet_kernels.prediction.search import Found
+    from lancet_kernels.predict.answer import Answer
+    from lancet_kernels.predict.question import Question
+    from lancet_kernels.predict.search import Found
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HfFlags:
 
     def question(self, cluster: str, gpus: int) -> Question:
         """What is asked. Raises: UserError."""
-        from lancet_kernels.prediction.question import Question
+        from lancet_kernels.predict.question import Question
 
         assert self.hf is not None
         if self.fsdp and self.replicate:
@@ -81,7 +81,7 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
 
 def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
     """Predict, print and write the requested files. -> exit code."""
-    from lancet_kernels.prediction.answer import AUTO, STRATEGIES, answer, check_fits
+    from lancet_kernels.predict.answer import AUTO, STRATEGIES, answer, check_fits
 
     check_name("--strategy with --hf", strategy, (*STRATEGIES, AUTO))
     for unsupported in ("save", "timeline"):
@@ -95,7 +95,7 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     result = answer(question)
     found = None
     if arguments.search:
-        from lancet_kernels.prediction.search import search
+        from lancet_kernels.predict.search import search
 
         found = search(question, arguments.search_seconds)
     figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
@@ -122,7 +122,7 @@ def _write_files(
         with file_errors(arguments.trace):
             save_trace(chosen.events, arguments.trace)
     if arguments.report:
-        from lancet_kernels.prediction.report import report
+        from lancet_kernels.predict.report import report
 
         with file_errors(arguments.report):
             Path(arguments.report).write_text(report(result, found), encoding="utf-8")
@@ -145,7 +145,7 @@ def _text_of_search(found: Found) -> str:
 
 
 def _text(result: Answer) -> str:
-    from lancet_kernels.prediction.answer import ASSUMED
+    from lancet_kernels.predict.answer import ASSUMED
 
     lines = [f"Simulated, nothing was run: {result.question.describe()}", ""]
     lines.append(

@@ -26,8 +26,8 @@ from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.schedules import STRATEGY_NAMES
 
 if TYPE_CHECKING:
-    from lancet_kernels.simulation.own_step import OwnStep
-    from lancet_kernels.simulation.simulate import Setting, Simulated
+    from lancet_kernels.predict.own_step import OwnStep
+    from lancet_kernels.predict.simulate import Setting, Simulated
 
 _SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -97,8 +97,8 @@ class PlanOptions(HfFlags, PlanningFlags):
 
     def setting(self) -> Setting | OwnStep:
         """The setting to simulate. Raises: UserError for options that do not apply to a user's own step."""
-        from lancet_kernels.simulation.own_step import OwnStep
-        from lancet_kernels.simulation.simulate import Setting
+        from lancet_kernels.predict.own_step import OwnStep
+        from lancet_kernels.predict.simulate import Setting
 
         if self.module is not None:
             return OwnStep(self.module, self.cluster, self.gpus)
@@ -143,7 +143,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Plan, print the result, and write the requested files. -> exit code."""
     # Imported here, because it imports torch's tracer.
-    from lancet_kernels.simulation.simulate import simulate_setting
+    from lancet_kernels.predict.simulate import simulate_setting
 
     options: PlanOptions = to_options(PlanOptions, arguments)
     options.check_model()
@@ -167,7 +167,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _report(simulated: Simulated, strategy: str, limit: float) -> dict[str, object]:
     """The figures as JSON values; times are simulated, planning seconds are measured here."""
-    from lancet_kernels.simulation.simulate import ASSUMPTIONS
+    from lancet_kernels.predict.simulate import ASSUMPTIONS
 
     setting, plans = simulated.setting, simulated.plans
     predicted = {name: plan.report.predicted for name, plan in plans.items()}

@@ -25,10 +25,10 @@ from lancet_kernels import Groups, MoELayer, PartitionOptions, PlanningOptions, 
 from lancet_kernels.cli import main
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, model_config
+from lancet_kernels.predict.fake_ranks import fake_ranks
+from lancet_kernels.predict.simulate import Setting, simulate_setting
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.simulation.fake_ranks import fake_ranks
-from lancet_kernels.simulation.simulate import Setting, simulate_setting
-from tests.lancet_kernels.prediction.small_models import DEEPSEEK, QWEN3, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, written
 from tests.model_zoo import MODELS, Size, make_model
 
 FILE = Path(__file__).with_name("frozen.json")
@@ -141,7 +141,7 @@ def predicted(name: str) -> dict[str, Any]:
     """What `lancet plan --hf` says of one of `HF`."""
     from lancet_kernels.cli.options import to_options
     from lancet_kernels.cli.plan_command import PlanOptions
-    from lancet_kernels.prediction.answer import answer
+    from lancet_kernels.predict.answer import answer
 
     config, cluster, gpus, options = HF[name]
     with tempfile.TemporaryDirectory() as folder:

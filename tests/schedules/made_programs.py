@@ -9,12 +9,12 @@ from torch import fx
 from lancet_kernels.graph.costs.costs import Cost, Tensors, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.layer.gpt2_moe import ModelConfig
+from lancet_kernels.predict.simulate import captured_program
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.weight_gradients import greedy_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.simulation.simulate import captured_program
 
 KINDS = {"c": Kind.COMPUTE, "a": Kind.ALL_TO_ALL, "r": Kind.ALL_REDUCE}
 PHASES = {"f": Phase.FORWARD, "b": Phase.BACKWARD, "o": Phase.OPTIMIZER}

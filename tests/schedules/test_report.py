@@ -10,12 +10,12 @@ import pytest
 from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, original_name
+from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.report import PLAIN, hidden_text, layers_text
 from lancet_kernels.schedules.time.hiding import Filler, Hiding
 from lancet_kernels.schedules.time.simulate import Event
-from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
 from tests.grids import few_of
 
 SETTINGS = {

@@ -12,6 +12,7 @@ from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.program.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.layer.gpt2_moe import ModelConfig, model_config
+from lancet_kernels.predict.simulate import Setting, captured_program
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order
@@ -19,7 +20,6 @@ from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
 from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import simulate
-from lancet_kernels.simulation.simulate import Setting, captured_program
 from tests.examples import examples
 from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs
 

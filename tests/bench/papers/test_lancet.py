@@ -9,7 +9,7 @@ from bench.papers import lancet, report
 from bench.papers.__main__ import main
 from bench.papers.lancet_settings import WHAT_IF, Decomposition, Measured, measure
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.simulation.simulate import Setting, simulate_setting
+from lancet_kernels.predict.simulate import Setting, simulate_setting
 
 
 def made_up(setting: Setting) -> Measured:

@@ -15,8 +15,8 @@ from lancet_kernels.graph.costs.communication import point_to_point_ms
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.predict.fake_ranks import fake_ranks
 from lancet_kernels.schedules.time.simulate import simulate
-from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.ranks import RankPool
 
 M, N, K = 4096, 2048, 4096

@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
-from lancet_kernels.simulation import simulate as simulation
+from lancet_kernels.predict import simulate
 
 
 @pytest.fixture(autouse=True, scope="module")
 def planned_once() -> Iterator[None]:
     """Most tests of a file look at the same plans."""
-    with mock.patch.object(simulation, "simulate_setting", lru_cache(simulation.simulate_setting)):
+    with mock.patch.object(simulate, "simulate_setting", lru_cache(simulate.simulate_setting)):
         yield

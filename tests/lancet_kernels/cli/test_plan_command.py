@@ -8,9 +8,9 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.cli.plan_command import PlanOptions
+from lancet_kernels.predict.simulate import Setting
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.simulation.simulate import Setting
 from tests.grids import few_of
 
 TINY = "plan --model gpt2-tiny-moe --cluster p4de --gpus 16 --most-parts 2".split()

@@ -26,11 +26,11 @@ from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.optimization.overlap_pass import _placement, milliseconds, overlap_pass
 from lancet_kernels.optimization.traced_graph import read_graph
+from lancet_kernels.predict.fake_ranks import fake_ranks
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import run
-from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.grids import few_of
 from tests.lancet_kernels.optimization.sharded_step import Shape, real_step
 

@@ -16,9 +16,9 @@ from lancet_kernels.graph.costs.device_costs import DeviceCosts
 from lancet_kernels.graph.costs.profiler import differ
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.optimization.step import capture_step, slowdown
+from lancet_kernels.predict.fake_ranks import fake_ranks
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED
 from lancet_kernels.schedules.time.simulate import simulate
-from lancet_kernels.simulation.fake_ranks import fake_ranks
 from tests.schedules.made_programs import program
 
 COSTS = MeasuredCosts(DeviceCosts("CPU", "2.13", 0.1, ((1.0, 0.1),)), CommunicationModel({}), "here")

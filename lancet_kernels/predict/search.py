@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.prediction.answer import Answer, answer, parts_of
-from lancet_kernels.prediction.question import SHARDING, Question, gib
-from lancet_kernels.prediction.saved import POLICIES
-from lancet_kernels.prediction.step import chained, kept_tensors, shares
+from lancet_kernels.predict.answer import Answer, answer, parts_of
+from lancet_kernels.predict.question import SHARDING, Question, gib
+from lancet_kernels.predict.saved import POLICIES
+from lancet_kernels.predict.step import chained, kept_tensors, shares
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
 
 BEST = 10

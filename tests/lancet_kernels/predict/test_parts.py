@@ -4,10 +4,10 @@ import pytest
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.prediction.parts import load_config, model_parts, on_other_ranks
-from lancet_kernels.prediction.step import numbers, prepared
+from lancet_kernels.predict.parts import load_config, model_parts, on_other_ranks
+from lancet_kernels.predict.step import numbers, prepared
 from tests.grids import few_of
-from tests.lancet_kernels.prediction.small_models import DEEPSEEK, DENSE, QWEN3, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 import networkx
 
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, recomputed_name
-from lancet_kernels.prediction import attention
-from lancet_kernels.prediction.fusion import is_elementwise
-from lancet_kernels.prediction.parts import Part
+from lancet_kernels.predict import attention
+from lancet_kernels.predict.fusion import is_elementwise
+from lancet_kernels.predict.parts import Part
 
 POLICIES = ("none", "attention", "experts", "full")
 _EXPERTS = ("lancet.grouped_gemm", "lancet.expert_activation")

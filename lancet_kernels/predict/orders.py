@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.prediction.step import Block, ModelStep
+from lancet_kernels.predict.step import Block, ModelStep
 from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
 
 HELD_BACK = 24

@@ -9,11 +9,11 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.prediction.answer import answer
-from lancet_kernels.prediction.question import Question, gib
-from lancet_kernels.prediction.report import PUBLISHED, report
-from lancet_kernels.prediction.search import Found, layouts, search
-from tests.lancet_kernels.prediction.small_models import QWEN3, written
+from lancet_kernels.predict.answer import answer
+from lancet_kernels.predict.question import Question, gib
+from lancet_kernels.predict.report import PUBLISHED, report
+from lancet_kernels.predict.search import Found, layouts, search
+from tests.lancet_kernels.predict.small_models import QWEN3, written
 
 pytest.importorskip("transformers")
 
@@ -74,7 +74,7 @@ def test_a_name_cannot_end_the_data(question, monkeypatch, tmp_path):
     """What a page is asked for comes from files of others."""
     rows = [{"name": "</script><b>", "quantity": "gain", "predicted": None}]
     (tmp_path / "published.json").write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr("lancet_kernels.prediction.report.PUBLISHED", tmp_path / "published.json")
+    monkeypatch.setattr("lancet_kernels.predict.report.PUBLISHED", tmp_path / "published.json")
     text = report(answer(question))
     assert len(re.findall("</script>", text)) == 2
     assert json.loads(Page(text).scripts["application/json"])["published"][0]["name"] == "</script><b>"

@@ -16,9 +16,9 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import collective_of, durations
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
-from lancet_kernels.prediction import orders
-from lancet_kernels.prediction.orders import Order
-from lancet_kernels.prediction.parts import (
+from lancet_kernels.predict import orders
+from lancet_kernels.predict.orders import Order
+from lancet_kernels.predict.parts import (
     ModelParts,
     check_experts,
     load_config,
@@ -26,8 +26,8 @@ from lancet_kernels.prediction.parts import (
     number_of_experts,
     on_other_ranks,
 )
-from lancet_kernels.prediction.question import Question, gib
-from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
+from lancet_kernels.predict.question import Question, gib
+from lancet_kernels.predict.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import (
     Event,

@@ -10,12 +10,12 @@ from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.prediction import orders
-from lancet_kernels.prediction.answer import STRATEGIES, answer, check_fits, host_of, parts_of
-from lancet_kernels.prediction.question import Question, gib
-from lancet_kernels.prediction.step import chained
+from lancet_kernels.predict import orders
+from lancet_kernels.predict.answer import STRATEGIES, answer, check_fits, host_of, parts_of
+from lancet_kernels.predict.question import Question, gib
+from lancet_kernels.predict.step import chained
 from lancet_kernels.schedules.time.simulate import exposed_intervals, run
-from tests.lancet_kernels.prediction.small_models import DEEPSEEK, DENSE, QWEN3, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
 

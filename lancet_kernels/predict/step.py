@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from lancet_kernels.graph.costs.clusters import Dispatcher
 from lancet_kernels.graph.costs.kernel_costs import RECEIVED_ROWS
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.prediction import attention
-from lancet_kernels.prediction.fusion import fused
-from lancet_kernels.prediction.parts import ModelParts, Part
-from lancet_kernels.prediction.question import Question
-from lancet_kernels.prediction.saved import with_recomputation
+from lancet_kernels.predict import attention
+from lancet_kernels.predict.fusion import fused
+from lancet_kernels.predict.parts import ModelParts, Part
+from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.saved import with_recomputation
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
 """Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""

@@ -29,8 +29,8 @@ from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.prediction import attention
-from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.predict import attention
+from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.transformers.convert import convert
 
 

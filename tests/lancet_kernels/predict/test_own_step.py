@@ -8,9 +8,9 @@ import torch
 
 from lancet_kernels import optimize
 from lancet_kernels.cli.main import main
+from lancet_kernels.predict.own_step import OwnStep
+from lancet_kernels.predict.simulate import simulate_setting
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.simulation.own_step import OwnStep
-from lancet_kernels.simulation.simulate import simulate_setting
 from tests.own_steps import readme_step
 
 STEPS = Path(__file__).parents[2] / "own_steps"

@@ -6,12 +6,12 @@ from itertools import combinations
 import pytest
 
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec, original_name
-from lancet_kernels.prediction.fusion import FUSED, fused, is_elementwise
-from lancet_kernels.prediction.parts import Parameter, Part, load_config, model_parts
-from lancet_kernels.prediction.saved import with_recomputation
-from lancet_kernels.prediction.step import kept_tensors, with_shapes
+from lancet_kernels.predict.fusion import FUSED, fused, is_elementwise
+from lancet_kernels.predict.parts import Parameter, Part, load_config, model_parts
+from lancet_kernels.predict.saved import with_recomputation
+from lancet_kernels.predict.step import kept_tensors, with_shapes
 from lancet_kernels.schedules.time.peak_memory import peak_memory
-from tests.lancet_kernels.prediction.small_models import QWEN3, written
+from tests.lancet_kernels.predict.small_models import QWEN3, written
 
 
 def made(sizes: dict[str, int]) -> Part:

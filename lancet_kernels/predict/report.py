@@ -11,13 +11,13 @@ from importlib import resources
 from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.prediction.answer import Answer, Simulated
-from lancet_kernels.prediction.orders import weight_gradients
-from lancet_kernels.prediction.search import Found
+from lancet_kernels.predict.answer import Answer, Simulated
+from lancet_kernels.predict.orders import weight_gradients
+from lancet_kernels.predict.search import Found
 from lancet_kernels.schedules.time.clock import COMPUTE
 from lancet_kernels.schedules.time.timeline import label
 
-_FILES = resources.files("lancet_kernels.prediction")
+_FILES = resources.files("lancet_kernels.predict")
 PUBLISHED = _FILES / "published.json"
 """Published measurements with their predictions, as `python -m bench.published --save` wrote them."""
 MOST_EVENTS = 6000

@@ -27,6 +27,8 @@ from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import capture_step
+from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.predict.own_step import OwnStep
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
@@ -34,8 +36,6 @@ from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline
-from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
-from lancet_kernels.simulation.own_step import OwnStep
 
 PAPER_BATCH = {
     ("p4de", "gpt2-s-moe"): 24,

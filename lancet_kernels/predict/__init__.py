@@ -1,4 +1,10 @@
-"""Step time, memory and exposed communication of a model on a cluster, from its `config.json`.
+"""Training steps that nobody runs: of a model's `config.json`, of this library's models, of the user's.
+
+fake_ranks  one rank of a job whose collectives send nothing
+own_step    a step of the user's, `FILE.py:make_step`
+simulate    a step of this library's models, or of the user's, with each strategy
+
+A model of transformers, from its `config.json`:
 
 question    what is asked: model, cluster, layout, batch, recomputation
 parts       the embedding, one layer of each kind and the head, captured on fake ranks
