@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.published.layers import predicted_layer
 from bench.published.rows import CONFIGS, Row, load_rows
-from lancet_kernels.predict.answer import STRATEGIES, Answer, answer
+from lancet_kernels.predict.answer import Answer, answer
 from lancet_kernels.predict.question import Question
 
 
@@ -47,17 +47,20 @@ def predict(row: Row) -> float:
     configuration = dict(row.configuration)
     if configuration.pop("kind") == "layer":
         return predicted_layer(configuration)[row.quantity]
-    result = _answer(tuple(sorted(configuration.items())))
+    result = _answer(tuple(sorted(configuration.items())), row.strategy)
     if row.quantity == "gain":
         return 1 - result.strategies[row.strategy].step_ms / result.strategies["none"].step_ms
     return float(result.figures(row.strategy)[row.quantity])  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=32)
-def _answer(items: tuple[tuple[str, Any], ...]) -> Answer:
+def _answer(items: tuple[tuple[str, Any], ...], strategy: str) -> Answer:
     configuration: Mapping[str, Any] = dict(items)
     hf = str(CONFIGS / f"{configuration['model']}.json")
-    return answer(Question(hf, **{k: v for k, v in configuration.items() if k != "model"}), STRATEGIES)
+    return answer(
+        Question(hf, **{k: v for k, v in configuration.items() if k != "model"}),
+        tuple(dict.fromkeys(("none", strategy))),
+    )
 
 
 def summary(checked: Sequence[Checked]) -> dict[str, dict[str, float]]:

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.cli.options import option, positive_int
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.schedules import MICROBATCHES
 
 if TYPE_CHECKING:
     from lancet_kernels.predict.answer import Answer
     from lancet_kernels.predict.question import Question
     from lancet_kernels.predict.search import Found
+
+
+OF_HF = (MICROBATCHES, "megatron", "megatron-dw")
+"""Strategies of several microbatches, which only `--hf` simulates."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,12 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     """Predict, print and write the requested files. -> exit code."""
     from lancet_kernels.predict.answer import AUTO, STRATEGIES, answer, check_fits
 
-    check_name("--strategy with --hf", strategy, (*STRATEGIES, AUTO))
+    check_name(
+        "--strategy with --hf",
+        strategy,
+        (*STRATEGIES, AUTO),
+        do="plan your own step with --module for the others",
+    )
     for unsupported in ("save", "timeline"):
         if getattr(arguments, unsupported):
             raise UserError(
@@ -149,7 +159,7 @@ def _text(result: Answer) -> str:
 
     lines = [f"Simulated, nothing was run: {result.question.describe()}", ""]
     lines.append(
-        f"{'strategy':10} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
+        f"{'strategy':12} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
     )
     for name in result.strategies:
         one, figures = result.strategies[name], result.figures(name)
@@ -157,10 +167,12 @@ def _text(result: Answer) -> str:
         idle = {**one.exposed_ms, "waiting for the host": one.host_ms}
         exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in idle.items() if ms >= 0.5) or "nothing"
         lines.append(
-            f"{name:10} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
+            f"{name:12} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
             f"{tflops:8.1f} {one.peak_memory_gib:6.1f}  {exposed}"
         )
-    lines += [f"{name}: not possible, {why}" for name, why in result.impossible.items()]
+    for why in dict.fromkeys(result.impossible.values()):
+        names = ", ".join(name for name, reason in result.impossible.items() if reason == why)
+        lines.append(f"{names}: not possible, {why}")
     memory = ", ".join(f"{kind} {size:.1f}" for kind, size in result.strategies[result.best].memory.items())
     fits = "fits" if result.fits(result.best) else "does not fit"
     lines += ["", f"Best: {result.best}, which {fits} into {result.memory_limit_gib:.1f} GiB ({memory})."]

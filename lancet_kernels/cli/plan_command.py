@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lancet_kernels.atomic import file_errors, json_text
-from lancet_kernels.cli.hf_flags import HfFlags, add_output_options, run_hf
+from lancet_kernels.cli.hf_flags import OF_HF, HfFlags, add_output_options, run_hf
 from lancet_kernels.cli.options import (
     PlanningFlags,
     add_options,
@@ -79,7 +79,7 @@ class PlanOptions(HfFlags, PlanningFlags):
         None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
     strategy: str = option(
-        "auto", "whose plan is explained, traced and saved", choices=(*STRATEGY_NAMES, "megatron")
+        "auto", "whose plan is explained, traced and saved", choices=(*STRATEGY_NAMES, *OF_HF)
     )
 
     def check_model(self) -> None:
@@ -149,7 +149,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     options.check_model()
     if options.hf is not None:
         return run_hf(options, options.cluster, options.gpus, options.strategy, arguments)
-    check_name("--strategy", options.strategy, STRATEGY_NAMES, do="megatron is for --hf")
+    check_name("--strategy", options.strategy, STRATEGY_NAMES, do=f"{', '.join(OF_HF)} are for --hf")
     start = time.perf_counter()
     simulated = simulate_setting(options.setting(), options.memory_gb, options.partition())
     if options.strategy in simulated.impossible:

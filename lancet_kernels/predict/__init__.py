@@ -11,7 +11,7 @@ parts       the embedding, one layer of each kind and the head, captured on fake
 saved       what the forward keeps for the backward, and what the backward recomputes
 fusion      element-wise ops as the fused kernels that compilers make of them
 step        the parts repeated to full depth: a chain of microbatches, with sharding and optimizer
-orders      what runs beside what: none, megatron, lancet
+orders      what runs beside what: plans of `schedules`, of one microbatch and of pairs, and Megatron's order
 answer      times and memory of each strategy
 search      the best layouts for a number of GPUs
 report      the answer as one HTML page

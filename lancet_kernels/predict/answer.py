@@ -16,8 +16,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import collective_of, durations
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
-from lancet_kernels.predict import orders
-from lancet_kernels.predict.orders import Order
+from lancet_kernels.predict.orders import PAIRED, PLANNED, Order, Orders
 from lancet_kernels.predict.parts import (
     ModelParts,
     check_experts,
@@ -28,6 +27,8 @@ from lancet_kernels.predict.parts import (
 )
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
+from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.schedules.strategies import AUTO
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import (
     Event,
@@ -39,8 +40,9 @@ from lancet_kernels.schedules.time.simulate import (
     run,
 )
 
-STRATEGIES = ("none", "megatron", "lancet")
-AUTO = "auto"
+STRATEGIES = (*PLANNED, *PAIRED)
+CUTTING = tuple(name for name in STRATEGY_NAMES if name not in (*PLANNED, AUTO))
+"""Strategies that cut ranges of a graph, which a chain of parts does not have."""
 SIMULATED = 3
 """Microbatches in the longest chain that is simulated."""
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
@@ -58,9 +60,10 @@ ASSUMED = (
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
     "routing weights are applied inside the experts, so that the rows that come back are not kept",
     "none: nothing overlaps an all-to-all; gathers and sums of parameters do overlap",
-    "megatron: the forward of a microbatch beside the backward of the one before, in Megatron's fixed order; "
-    "each message waiting for its own inputs only",
-    "lancet: the same microbatches, weight gradients held back to fill what is exposed",
+    "lancet-dw: weight gradients and other ready work behind messages, one microbatch after the other",
+    "microbatches: the backward of a microbatch and the forward of the next, in the best order",
+    "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
+    "megatron-dw: with delayed weight gradients",
     "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
 )
 
@@ -192,12 +195,14 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     lengths = sorted({min(question.accumulate, n) for n in (SIMULATED - 1, SIMULATED)})
     steps = {n: chained(parts, question, n) for n in lengths}
     ms = {n: durations(step.program, cost) for n, step in steps.items()}
-    result, impossible = {}, {}
+    orders, result = Orders(parts, question), {}
+    impossible = dict.fromkeys(CUTTING, "cutting needs the graph of a whole step; plan it with --module")
     for name in strategies:
-        if name == "megatron" and question.accumulate == 1:
+        if name in PAIRED and question.accumulate == 1:
             impossible[name] = "one microbatch has nothing to run beside"
             continue
-        chains = {n: _simulated(step, ms[n], name, question) for n, step in steps.items()}
+        order = {n: orders.of(name, step, ms[n]) for n, step in steps.items()}
+        chains = {n: _simulated(step, ms[n], order[n], question) for n, step in steps.items()}
         result[name] = _extended(chains, question.accumulate)
     flops = sum(i.flops for i in steps[lengths[0]].program.instructions if original_name(i.name) is None)
     planned = time.perf_counter()
@@ -207,12 +212,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     )  # fmt: skip
 
 
-def _simulated(step: ModelStep, ms: Sequence[float], strategy: str, question: Question) -> Simulated:
-    order = {
-        "none": lambda: orders.in_turn(step),
-        "megatron": lambda: orders.megatron(step),
-        "lancet": lambda: orders.lancet(step, ms),
-    }[strategy]()
+def _simulated(step: ModelStep, ms: Sequence[float], order: Order, question: Question) -> Simulated:
     cost, host = question.cost, host_of(step.program, question.cost)
     taken = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
     slowed, times = list(ms), run(step.program, ms, order.positions, blocking=order.blocking, host=host)

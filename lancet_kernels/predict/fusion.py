@@ -54,7 +54,7 @@ def fused(program: Program) -> Program:
         moved = sum(program.tensors[t].content_bytes for t in (*inputs, *outputs))
         instructions.append(
             Instruction(
-                one[-1].name, FUSED, inputs, outputs, phase=one[-1].phase, bytes=float(moved),
+                f"{one[-1].name}_fused", FUSED, inputs, outputs, phase=one[-1].phase, bytes=float(moved),
                 attributes={"ops": [i.op for i in one]},
             )
         )  # fmt: skip

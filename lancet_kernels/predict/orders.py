@@ -1,23 +1,30 @@
 """Orders of a chain of microbatches: what runs beside what.
 
-none        one microbatch after the other; nothing overlaps an all-to-all
-megatron    the forward of a microbatch beside the backward of the one before, layer by layer in a fixed
-            pattern: each dispatch and combine of one beside computation of the other
-lancet      the same microbatches, with the weight gradients held back to fill what is still exposed
+none, lancet-dw       `schedules.Planner` plans one microbatch; all run in this order, one after the other
+microbatches          the best order of a backward with the next microbatch's forward (`order.best_order`)
+megatron, megatron-dw baselines: such pairs in Megatron's fixed order, without and with delayed weight
+                      gradients (`order.megatron`)
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.predict.step import Block, ModelStep
-from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
+from lancet_kernels.graph.program.program import Instruction, Phase, Program
+from lancet_kernels.predict.parts import ModelParts
+from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.step import ModelStep, chained
+from lancet_kernels.schedules import MICROBATCHES
+from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 
-HELD_BACK = 24
-"""The most weight gradients that wait at once: those of two or three layers, whose activations stay alive."""
+PLANNED = ("none", "lancet-dw")
+MEGATRON, MEGATRON_DELAYED = "megatron", "megatron-dw"
+PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
+_KEPT = "m0.kept"
 
 
 @dataclass(frozen=True)
@@ -29,119 +36,92 @@ class Order:
     blocking: frozenset[str] = frozenset()
 
 
-def in_turn(step: ModelStep) -> Order:
-    """One microbatch after the other; computation waits for every all-to-all."""
-    blocking = frozenset(i.name for i in step.program.instructions if i.kind is Kind.ALL_TO_ALL)
-    return Order(tuple(range(len(step.program))), blocking)
+class Orders:
+    """The orders of a question's chains. Args: parts: as from `step.prepared`."""
+
+    def __init__(self, parts: ModelParts, question: Question) -> None:
+        self._parts, self._question = parts, question
+
+    @cached_property
+    def _planner(self) -> Planner:
+        """Plans one microbatch."""
+        program = chained(self._parts, self._question, 1).program
+        limit = PlanningOptions(memory_limit_gb=self._question.hardware.memory_gb)
+        return Planner(program, self._question.cost, limit)
+
+    @cached_property
+    def _pair(self) -> tuple[str, ...]:
+        """The best order of the backward of microbatch 0 with the forward of microbatch 1."""
+        program = pair_of(chained(self._parts, self._question, 2))
+        limit = self._question.hardware.memory_gb * 1e9
+        best = best_order(program, self._question.cost, memory_limit_bytes=limit, search=True)
+        names = (program.instructions[i].name for i in best.order)
+        return tuple(name for name in names if name != _KEPT)
+
+    def of(self, strategy: str, step: ModelStep, ms: Sequence[float]) -> Order:
+        """The order of a chain. Args: strategy: of `PLANNED` or `PAIRED`. ms: durations by position."""
+        program = step.program
+        if strategy in PLANNED:
+            plan = self._planner.plan(strategy)
+            all_of_them = range(step.microbatches)
+            names = (name for m in all_of_them for name in _shifted(plan.order, m))
+            blocking = (name for m in all_of_them for name in _shifted(plan.blocking, m))
+            return Order(_positions(program, names), frozenset(blocking))
+        if strategy == MICROBATCHES:
+            return Order(_positions(program, self._in_pairs(step.microbatches)))
+        positions = paired_order(program, step.blocks, step.ends)
+        if strategy == MEGATRON_DELAYED:
+            positions = with_delayed_weight_gradients(program, ms, positions)
+        return Order(tuple(positions))
+
+    def _in_pairs(self, microbatches: int) -> Iterator[str]:
+        """The first forward and the last backward are as planned alone."""
+        program, last = self._planner.program, microbatches - 1
+        alone = self._planner.plan("lancet-dw").order
+        is_forward = {i.name: i.phase is Phase.FORWARD for i in program.instructions}
+        yield from (name for name in alone if is_forward[name])
+        for m in range(last):
+            yield from _shifted(self._pair, m)
+        yield from _shifted((name for name in alone if not is_forward[name]), last)
 
 
-def megatron(step: ModelStep) -> Order:
-    """Forward of one microbatch beside the backward of the one before; the blocks of the first forward and of
-    the last backward alone."""
-    by: dict[tuple[int, Phase], list[Block]] = {}
-    for block in step.blocks:
-        by.setdefault((block.microbatch, block.phase), []).append(block)
-    last = max(m for m, _ in by)
-    positions = _alone(by[0, Phase.FORWARD])
-    for m in range(last):
-        for back, forth in zip(by[m, Phase.BACKWARD], by[m + 1, Phase.FORWARD], strict=True):
-            positions += (*back.ahead, *forth.ahead)
-            positions += _pair(list(_pieces(step, back)), list(_pieces(step, forth)))
-            positions += back.behind
-    return Order((*positions, *_alone(by[last, Phase.BACKWARD]), *step.ends))
+def pair_of(step: ModelStep) -> Program:
+    """The backward of the first of two microbatches with the forward of the second. What the first forward
+    kept for the backward is there at the beginning, and is freed as soon as nothing more reads it."""
+    program, chosen = step.program, ((0, Phase.BACKWARD), (1, Phase.FORWARD))
+    positions = dict.fromkeys(i for b in step.blocks if (b.microbatch, b.phase) in chosen for i in b.alone)
+    # Of one phase, so that they can mix.
+    pair = [replace(program.instructions[i], phase=Phase.BACKWARD) for i in positions]
+    inside = {instruction.name for instruction in pair}
+    pair = [i if i.after in inside else replace(i, after="") for i in pair]
+    computed = {t for i in pair for t in i.outputs}
+    outside = dict.fromkeys(t for i in pair for t in i.inputs if t not in computed)
+    kept = tuple(t for t in outside if t in program.producer)
+    first = Instruction(_KEPT, "lancet_prediction.kept", (), kept, phase=Phase.BACKWARD)
+    results = {t for t in computed if any(i not in positions for i in program.consumers[t])}
+    return Program(
+        program.name,
+        (first, *pair),
+        {
+            t: spec
+            for t, spec in program.tensors.items()
+            if t in computed or t in outside or t in program.inputs
+        },
+        program.inputs,
+        tuple(t for t in program.tensors if t in results),
+    )
 
 
-def _alone(blocks: Sequence[Block]) -> list[int]:
-    return [i for block in blocks for i in (*block.ahead, *block.positions, *block.behind)]
+def _shifted(names: Iterable[str], by: int) -> Iterator[str]:
+    """The same names so many microbatches later. Example: m0.p3.mm, by 2: m2.p3.mm. What is in none (the
+    optimizer) keeps its name."""
+    for name in names:
+        first, _, rest = name.partition(".")
+        yield f"m{int(first[1:]) + by}.{rest}" if first[1:].isdigit() else name
 
 
-def _pieces(step: ModelStep, block: Block) -> Iterator[list[int]]:
-    """A block cut at its all-to-alls: computation, message, computation, message, computation. A block
-    without messages is one piece."""
-    piece: list[int] = []
-    for i in block.positions:
-        if step.program.instructions[i].kind is Kind.ALL_TO_ALL:
-            yield piece
-            yield [i]
-            piece = []
-        else:
-            piece.append(i)
-    yield piece
-
-
-def _pair(back: list[list[int]], forth: list[list[int]]) -> Iterator[int]:
-    """Pieces of a backward and a forward block in turns, beginning with the backward's: while the message of
-    one travels, the other computes. A message of the forward is issued behind the backward's next piece: the
-    host may have to wait for its sizes.
-
-    Example: B1 b1 F1 B2 f1 b2 F2 B3 f2 F3, with messages b1, f1, ... in small letters.
-    """
-    for k in range(0, max(len(back), len(forth)), 2):
-        for piece in (*back[k : k + 1], *forth[max(0, k - 1) : k], *back[k + 1 : k + 2], *forth[k : k + 1]):
-            yield from piece
-
-
-def lancet(step: ModelStep, ms: Sequence[float]) -> Order:
-    """The fixed pattern without its weight gradients; these run whenever computation would wait for a
-    message, the oldest first, and at the latest before their sums are sent.
-
-    Args: ms: durations by position.
-    """
-    program = step.program
-    held = frozenset(weight_gradients(step))
-    backbone = megatron(step).positions
-    # Sums of gradients, and the optimizer, wait for these.
-    due = {i: [j for j in program.dependencies[i] if j in held] for i in backbone}
-    clock: Clock[int] = Clock()
-    positions: list[int] = []
-    waiting: deque[int] = deque()
-    done: set[int] = set()
-
-    def issue(i: int) -> None:
-        instruction = program.instructions[i]
-        positions.append(i)
-        done.add(i)
-        if instruction.kind is Kind.COMPUTE:
-            clock.compute(i, ms[i], program.dependencies[i])
-        else:
-            clock.send(i, ms[i], program.dependencies[i], link=link_of(instruction), issued_at=0.0)
-
-    def is_ready(i: int) -> bool:
-        clock.catch_up()
-        return all(clock.end.get(j, INFINITY) <= clock.now for j in program.dependencies[i])
-
-    for i in backbone:
-        if i in held:
-            waiting.append(i)
-            if len(waiting) > HELD_BACK:
-                issue(waiting.popleft())
-            continue
-        for j in due[i]:
-            if j not in done:
-                waiting.remove(j)
-                issue(j)
-        if program.instructions[i].kind is Kind.COMPUTE:
-            while waiting and not is_ready(i) and is_ready(waiting[0]):
-                issue(waiting.popleft())
-        issue(i)
-    for i in waiting:
-        issue(i)
-    return Order(tuple(positions))
-
-
-def weight_gradients(step: ModelStep) -> list[int]:
-    """Positions of the matrix products whose results nothing but sums of gradients reads."""
-    program = step.program
-    return [
-        i
-        for i, instruction in enumerate(program.instructions)
-        if instruction.phase is Phase.BACKWARD
-        and instruction.flops
-        and instruction.kind is Kind.COMPUTE
-        and all(
-            program.instructions[reader].kind is not Kind.COMPUTE
-            and program.instructions[reader].op.startswith("lancet_prediction.")
-            for t in instruction.outputs
-            for reader in program.consumers[t]
-        )
-    ]
+def _positions(program: Program, names: Iterable[str]) -> tuple[int, ...]:
+    """Positions of the names that the Program has: only the last microbatch sums gradients, say. What is in
+    no microbatch is named for each of them, and runs last."""
+    last = dict.fromkeys(reversed([name for name in names if name in program.index]))
+    return tuple(program.index[name] for name in reversed(last))

@@ -12,8 +12,8 @@ from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
-from lancet_kernels.predict.orders import weight_gradients
 from lancet_kernels.predict.search import Found
+from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.time.clock import COMPUTE
 from lancet_kernels.schedules.time.timeline import label
 
@@ -45,7 +45,7 @@ def _timeline(simulated: Simulated) -> dict[str, Any]:
     """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`."""
     kinds: dict[str, int] = {}
     program = simulated.step.program
-    held = frozenset(program.instructions[i].name for i in weight_gradients(simulated.step))
+    held = frozenset(program.instructions[i].name for i in weight_gradients(program))
     rows = []
     for event in sorted(simulated.events, key=lambda event: event.start_ms)[:MOST_EVENTS]:
         kind = label(event, held)

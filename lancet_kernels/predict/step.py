@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from lancet_kernels.graph.costs.clusters import Dispatcher
 from lancet_kernels.graph.costs.kernel_costs import RECEIVED_ROWS
+from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.fusion import fused
 from lancet_kernels.predict.parts import ModelParts, Part
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.saved import with_recomputation
+from lancet_kernels.schedules.order.megatron import Block
 
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
 """Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""
@@ -34,22 +36,11 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
-class Block:
-    """Positions of a part's instructions in one microbatch and phase; ahead: of the gathers that are sent
-    before them, behind: of the sums of gradients that are sent after them."""
-
-    microbatch: int
-    phase: Phase
-    positions: list[int]
-    ahead: list[int]
-    behind: list[int]
-
-
-@dataclass(frozen=True)
 class ModelStep:
-    """A chain of microbatches. ends: positions behind all blocks."""
+    """A chain of microbatches. blocks: of the parts. ends: positions behind all blocks."""
 
     program: Program
+    microbatches: int
     blocks: list[Block]
     ends: list[int]
 
@@ -167,10 +158,13 @@ class _Builder:
         self.tensors[name] = TensorSpec(name, (), bytes=result_bytes)
         kind = Kind.ALL_REDUCE if collective == "all_reduce" else Kind.OTHER_COMMUNICATION
         group = "replica" if share.is_expert and self.question.expert_ranks > 1 else "world"
+        attributes: dict[str, object] = {"collective": collective, "group": group}
+        if collective == "all_gather":
+            attributes[GATHERS] = True
         return self.add(
             Instruction(
                 name, f"lancet_prediction.{collective}", inputs, (name,), kind, phase, bytes=float(size),
-                attributes={"collective": collective, "group": group}, after=after,
+                attributes=attributes, after=after,
             )
         )  # fmt: skip
 
@@ -200,7 +194,7 @@ def chained(parts: ModelParts, question: Question, microbatches: int) -> ModelSt
     program = Program(
         f"{parts.name}, {microbatches} microbatches", tuple(b.instructions), b.tensors, tuple(b.inputs)
     )
-    return ModelStep(program, b.blocks, ends)
+    return ModelStep(program, microbatches, b.blocks, ends)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.predict import orders
-from lancet_kernels.predict.answer import STRATEGIES, answer, check_fits, host_of, parts_of
+from lancet_kernels.predict.answer import CUTTING, STRATEGIES, answer, check_fits, host_of, parts_of
+from lancet_kernels.predict.orders import PAIRED, Orders, pair_of
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.step import chained
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import exposed_intervals, run
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, written
 
@@ -40,24 +41,59 @@ def test_further_microbatches_take_as_long_as_the_third(question, sharding):
     asked = replace(question, sharding=sharding, dispatch="hybridep")
     predicted = answer(asked, ["none"]).strategies["none"]
     step, ms = step_of(asked, 6)
-    order = orders.in_turn(step)
+    order = Orders(parts_of(asked), asked).of("none", step, ms)
     host = host_of(step.program, asked.cost)
     times = run(step.program, ms, order.positions, blocking=order.blocking, host=host)
     assert predicted.step_ms == pytest.approx(times.iteration_ms, rel=2e-3)
 
 
-def test_every_order_is_valid_and_complete(question):
-    step, ms = step_of(question, 3)
-    for order in (orders.in_turn(step), orders.megatron(step), orders.lancet(step, ms)):
-        assert len(step.program.reordered(order.positions)) == len(step.program)
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_every_order_is_valid_and_complete(question, sharding):
+    asked = replace(question, sharding=sharding)
+    step, ms = step_of(asked, 3)
+    orders = Orders(parts_of(asked), asked)
+    for strategy in STRATEGIES:
+        positions = orders.of(strategy, step, ms).positions
+        assert len(step.program.reordered(positions)) == len(step.program)
+
+
+def test_microbatches_run_as_the_planner_plans_one(question):
+    """What `schedules.Planner` says of one microbatch, without a host, is what is predicted of one."""
+    asked = replace(question, accumulate=1)
+    step, ms = step_of(asked, 1)
+    planner = Planner(step.program, asked.cost, PlanningOptions(memory_limit_gb=80))
+    for strategy in ("none", "lancet-dw"):
+        plan = planner.plan(strategy)
+        order = Orders(parts_of(asked), asked).of(strategy, step, ms)
+        assert [step.program.instructions[i].name for i in order.positions] == list(plan.order)
+        assert order.blocking == set(plan.blocking)
+        times = run(step.program, ms, order.positions, blocking=order.blocking)
+        assert times.iteration_ms == pytest.approx(plan.report.predicted.iteration_ms)
+
+
+def test_a_pair_is_a_backward_with_the_next_forward(question):
+    step, _ = step_of(question, 2)
+    pair = pair_of(step)
+    first, *others = pair.instructions
+    names = {i.name for i in others}
+    assert names == {
+        step.program.instructions[i].name
+        for block in step.blocks
+        if (block.microbatch, block.phase.value) in ((0, "backward"), (1, "forward"))
+        for i in block.alone
+    }
+    # What the first forward kept dies in the pair, what the second keeps does not.
+    assert not set(first.outputs) & pair.output_set
+    assert {t.split(".")[0] for t in pair.output_set} <= {"m0", "m1"}
+    assert any(t.startswith("m1.") for t in pair.output_set)
 
 
 def test_overlap_hides_and_never_beats_the_bound(question):
-    result = answer(question)
-    none, megatron, lancet = (result.strategies[name] for name in STRATEGIES)
-    assert lancet.step_ms <= megatron.step_ms * 1.02
-    assert megatron.step_ms < none.step_ms
-    for one in (none, megatron, lancet):
+    result = answer(replace(question, dispatch="deepep"))
+    none, *others = (result.strategies[name] for name in STRATEGIES)
+    assert all(one.step_ms < none.step_ms * 1.02 for one in others)
+    assert result.strategies["megatron"].step_ms < none.step_ms
+    for one in (none, *others):
         assert one.lower_bound_ms <= one.step_ms
         assert one.compute_ms + sum(one.exposed_ms.values()) <= one.step_ms * (1 + 1e-9)
 
@@ -67,7 +103,7 @@ def test_small_kernels_wait_for_the_host(question):
     result = answer(question, ["none"])
     assert result.figures("none")["host_ms"] > 0.5 * result.strategies["none"].step_ms
     step, ms = step_of(question, 3)
-    order = orders.in_turn(step)
+    order = Orders(parts_of(question), question).of("none", step, ms)
     times = run(step.program, ms, order.positions, blocking=order.blocking)
     busy = sum(ms[i] for i in times.compute) + sum(exposed_intervals(times).values())
     assert busy == pytest.approx(times.iteration_ms)
@@ -114,8 +150,14 @@ def test_recomputation_trades_time_for_memory(question):
 
 def test_one_microbatch_has_nothing_beside_it(question):
     result = answer(replace(question, accumulate=1))
-    assert set(result.impossible) == {"megatron"}
-    assert set(result.strategies) == {"none", "lancet"}
+    assert set(result.impossible) == {*PAIRED, *CUTTING}
+    assert set(result.strategies) == {"none", "lancet-dw"}
+
+
+def test_a_strategy_that_cuts_is_refused(question, capsys):
+    arguments = ["plan", "--hf", question.hf, "--cluster", "dgx-h100", "--gpus", "16", "--sequence", "64"]
+    assert main([*arguments, "--accumulate", "2", "--strategy", "lancet"]) != 0
+    assert "lancet" in capsys.readouterr().err
 
 
 @pytest.mark.long
