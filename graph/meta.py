@@ -42,20 +42,20 @@ GROUP: Entry[str] = Entry("group")
 STANDS_FOR: Entry[str] = Entry("stands_for")
 """The name of the tensor that a node reassembles from its parts."""
 KEPT_BYTES: Entry[int] = Entry("kept_bytes")
-"""Of a fused forward launch: the bytes that its ticket, the last result, keeps alive."""
+"""The bytes that the ticket of a fused forward launch, its last result, keeps alive."""
 ROWS_BY_EXPERT: Entry[bool] = Entry("rows_by_expert")
 """Are the rows sorted by local expert, rather than by rank?"""
 REGION: Entry[int] = Entry("recomputed_region")
-"""Of a recomputed node (`graph.capture.recompute`): the number of its checkpointed region, in the order in
-which the backward reads them."""
+"""The number of a recomputed node's checkpointed region (`graph.capture.recompute`), in the order in which
+the backward reads them."""
 UNIT: Entry[tuple[Any, int]] = Entry("gathered_unit")
-"""Of a node that gathers sharded parameters (`schedules.rewrite.gathers`): in which pass over the model, and
-the number of their unit."""
+"""In which pass over the model a node gathers sharded parameters (`schedules.rewrite.gathers`), and the
+number of their unit."""
 IN_BACKWARD: Entry[bool] = Entry("in_backward")
 """The node belongs to the backward although it depends on no tangent."""
 GRADIENTS_OF: Entry[tuple] = Entry("gradients_of")
-"""Of a collective that sums gradients over the ranks: what identifies the sum, with the names of the
-parameters, which other sums may have, too."""
+"""What identifies a sum of gradients over the ranks, with the names of its parameters, which other sums may
+have, too."""
 WRITTEN_INTO: Entry[str] = Entry("written_into")
 """The name of the tensor into whose storage the node writes its result."""
 IN_PLACE: Entry[bool] = Entry("parts_in_place")
@@ -63,4 +63,4 @@ IN_PLACE: Entry[bool] = Entry("parts_in_place")
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
 WORK: Entry[Any] = Entry("launch_work")
-"""Of a backward launch: its `schedules.time.fused_launch.LaunchWork`."""
+"""The `schedules.time.fused_launch.LaunchWork` of a backward launch."""

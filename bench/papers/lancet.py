@@ -32,7 +32,7 @@ ASSUMPTIONS = (
 )
 
 CLUSTERS = ("p4de", "p3dn")
-"""Of A100 and of V100."""
+"""Clusters of A100 and of V100."""
 MODELS = ("gpt2-s-moe", "gpt2-l-moe")
 GPUS = (16, 32, 48, 64)
 ABLATION_GPUS = 32

@@ -1,0 +1,1 @@
+"""A package: a file of the same name tests `schedules.time.simulate`."""
