@@ -260,7 +260,7 @@ def test_gradients_of_shards_are_summed_over_the_ranks_with_the_same_shard(pool)
 def train_on_rank(folder: str, data: str, expert_ranks: int) -> list[float]:
     sizes = {"steps": 3, "batch": 1, "sequence": 16, "validation_batches": 1, "checkpoint_every": 3}
     options = TrainOptions(
-        strategy="none", runs=folder, name=f"{expert_ranks}", data=data, device="cpu", experts=4,
+        strategy="none", output=f"{folder}/{expert_ranks}", data=data, device="cpu", experts=4,
         expert_ranks=expert_ranks, capacity_factor=None, **sizes,
     )  # fmt: skip
     rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))

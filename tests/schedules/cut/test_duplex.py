@@ -152,7 +152,7 @@ def test_a_gate_that_needs_the_whole_batch_is_refused_by_name(gate):
         duplex(step.program)
     planner = planner_of(step, dear_communication)
     assert set(planner.impossible) == set(DUPLEX)
-    assert planner.plan(AUTO).chosen not in DUPLEX
+    assert planner.plan(AUTO).report.chosen not in DUPLEX
     assert gate in planner.plan(AUTO).explain()
 
 
@@ -202,7 +202,7 @@ def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
 def test_auto_keeps_to_the_memory_limit():
     step = read_only_step("gpt2", size("topk", batch=5))
     free = planner_of(step, dear_communication, 1.0).plans()
-    assert free[AUTO].chosen == "lancet+duplex"
+    assert free[AUTO].report.chosen == "lancet+duplex"
     needs = sorted(plan.report.predicted.peak_memory_gb for plan in free.values())
     for limit in (needs[0], needs[-1]):
         bound = planner_of(step, dear_communication, limit).plans()
