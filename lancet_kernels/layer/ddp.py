@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gradients import broadcast_replicated, gradient_groups, groups_of
+from lancet_kernels.layer.model_layers import expert_buffers
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
 
@@ -54,10 +55,10 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
     broadcast_replicated(model, groups)
     over, ranks = gradient_groups(model, groups), group_size(groups.data)
     own = {parameter: group for parameter, group in over.items() if group != groups.data}
-    ignored = []
+    ignored, kept = [], {*own, *expert_buffers(model)}
     for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in own:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor in kept:
                 # Of the model itself, DistributedDataParallel looks for `.w1` here and for `w1` there.
                 ignored += [f"{module_name}.{name}", f"{module_name}.{name}".removeprefix(".")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)

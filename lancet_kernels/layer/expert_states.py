@@ -1,7 +1,8 @@
 """Experts in state dicts: each under its global id, independent of the ranks that save and load it.
 
     parameters of a rank   w1 [L, D, F]            L experts, stacked for the grouped GEMM
-    state_dict()           experts.7.w1 [D, F]     a view of one of them
+    state_dict()           experts.7.w1 [D, F]     a view of one of them; of what parametrizes w1:
+                           experts.7.parametrizations.w1.original0 [1, F]
     optimizer.state        exp_avg [L, D, F]       of the experts on this rank
     its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, a shard of all experts' one
 
@@ -11,7 +12,7 @@ number of ranks. Every optimizer is told in its first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.shards import shard_of
 
@@ -43,6 +46,7 @@ class ExpertsByGlobalId(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers.add(self)
+        self.register_state_dict_post_hook(_by_global_id)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As a copy."""
@@ -57,26 +61,32 @@ class ExpertsByGlobalId(nn.Module):
         """
         return _Experts(self)
 
-    def expert_names(self) -> Iterator[str]:
-        """Names of the parameters [L, ...] that hold the experts of this rank."""
-        return (name for name in ("w1", "b1", "w2", "b2") if getattr(self, name) is not None)
+    def expert_names(self) -> list[str]:
+        """Names of the parameters [L, ...] that hold the experts of this rank; parametrized ones, too."""
+        return [
+            n for n in ("w1", "b1", "w2", "b2") if is_parametrized(self, n) or getattr(self, n) is not None
+        ]
+
+    def expert_tensors(self) -> dict[str, Tensor]:
+        """The parameters of experts by name; in place of a parametrized one, those it is computed from."""
+        tensors: dict[str, Tensor] = {}
+        for name in self.expert_names():
+            if is_parametrized(self, name):
+                path = f"parametrizations.{name}"
+                tensors |= {f"{path}.{n}": p for n, p in self.get_submodule(path).named_parameters()}
+            else:
+                tensors[name] = self._parameters[name]
+        return tensors
 
     def expert_ids(self) -> range:
         """Global ids of the experts on this rank."""
         return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.expert_names():
-            stacked = destination.pop(prefix + name)
-            for local, expert in enumerate(self.expert_ids()):
-                destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
-
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         not_stacked = []
-        for name in self.expert_names():
+        for name, tensor in self.expert_tensors().items():
             keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
             if all(key in state_dict for key in keys):
                 state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
@@ -86,6 +96,8 @@ class ExpertsByGlobalId(nn.Module):
                 # Known, so not unexpected; an incomplete parameter stays as it is.
                 for key in keys:
                     state_dict.pop(key, None)
+                if "." in name:  # of a child, which would tell it again
+                    state_dict[prefix + name] = tensor.detach()
         # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
         for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
             expert = key.removeprefix(prefix + "experts.").split(".")[0]
@@ -99,6 +111,21 @@ class ExpertsByGlobalId(nn.Module):
         missing_keys += [key for key in own_missing if key not in not_stacked]
 
 
+def _by_global_id(layer: ExpertsByGlobalId, state_dict: State, prefix: str, _metadata: object) -> None:
+    """Name the experts of a state dict one by one. Raises: UserError for a tensor without a row for each."""
+    for name in layer.expert_tensors():
+        stacked = state_dict.pop(prefix + name)
+        if not stacked.dim() or len(stacked) != layer.local_experts:
+            raise UserError(
+                f"state of {prefix}{name}",
+                got=f"a tensor {tuple(stacked.shape)} that belongs to {layer.local_experts} experts together",
+                expected=f"{layer.local_experts} rows, one for each expert of this rank",
+                do="give it such rows, or call torch.nn.utils.parametrize.remove_parametrizations first",
+            )
+        for local, expert in enumerate(layer.expert_ids()):
+            state_dict[f"{prefix}experts.{expert}.{name}"] = stacked[local]
+
+
 class _Experts:
     def __init__(self, layer: ExpertsByGlobalId) -> None:
         self._layer = layer
@@ -107,10 +134,15 @@ class _Experts:
         ids = self._layer.expert_ids()
         if not expert.isdigit() or int(expert) not in ids:
             raise AttributeError(f"expert {expert}: this rank has {ids.start} to {ids.stop - 1}")
-        place = ids.index(int(expert))
-        return SimpleNamespace(
-            **{name: getattr(self._layer, name)[place] for name in self._layer.expert_names()}
-        )
+        of_expert = SimpleNamespace()
+        for path, tensor in self._layer.expert_tensors().items():
+            *outer, name = path.split(".")
+            place = of_expert
+            for part in outer:
+                place.__dict__.setdefault(part, SimpleNamespace())
+                place = place.__dict__[part]
+            setattr(place, name, tensor[ids.index(int(expert))])
+        return of_expert
 
 
 def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> None:
@@ -135,8 +167,8 @@ def _layers(optimizer: Optimizer) -> dict[Tensor, ExpertsByGlobalId]:
         parameter: layer
         for layer in ExpertsByGlobalId.layers
         if layer.expert_group
-        for name in layer.expert_names()
-        if (parameter := getattr(layer, name)) in given
+        for parameter in layer.expert_tensors().values()
+        if parameter in given
     }
 
 

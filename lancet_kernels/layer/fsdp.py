@@ -70,7 +70,7 @@ def fsdp(
         over_replicas = placement_over(mesh_of_experts(own, kind), Shard(1))
     ranks = group_size(own.replica)
     for parameter in experts:
-        if parameter.shape[1] % ranks:
+        if parameter.dim() < 2 or parameter.shape[1] % ranks:
             raise UserError(
                 "experts to shard",
                 got=f"parameters {tuple(parameter.shape)} over {ranks} ranks that hold the same experts",

@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard
-from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
+from lancet_kernels.layer.model_layers import (
+    check_placement,
+    expert_buffers,
+    expert_groups,
+    expert_parameters,
+    moe_layers,
+)
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, data_group_name, group_of, group_size
 from lancet_kernels.ops.comm.waiting import waiting
 
@@ -69,12 +75,15 @@ def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
 
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
     """For every parameter, trained or frozen, the group that holds the same values and sums its gradient; ""
-    for what FSDP shards."""
+    for what FSDP shards. Raises: UserError for one of which that is not known."""
     experts = set(expert_parameters(model))
     group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
+    marked: dict[nn.Parameter, str] = {}
     for module in model.modules():
         marks: Mapping[str, str] = getattr(module, _MARK, {})
-        group_of |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
+        marked |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
+    check_placement(model, marked)
+    group_of |= marked
     # FSDP scatters the gradients of what it shards.
     return {p: "" if isinstance(p, DTensor) else group for p, group in group_of.items()}
 
@@ -145,7 +154,9 @@ def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
     """Broadcast parameters (also frozen ones) and buffers from the first rank of each group."""
     over = gradient_groups(model, groups)
     with torch.no_grad():
-        for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
+        on_experts = set(expert_buffers(model))
+        buffers = ((b, groups.replica if b in on_experts else groups.data) for b in model.buffers())
+        for tensor, group in [*over.items(), *buffers]:
             broadcast_first(tensor, group, "broadcast of the replicated parameters")
 
 

@@ -151,8 +151,8 @@ def check_data_parallel(layer: ExpertsByGlobalId) -> None:
     if around is None or layer in _CHECKED.setdefault(around, WeakSet()):
         return
     names = {p: name for name, p in around.module.named_parameters()}
-    for own in layer.expert_names():
-        name = names.get(getattr(layer, own))
+    for parameter in layer.expert_tensors().values():
+        name = names.get(parameter)
         if name is not None and name not in around.parameters_to_ignore:
             raise UserError(
                 "DistributedDataParallel around an MoELayer",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Collection, Iterator
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
@@ -26,13 +29,72 @@ def name_layers(model: nn.Module) -> None:
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of experts, which differ between the ranks of an expert group: their gradients are
-    summed over the replica group only.
+    summed over the replica group only. Those of parametrizations and adapters of experts are among them.
 
     Collected from the layers: a mark on the parameter would be lost when the model is copied.
     """
-    own = [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
-    others = (module for module in model.modules() if EXPERT_GROUP in module.__dict__)
-    return own + [p for module in others for p in module.parameters(recurse=False)]
+    return [tensor for tensor in _on_experts(model) if isinstance(tensor, nn.Parameter)]
+
+
+def expert_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers of parametrizations and adapters of experts, which differ between ranks as these do."""
+    return [tensor for tensor in _on_experts(model) if not isinstance(tensor, nn.Parameter)]
+
+
+def _on_experts(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters of experts, and what lies on them.
+
+    On a parameter `w1` of a layer lie its parametrizations (`layer.parametrizations.w1`), of which weight
+    norm is one, and adapters around the layer that have it as their `parameter_name`, as PEFT's have.
+    """
+    for module in model.modules():
+        innermost = module
+        while isinstance(below := getattr(innermost, "base_layer", None), nn.Module):
+            innermost = below
+        names = _expert_names(innermost)
+        if innermost is module:
+            for name in names:
+                if is_parametrized(module, name):
+                    yield from _tensors(module.parametrizations[name])
+                else:
+                    yield module._parameters[name]
+        elif getattr(module, "parameter_name", None) in names:
+            yield from _tensors(module, without=module.base_layer)
+
+
+def _expert_names(module: nn.Module) -> list[str]:
+    """The parameters of a module that hold experts, by their names; parametrized ones, too."""
+    if isinstance(module, MoELayer):
+        return module.expert_names()
+    if EXPERT_GROUP not in module.__dict__:
+        return []
+    return [*dict(module.named_parameters(recurse=False)), *getattr(module, "parametrizations", ())]
+
+
+def _tensors(module: nn.Module, without: nn.Module | None = None) -> Iterator[Tensor]:
+    """All parameters and buffers in a module, but those in one of its children."""
+    skipped = set() if without is None else {*without.parameters(), *without.buffers()}
+    yield from (tensor for tensor in [*module.parameters(), *module.buffers()] if tensor not in skipped)
+
+
+def check_placement(model: nn.Module, marked: Collection[nn.Parameter]) -> None:
+    """Raises: UserError for a parameter in an MoE layer of several ranks that may differ between them or not.
+
+    Experts differ, and what lies on them; the router and the shared expert are equal. Nobody can tell of
+    what a subclass adds. Args: marked: parameters whose ranks `set_gradient_group` was told.
+    """
+    placed = {*expert_parameters(model), *marked}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, MoELayer) or layer.ranks == 1:
+            continue
+        for name, parameter in layer.named_parameters():
+            if parameter not in placed and name.partition(".")[0] not in layer.equal_on_all_ranks:
+                raise UserError(
+                    f"parameter {name} of {path or 'an MoE layer'}",
+                    got=f"a {type(layer).__name__} that adds it to an MoELayer",
+                    expected="to know which ranks hold the same values",
+                    do=f"call set_gradient_group(layer, ranks, [{name!r}]), with None if no other rank does",
+                )
 
 
 def expert_groups(model: nn.Module) -> set[str]:

@@ -7,7 +7,7 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,8 @@ class MoELayer(ExpertsByGlobalId):
 
     correction_bias: Tensor | None
     routing_step: Tensor
+    equal_on_all_ranks: ClassVar[tuple[str, ...]] = ("router", "gate", "shared_up", "shared_down")
+    """Attributes whose parameters are the same on all ranks."""
 
     def __init__(
         self,

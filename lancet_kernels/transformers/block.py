@@ -25,6 +25,8 @@ class ConvertedMoE(MoELayer):
     Raises: UserError (sizes that do not fit the group), Unsupported.
     """
 
+    equal_on_all_ranks = (*MoELayer.equal_on_all_ranks, "block")
+
     def __init__(
         self,
         block: Block,
