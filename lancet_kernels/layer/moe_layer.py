@@ -7,6 +7,7 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -170,12 +171,22 @@ class MoELayer(ExpertsByGlobalId):
             self.shared_up = nn.Linear(d_model, shared_hidden, bias=bias, **factory)
             self.shared_down = nn.Linear(shared_expert_d_ff, d_model, bias=bias, **factory)
         if self.gate.uses_correction_bias:
-            self.register_buffer("correction_bias", torch.zeros(num_experts, device=device))
+            bias_E = torch.zeros(num_experts, device=device, dtype=torch.float32)
+            self.register_buffer("correction_bias", bias_E)
+            self.register_load_state_dict_pre_hook(_widen_correction_bias)
         else:
             self.correction_bias = None
         if self.gate.key == "index":
             self.register_buffer("routing_step", torch.zeros((), dtype=torch.int64, device=device))
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        """As every module, but the correction bias stays float32: small updates are lost in 16 bits."""
+        bias_E = self.correction_bias
+        super()._apply(fn, recurse)
+        if bias_E is not None and self.correction_bias.dtype.itemsize < 4:
+            self.correction_bias = bias_E.to(self.correction_bias.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -387,3 +398,9 @@ class MoELayer(ExpertsByGlobalId):
             f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
+
+
+def _widen_correction_bias(_layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Read it in float32 from a checkpoint in 16 bits, also where the loaded tensor is assigned."""
+    if (name := f"{prefix}correction_bias") in state_dict:
+        state_dict[name] = state_dict[name].to(torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.waiting import waiting
@@ -14,7 +15,8 @@ from lancet_kernels.transformers.block import ConvertedMoE
 def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict that the model would have without `convert`, with its current weights; bitwise.
 
-    Collective over the expert group: every rank gathers all experts, one weight of one block at a time.
+    Collective over the expert group: every rank gathers all experts, one weight of one block at a time. Of a
+    sharded model (`fsdp`) every rank gathers all parameters: collective over all its ranks.
     `model.save_pretrained(folder, state_dict=export_state_dict(model))` writes a checkpoint that
     transformers loads. With several ranks call export_state_dict on all of them, save_pretrained on one.
 
@@ -25,7 +27,7 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for prefix, layer in model.named_modules():
         if isinstance(layer, ConvertedMoE):
             state = _with_block(state, prefix + "." if prefix else "", layer)
-    return state
+    return {name: _whole(value) for name, value in state.items()}
 
 
 def _with_block(state: dict[str, Tensor], prefix: str, layer: ConvertedMoE) -> dict[str, Tensor]:
@@ -47,7 +49,7 @@ def _with_block(state: dict[str, Tensor], prefix: str, layer: ConvertedMoE) -> d
 @torch.no_grad()
 def _of_all_ranks(layer: ConvertedMoE, weight: str) -> Tensor:
     """A weight of all experts, [E, ...]."""
-    own = getattr(layer, weight).detach()
+    own = _whole(getattr(layer, weight).detach())
     if not layer.expert_group:
         return own
     group = group_of(layer.expert_group)
@@ -55,3 +57,8 @@ def _of_all_ranks(layer: ConvertedMoE, weight: str) -> Tensor:
     with waiting(f"export of {weight} of {layer.name}", group):
         dist.all_gather(gathered, own.contiguous(), group=group)
     return torch.cat(gathered)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor that FSDP shards, gathered; others as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

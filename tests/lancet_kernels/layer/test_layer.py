@@ -257,6 +257,23 @@ def test_ids_of_the_hash_gate_are_positions_by_default_and_of_any_integers():
     assert not torch.allclose(routing(layer, same, positions + 1), y)
 
 
+@pytest.mark.parametrize("to_16_bits", [nn.Module.bfloat16, nn.Module.half, lambda m: m.to(torch.bfloat16)])
+def test_the_correction_bias_keeps_small_updates_in_a_model_of_16_bits(to_16_bits):
+    layer = MoELayer(8, 8, 4, gate="sigmoid", top_k=2)
+    layer.update_correction_bias(torch.tensor([8, 0, 0, 0]), rate=1.0)
+    to_16_bits(layer)
+    for _ in range(8):
+        layer.update_correction_bias(torch.tensor([0, 8, 0, 0]), rate=1e-4)
+    assert layer.w1.dtype.itemsize == 2
+    assert layer.correction_bias.dtype == torch.float32
+    assert layer.correction_bias[0].item() == pytest.approx(-1 + 8e-4, abs=1e-6)
+    saved = {name: t.to(torch.bfloat16) for name, t in layer.state_dict().items()}
+    for assign in (False, True):
+        layer.load_state_dict(saved, assign=assign)
+        assert layer.correction_bias.dtype == torch.float32
+    assert layer.to("meta").correction_bias.is_meta
+
+
 def test_update_correction_bias():
     layer = MoELayer(4, 4, 4, gate="sigmoid", top_k=2)
     layer.update_correction_bias(torch.tensor([10, 6, 0, 8]), rate=0.25)  # mean 6

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import CausalLMStep, convert, export_state_dict, moe_layers
+from lancet_kernels import CausalLMStep, convert, export_state_dict, fsdp, moe_layers
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
@@ -49,6 +49,21 @@ def all_families(families: list[str]) -> None:
 @pytest.mark.long
 def test_every_family(pool: RankPool) -> None:
     pool.run(all_families, list(FAMILIES), timeout_s=240)
+
+
+def sharded(family: str) -> None:
+    model = tiny_model(family)
+    before = copy.deepcopy(model.state_dict())
+    convert(model, strict=True)
+    fsdp(model)
+    after = export_state_dict(model)
+    assert after.keys() == before.keys()
+    assert all(type(after[name]) is Tensor for name in before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_export_of_a_sharded_model_is_the_original(pool: RankPool) -> None:
+    pool.run(sharded, next(iter(FAMILIES)), ranks=2, timeout_s=120)
 
 
 def planned(family: str, tied_and_checkpointed: bool = False) -> None:
