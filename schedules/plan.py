@@ -105,6 +105,8 @@ class Plan(SavedJson):
         fields["report"] = Report.from_json(fields["report"])
         for name in ("order", "blocking", "pair"):
             fields[name] = tuple(fields[name])
+            if not all(isinstance(instruction, str) for instruction in fields[name]):
+                raise TypeError(f"{name} is no list of names")
         return cls(**fields)
 
     def explain(self, details: bool = False) -> str:

@@ -72,9 +72,13 @@ def write_plan_file(path: Path, kind: str) -> None:
         path.write_bytes(b"\xff\x00\x81")
     elif kind == "list":
         path.write_text("[1, 2]")
-    elif kind in ("foreign", "reordered", "strange parts", "other strategy"):
+    elif kind == "deep":
+        path.write_text("[" * 100_000 + "]" * 100_000)
+    elif kind in FOREIGN:
         data = json.loads(path.read_text())
-        if kind == "foreign":
+        if kind == "numbers":
+            data["order"] = [*range(len(data["order"]))]
+        elif kind == "foreign":
             data["program_fingerprint"] = "0" * 64
         elif kind == "reordered":
             data["order"].reverse()
@@ -85,14 +89,11 @@ def write_plan_file(path: Path, kind: str) -> None:
         path.write_text(json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    few_of(
-        ["fitting", "damaged", "binary", "list", "foreign", "reordered", "strange parts", "other strategy"],
-        0,
-        1,
-    ),
-)
+FOREIGN = ["foreign", "reordered", "numbers", "strange parts", "other strategy"]
+KINDS = ["fitting", "damaged", "binary", "list", "deep", *FOREIGN]
+
+
+@pytest.mark.parametrize("kind", few_of(KINDS, 0, 1, 4, 7))
 def test_plan_files(small_step, plan, tmp_path, caplog, kind):
     path = tmp_path / "plan.json"
     plan.save(path)
