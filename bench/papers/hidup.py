@@ -15,8 +15,8 @@ from bench.papers.hidup_settings import SEQUENCES, HiDupSetting, NoisyCost, Whol
 from bench.papers.report import Data, Exhibit, Run, Span
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD
+from lancet_kernels.schedules.shard.sharding_search import search_sharding
 
 Row = dict[str, Any]
 

@@ -19,9 +19,9 @@ from lancet_kernels.graph.costs.communication import POINT_BYTES, CommunicationM
 from lancet_kernels.graph.costs.costs import Cost, CostModel, source_of
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
 from lancet_kernels.predict.fake_ranks import without_contents
-from lancet_kernels.schedules.shard.sharding import search_sharding
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
 from lancet_kernels.schedules.shard.sharding_costs import COPIES, Communication, psi_of
+from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
 from lancet_kernels.schedules.shard.signatures import ADJOINT, CollectiveCosts, signature_ms
 

@@ -28,8 +28,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.plain_tensors import PlainTensors
-from lancet_kernels.graph.capture.traced_function import TracedFunction
+from lancet_kernels.graph.capture.plain_tensors import PlainTensors, TracedFunction
 from lancet_kernels.ops.context import during
 
 

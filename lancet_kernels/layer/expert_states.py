@@ -75,7 +75,7 @@ class ExpertsByGlobalId(nn.Module):
                 path = f"parametrizations.{name}"
                 tensors |= {f"{path}.{n}": p for n, p in self.get_submodule(path).named_parameters()}
             else:
-                tensors[name] = self._parameters[name]
+                tensors[name] = self.get_parameter(name)
         return tensors
 
     def expert_ids(self) -> range:

@@ -55,11 +55,11 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
         if innermost is module:
             for name in names:
                 if is_parametrized(module, name):
-                    yield from _tensors(module.parametrizations[name])
+                    yield from _tensors(module.get_submodule(f"parametrizations.{name}"))
                 else:
-                    yield module._parameters[name]
+                    yield module.get_parameter(name)
         elif getattr(module, "parameter_name", None) in names:
-            yield from _tensors(module, without=module.base_layer)
+            yield from _tensors(module, without=module.get_submodule("base_layer"))
 
 
 def _expert_names(module: nn.Module) -> list[str]:

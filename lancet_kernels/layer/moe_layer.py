@@ -184,8 +184,9 @@ class MoELayer(ExpertsByGlobalId):
         """As every module, but the correction bias stays float32: small updates are lost in 16 bits."""
         bias_E = self.correction_bias
         super()._apply(fn, recurse)
-        if bias_E is not None and self.correction_bias.dtype.itemsize < 4:
-            self.correction_bias = bias_E.to(self.correction_bias.device)
+        applied_E = self.correction_bias
+        if bias_E is not None and applied_E is not None and applied_E.dtype.itemsize < 4:
+            self.correction_bias = bias_E.to(applied_E.device)
         return self
 
     @torch.no_grad()

@@ -1,5 +1,4 @@
 """HiDup: the search for a sharding.
 
-Read `sharding_strategy` (what is decided), `sharding` (the entry), then `sharding_search`; `shard_graph`
-applies it.
+Read `sharding_strategy` (what is decided), then `sharding_search`; `shard_graph` applies it.
 """

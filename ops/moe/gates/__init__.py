@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.counter import Hash, Random
-from lancet_kernels.ops.moe.gates.token_by_token import Sigmoid, Switch, TopK
+from lancet_kernels.ops.moe.gates.token_by_token import Hash, Random, Sigmoid, Switch, TopK
 from lancet_kernels.ops.moe.gates.whole_batch import BatchPrioritized, ExpertChoice, GShard
 
 GATES: dict[str, type[Gate]] = {

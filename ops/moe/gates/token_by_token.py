@@ -1,4 +1,4 @@
-"""Gates that decide token by token, with token-order priority: the partitionable, learned ones.
+"""Gates that decide token by token, with token-order priority: the partitionable ones.
 
 Switch: Fedus et al. 2022. Top-k: Shazeer et al. 2017, Mixtral (softmax after selection), and Qwen's
 renormalized softmax. Sigmoid: DeepSeek-V3 (2024, section 2.1.2), with a correction bias.
@@ -8,6 +8,12 @@ Group-limited selection: experts lie in `groups` equal groups, and a token choos
 sum of its two best.
 
 T  tokens      E  experts in `groups` groups of S = E / groups
+
+Hash and random gates compute routing from a key instead of learning it. Each (key, expert) pair gets a 64-bit
+number from a counter (`ops.random`), and a token goes to the k experts with the largest numbers, however the
+batch was cut. Hash (Roller et al. 2021) keys by token id: a token of the vocabulary always meets the same
+experts. Random (Zuo et al. 2022, Chen et al. 2023) keys by the global index of the token in the step's batch,
+mixed with the step.
 """
 
 import math
@@ -18,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.ops.moe.gates.base import Gate
+from lancet_kernels.ops.moe.gates.base import Gate, sigmoid
 from lancet_kernels.ops.moe.gates.slots import top_k_stable
-from lancet_kernels.ops.moe.gates.weights import sigmoid
+from lancet_kernels.ops.random import GOLDEN, signed, splitmix64
 
 
 @dataclass(frozen=True)
@@ -134,3 +140,30 @@ class Sigmoid(_GroupLimited):
     def selection_scores(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         score_TE = sigmoid(logits_TE)
         return score_TE if bias_E is None else score_TE + bias_E.to(score_TE.dtype)
+
+
+@dataclass(frozen=True)
+class _Counter(Gate):
+    uses_logits: ClassVar[bool] = False
+    seed: int = 0
+
+    def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
+        token_T1 = splitmix64(key_T + signed(self.seed * GOLDEN))[:, None]
+        number_TE = splitmix64(token_T1 + torch.arange(num_experts, device=key_T.device))
+        return top_k_stable(number_TE, top_k)
+
+
+@dataclass(frozen=True)
+class Hash(_Counter):
+    """Fixed experts for every token id. seed: which fixed assignment."""
+
+    name: ClassVar[str] = "hash"
+    key: ClassVar[str] = "token"
+
+
+@dataclass(frozen=True)
+class Random(_Counter):
+    """Random experts for every token of every step. seed: which random assignment."""
+
+    name: ClassVar[str] = "random"
+    key: ClassVar[str] = "index"

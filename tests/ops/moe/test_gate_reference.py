@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import BatchPrioritized, GShard, Sigmoid, Switch, TopK
-from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.weights import sigmoid
+from lancet_kernels.ops.moe.gates.base import Gate, sigmoid
 from tests.ops.op_cases import (
     QUICK,
     SEEDS,
