@@ -88,9 +88,9 @@ def token_index(num_tokens: int, group: str, device: torch.device, equal_ranks: 
     if equal_ranks:
         return index_T + group_rank(group) * num_tokens
     own = torch.tensor([num_tokens], device=group_device(group))
-    tokens_W = own.new_empty(group_size(group))
-    dist.all_gather_into_tensor(tokens_W, own, group=group_of(group))
-    return index_T + tokens_W[: group_rank(group)].sum().to(device)
+    tokens_W = [torch.empty_like(own) for _ in range(group_size(group))]
+    dist.all_gather(tokens_W, own, group=group_of(group))
+    return index_T + sum(tokens_W[: group_rank(group)], torch.zeros_like(own)).to(device)
 
 
 @token_index.register_fake
