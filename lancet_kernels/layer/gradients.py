@@ -82,7 +82,7 @@ def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]
     for module in model.modules():
         marks: Mapping[str, str] = getattr(module, _MARK, {})
         marked |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
-    check_placement(model, marked)
+    check_placement(model, experts | marked.keys())
     group_of |= marked
     # FSDP scatters the gradients of what it shards.
     return {p: "" if isinstance(p, DTensor) else group for p, group in group_of.items()}

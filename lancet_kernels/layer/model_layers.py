@@ -49,7 +49,7 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
     """
     for module in model.modules():
         innermost = module
-        while isinstance(below := getattr(innermost, "base_layer", None), nn.Module):
+        while (below := innermost._modules.get("base_layer")) is not None:
             innermost = below
         names = _expert_names(innermost)
         if innermost is module:
@@ -77,13 +77,13 @@ def _tensors(module: nn.Module, without: nn.Module | None = None) -> Iterator[Te
     yield from (tensor for tensor in [*module.parameters(), *module.buffers()] if tensor not in skipped)
 
 
-def check_placement(model: nn.Module, marked: Collection[nn.Parameter]) -> None:
+def check_placement(model: nn.Module, placed: Collection[nn.Parameter]) -> None:
     """Raises: UserError for a parameter in an MoE layer of several ranks that may differ between them or not.
 
     Experts differ, and what lies on them; the router and the shared expert are equal. Nobody can tell of
-    what a subclass adds. Args: marked: parameters whose ranks `set_gradient_group` was told.
+    what a subclass adds. Args: placed: the parameters of experts, and those of which `set_gradient_group`
+    was told the ranks.
     """
-    placed = {*expert_parameters(model), *marked}
     for path, layer in model.named_modules():
         if not isinstance(layer, MoELayer) or layer.ranks == 1:
             continue

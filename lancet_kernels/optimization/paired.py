@@ -55,8 +55,8 @@ class PairedMicrobatches:
         mixed = replace(step, module=self._pair.module, forward_outputs=None)
         walk(mixed, replace(UNPLANNED, order=plan.pair), (order, start_early_wait_late, write_in_place))
         walk(replace(step, halves=halves), UNPLANNED, (start_early_wait_late, write_in_place))
-        self._alone = [_Runnable(half) for half in halves]
-        self._together = _Runnable(self._pair.module)
+        self._alone = [_RunnableGraph(half) for half in halves]
+        self._together = _RunnableGraph(self._pair.module)
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
@@ -176,7 +176,7 @@ def no_loss(name: str) -> UserError:
     )
 
 
-class _Runnable:
+class _RunnableGraph:
     """A graph to run. Attributes: placeholders: by name, in order."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -28,7 +28,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Program, TensorSpec
-from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.transformers.convert import convert
@@ -304,7 +304,8 @@ def captured_part(name: str, module: nn.Module, inputs: Sequence[Tensor]) -> Par
             gradients[names[i]] = tensor_names(value)[0]
         elif i >= captured.forward_outputs and value is not None:
             returns = tensor_names(value)[0]
-    experts = _expert_parameters(module)
+    of_experts = set(expert_parameters(module))
+    experts = {name for name, parameter in module.named_parameters() if parameter in of_experts}
     parameters, takes, gets = {}, "", ""
     for node in placeholders:
         own = state_name(node)
@@ -317,15 +318,6 @@ def captured_part(name: str, module: nn.Module, inputs: Sequence[Tensor]) -> Par
             takes = node.name
     gives = tensor_names(values[0])[0]
     return Part(name, with_attention_flops(program), takes, gives, gets, returns, parameters)
-
-
-def _expert_parameters(module: nn.Module) -> set[str]:
-    return {
-        f"{prefix}.{own}" if prefix else own
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, MoELayer)
-        for own in layer.expert_names()
-    }
 
 
 def with_attention_flops(program: Program) -> Program:

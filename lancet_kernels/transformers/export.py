@@ -61,4 +61,8 @@ def _of_all_ranks(layer: ConvertedMoE, weight: str) -> Tensor:
 
 def _whole(value: Tensor) -> Tensor:
     """A tensor that FSDP shards, gathered; others as they are."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    mesh = value.device_mesh
+    with waiting("export of a sharded parameter", mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD):
+        return value.full_tensor()
