@@ -34,7 +34,7 @@ from lancet_kernels.cli.training.trainer import Trainer
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, MODELS
 from lancet_kernels.measure import netns
-from lancet_kernels.measure.launch import launch
+from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import LAUNCHER_PID, Rank, start_ranks, under_launcher
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.ops.comm.stand_in import standing_for
@@ -181,7 +181,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         from lancet_kernels.predict.own_step import load_function
 
         load_function(arguments.step)
-    command = ["-m", "lancet_kernels", *argv]
+    command = [*LANCET, *argv]
     if options.link == "emulated":
         launch(1 if options.stands_for else options.ranks, command, device=options.chosen_device())
         return 0
@@ -237,7 +237,7 @@ def _chosen_speed(argv: Sequence[str], options: BenchOptions) -> float:
     """Gbit/s at which all-to-all takes the requested share, computed from a few blocking iterations."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "speed.json")
-        command = ["-m", "lancet_kernels", *argv, "--link", "emulated", "--output", str(file)]
+        command = [*LANCET, *argv, "--link", "emulated", "--output", str(file)]
         launch(options.ranks, [*command, "--only-choose-link"])
         return json.loads(file.read_text())["link_gbps"]
 

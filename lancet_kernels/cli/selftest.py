@@ -23,7 +23,7 @@ from lancet_kernels.cli.options import positive_int
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.measure.launch import launch
+from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import Rank, start_ranks, under_launcher
 from lancet_kernels.ops.comm.groups import group_name, over_ranks
 
@@ -66,7 +66,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         raise UserError("--gpu", got="no GPU that torch can use", expected="at least one", do=do)
     for device, ranks in (("cpu", arguments.ranks), ("cuda", min(arguments.ranks, gpus))):
         if ranks:
-            command = ["-m", "lancet_kernels", "selftest", "--device", device]
+            command = [*LANCET, "selftest", "--device", device]
             environment = {"TRITON_INTERPRET": "1" if device == "cpu" else "0"}
             launch(ranks, command, device=device, environment=environment)
     return 0

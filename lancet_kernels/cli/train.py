@@ -10,7 +10,7 @@ from lancet_kernels.atomic import json_text
 from lancet_kernels.cli.options import add_options, to_options
 from lancet_kernels.cli.training.train_loop import read_config, train
 from lancet_kernels.cli.training.train_options import TrainOptions, check_options
-from lancet_kernels.measure.launch import launch
+from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import start_ranks, under_launcher
 
 
@@ -39,7 +39,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if under_launcher() or options.ranks == 1:
         return _train_here(options, arguments)
     check_options(options, options.ranks)
-    command = ["-m", "lancet_kernels", *argv]
+    command = [*LANCET, *argv]
     launch(options.ranks, command, device=options.chosen_device(), finish_s=options.timeout)
     return 0
 

@@ -45,6 +45,13 @@ CPU_RANK = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
 }
 """Environment of a rank that computes on the CPU."""
+# The command `lancet` as arguments of the interpreter. `-m` would look in the current folder first, where a
+# clone has the package without ops, graph and schedules.
+LANCET = (
+    "-c",
+    "import sys; sys.path = [folder for folder in sys.path if folder]; "
+    "from lancet_kernels.cli.main import main; sys.exit(main())",
+)
 # Those that torch's launcher turns into a SignalException.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -59,7 +66,7 @@ def launch(
 ) -> None:
     """Run `sys.executable *arguments` as `ranks` processes on this machine and wait until all have ended.
 
-    arguments: what follows the interpreter, e.g. `["-m", "lancet_kernels", "train"]`; the program must
+    arguments: what follows the interpreter, e.g. `[*LANCET, "train"]`; the program must
         call `report_errors`.
     device: "cpu" gives each process one compute thread.
     environment: further variables for the processes.

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.measure.launch import launch, root_cause
+from lancet_kernels.measure.launch import LANCET, launch, root_cause
 from lancet_kernels.measure.ranks import Rank, _one_line, report_errors, start_ranks, under_launcher
 from tests.processes import TORCHRUN, run, running, wait_for
 
@@ -324,3 +324,12 @@ def test_one_line_leaves_out_native_frames_and_is_bounded():
     )
     assert _one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert len(_one_line(ValueError("x" * 9999))) < 450
+
+
+def test_ranks_import_what_is_installed_and_not_what_lies_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "lancet_kernels").mkdir()
+    (tmp_path / "lancet_kernels" / "__init__.py").write_text("raise ImportError('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    launch(1, [*LANCET, "--version"])
+    with pytest.raises(RankFailed):
+        launch(1, [*LANCET, "--no-such-option"])
