@@ -231,7 +231,7 @@ def batches_of_other_sizes(_setup: Setup) -> None:
     assert own.ready.plan.ranges
     for number, size in enumerate((B - 1, 1, B - 1)):
         own.compare(*batch(number, B - 1 if dist.get_rank() == 0 else size))
-    assert len(own.ready._shapes._others) == (1 if dist.get_rank() == 0 else 2)
+    assert len(own.ready._others) == (1 if dist.get_rank() == 0 else 2)
 
 
 class Normed(nn.Module):
