@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from lancet_kernels import MoELayer
+from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
-from lancet_kernels.predict.parts import Part, captured_part
-from lancet_kernels.predict.step import prepared_part, with_buffers
+from lancet_kernels.predict.kernels import Kernels
+from lancet_kernels.predict.model_step import weights_inside_experts
+from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 
 FORWARD_PASSES, BACKWARD_PASSES = 16, 32
@@ -29,7 +32,9 @@ bfloat16 4, 2. Backward: the cast 2, 4; times the weight 4, 4; the weight's grad
 
 
 @lru_cache(maxsize=8)
-def layer_part(width: int, hidden: int, experts: int, top_k: int, gate: str, tokens: int, ranks: int) -> Part:
+def layer_program(
+    width: int, hidden: int, experts: int, top_k: int, gate: str, tokens: int, ranks: int
+) -> Program:
     """Forward and backward of the layer on one of `ranks` ranks."""
     with fake_ranks(ranks):
         with without_contents():
@@ -37,7 +42,10 @@ def layer_part(width: int, hidden: int, experts: int, top_k: int, gate: str, tok
                 width, hidden, experts, top_k=top_k, gate=gate, capacity_factor=None, activation="gelu"
             ).to(torch.bfloat16)
             x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        return prepared_part(captured_part("layer", layer, (x,)), "none")
+        joint = capture(layer, (x,)).joint
+        weights_inside_experts(joint)
+        recompute_as(joint, "none")
+        return program_from_fx(joint, "layer")
 
 
 def _with_unfused_activation(program: Program) -> Program:
@@ -62,12 +70,14 @@ def predicted_layer(configuration: Mapping[str, Any], cluster: Cluster | None = 
     """`forward_ms`, `backward_ms` and `peak_memory_gib` of a row's layer. Args: cluster: in place of the
     row's."""
     c = dict(configuration)
-    part = layer_part(c["width"], c["hidden"], c["experts"], c["top_k"], c["gate"], c["tokens"], c["gpus"])
+    names = ("width", "hidden", "experts", "top_k", "gate", "tokens", "gpus")
+    program = layer_program(*(c[name] for name in names))
     cost = KernelCosts(
         cluster or load_cluster(c["cluster"]), c["gpus"], c["gpus"], c["dispatch"], c["top_k"],
         c.get("groups", 0), c.get("top_groups", 0),
     )  # fmt: skip
-    program = _with_unfused_activation(with_buffers(part, cost.carrier, cost.top_k).program)
+    program, kernels = Kernels(cost.carrier, cost.top_k).of(program)
+    program = kernels.with_copies(_with_unfused_activation(program))
     ms = dict.fromkeys(Phase, 0.0)
     for i in program.instructions:
         ms[i.phase] += cost(i, program.tensors)

@@ -19,8 +19,12 @@ from lancet_kernels.graph.costs.costs import communication_ms
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 
-RECEIVED_ROWS = "lancet_prediction.permute_received"
-"""Op that sorts received rows by expert, or back."""
+SORTS = "sorts_operand"
+"""Attribute of a product: the position of the operand that a dispatcher sorts by expert before it, or back
+behind it."""
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear")
+LAUNCHES = "is_in_a_fused_kernel"
+"""Attribute of an instruction that another one's fused kernel computes; op by op, it is a launch."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class KernelCosts:
             return communication_ms(self._communication, instruction)
         if not instruction.flops and not instruction.bytes:
             return 0.0
-        return self._compute_ms(instruction) + self.kernels.kernel_us * 1e-3
+        return self._compute_ms(instruction, tensors) + self.kernels.kernel_us * 1e-3
 
     def check(self) -> None:
         """Raises: UserError for a number of GPUs that is not a part of a node or whole nodes."""
@@ -83,32 +87,35 @@ class KernelCosts:
     def _communication(self) -> CommunicationModel:
         return CommunicationModel.from_cluster(self.cluster, self.gpus, self.expert_ranks)
 
-    def _compute_ms(self, instruction: Instruction) -> float:
+    def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         k, gflop = self.kernels, instruction.flops * 1e-9
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
         memory = instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
         if not instruction.flops:
             if facts(instruction.op).moves_rows:
                 return self.carrier.send_passes * instruction.bytes / (bandwidth * k.permute)
-            if instruction.op == RECEIVED_ROWS:
-                return self.carrier.receive_passes * instruction.bytes / (bandwidth * k.permute)
             return memory
         # Half precision, whichever of the two is fast; TFLOP/s are GFLOP per millisecond.
         peak = max(self.cluster.peak_tflops.values())
-        if "gemm" in instruction.attributes:
-            efficiency = self._gemm_efficiency(instruction)
-        elif instruction.op == "lancet_prediction.attention":
+        if instruction.op == "lancet_prediction.attention":
             efficiency = k.attention_forward
         elif instruction.op == "lancet_prediction.attention_backward":
             efficiency = k.attention_backward
+        elif facts(instruction.op).grouped_gemm or instruction.op in _PRODUCTS:
+            efficiency = self._gemm_efficiency(instruction, tensors)
         else:
             efficiency = k.dense
-        return max(gflop / (peak * efficiency), memory)
+        sorting = 0.0
+        if SORTS in instruction.attributes:
+            operands = (*instruction.inputs, *instruction.outputs)
+            rows = tensors[operands[instruction.attributes[SORTS]]].content_bytes
+            sorting = self.carrier.receive_passes * 2 * rows / (bandwidth * k.permute)
+        return max(gflop / (peak * efficiency), memory) + sorting
 
-    def _gemm_efficiency(self, instruction: Instruction) -> float:
+    def _gemm_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""
         k = self.kernels
-        groups, m, n, contraction = instruction.attributes["gemm"]
+        groups, m, n, contraction = _gemm(instruction, tensors)
         tiles = groups * math.ceil(m / k.tile_rows) * math.ceil(n / k.tile_columns)
         waves = math.ceil(tiles / k.multiprocessors)
         busy = groups * m * n / (k.tile_rows * k.tile_columns * waves * k.multiprocessors)
@@ -150,3 +157,13 @@ class KernelCosts:
             if self.groups == places:
                 return choices
         return places * (1 - (1 - 1 / places) ** choices)
+
+
+def _gemm(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> tuple[float, float, float, float]:
+    """(groups, m, n, k) of a product [groups, m, k] x [groups, k, n]; rows per group are a mean."""
+    *batch, m, n = tensors[instruction.outputs[0]].shape
+    groups, rows = math.prod(batch), float(m)
+    if facts(instruction.op).grouped_gemm == "rows":
+        groups = tensors[instruction.inputs[2]].shape[0]
+        rows = m / groups
+    return groups, rows, n, instruction.flops / (2.0 * groups * rows * n)

@@ -220,19 +220,19 @@ class ModelStep(Step):
 
     def _timed(self, module: fx.GraphModule, costs: MeasuredCosts, program: Program | None = None) -> Program:
         """The Program of a graph of the step in one of the microbatches, with measured times."""
-        shares = dict.fromkeys(self._sums_of_gradients, 1 / self.accumulate)
+        shares = dict.fromkeys(self.sums_of_gradients, 1 / self.accumulate)
         op_by_op = self.profiler.program(module, self.inputs, program, shares)
         return self._shared(costs.as_it_runs(op_by_op), costs)
 
     @property
-    def _sums_of_gradients(self) -> set[str]:
+    def sums_of_gradients(self) -> set[str]:
         return {node.name for node in self.module.graph.nodes if GRADIENTS_OF.on(node)}
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches, each of which has its share of the sums' time."""
         if self.accumulate == 1:
             return program
-        sums = self._sums_of_gradients
+        sums = self.sums_of_gradients
         return replace(
             program,
             instructions=tuple(
@@ -293,10 +293,12 @@ def capture_step(
     times: str | Path | None = None,
     groups: AnyGroups | None = None,
     accumulate: int = 1,
+    rewrite: Callable[[fx.GraphModule], None] | None = None,
 ) -> ModelStep:
     """The step of a model, whose graph is that of all ranks. Collective.
 
-    Args: reduction: "mean", "sum", or "" for none; the others as of `optimize`.
+    Args: reduction: "mean", "sum", or "" for none; rewrite: changes the captured graph before all passes; the
+    others as of `optimize`.
     Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
     """
     own = groups_of(model, groups)
@@ -308,6 +310,8 @@ def capture_step(
 
     def captured() -> ModelStep:
         of_torch = _captured(model, twin, arguments)
+        if rewrite is not None:
+            rewrite(of_torch.joint)
         step = ModelStep(
             module=of_torch.joint,
             model=model,

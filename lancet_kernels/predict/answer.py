@@ -1,34 +1,38 @@
 """The answer to a question: step time, memory and exposed communication of each strategy.
 
-Chains of two and of three microbatches are simulated at full depth; every further microbatch takes as long as
-the third. Beside communication, computation has fewer multiprocessors: it is stretched by what the dispatcher
+The step is that which `optimize` would plan on these ranks, with prices of the cluster. A model with many
+layers alike is captured at two depths that differ by one period of them, and every further one takes as much
+time and memory as that difference. Of several microbatches each takes as long, and the last one sums
+gradients. Beside communication, computation has fewer multiprocessors: it is stretched by what the dispatcher
 takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import collective_of, durations
-from lancet_kernels.graph.costs.kernel_costs import KernelCosts
-from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
-from lancet_kernels.predict.orders import PAIRED, PLANNED, Order, Orders
-from lancet_kernels.predict.parts import (
-    ModelParts,
-    check_experts,
-    load_config,
-    model_parts,
-    number_of_experts,
-    on_other_ranks,
+from lancet_kernels.graph.costs.kernel_costs import LAUNCHES, KernelCosts
+from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model
+from lancet_kernels.predict.microbatch import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Microbatch,
+    waits_for_sizes,
 )
+from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import Question, gib
-from lancet_kernels.predict.step import GRADIENTS, OPTIMIZER, PARAMETERS, ModelStep, chained, prepared
-from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.schedules.strategies import AUTO
+from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
+from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.strategies import AUTO, Planner
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import (
     Event,
@@ -40,11 +44,13 @@ from lancet_kernels.schedules.time.simulate import (
     run,
 )
 
+PLANNED = tuple(name for name in STRATEGY_NAMES if name != AUTO)
+"""Strategies of one microbatch, by `schedules.Planner`."""
+MEGATRON, MEGATRON_DELAYED = "megatron", "megatron-dw"
+PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
+"""Strategies of pairs of microbatches: the best order (`order.best_order`); Megatron's fixed one
+(`order.megatron`), without and with delayed weight gradients."""
 STRATEGIES = (*PLANNED, *PAIRED)
-CUTTING = tuple(name for name in STRATEGY_NAMES if name not in (*PLANNED, AUTO))
-"""Strategies that cut ranges of a graph, which a chain of parts does not have."""
-SIMULATED = 3
-"""Microbatches in the longest chain that is simulated."""
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
 
 ASSUMED = (
@@ -59,8 +65,9 @@ ASSUMED = (
     "without recomputation",
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
     "routing weights are applied inside the experts, so that the rows that come back are not kept",
+    "strategies are planned by the planner of optimize(), on the graph that it would run; each microbatch takes "
+    "as long, and the last one sums gradients; of many layers alike, a few are captured, at two depths",
     "none: nothing overlaps an all-to-all; gathers and sums of parameters do overlap",
-    "lancet-dw: weight gradients and other ready work behind messages, one microbatch after the other",
     "microbatches: the backward of a microbatch and the forward of the next, in the best order",
     "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
     "megatron-dw: with delayed weight gradients",
@@ -70,10 +77,10 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Simulated:
-    """A strategy on chains of microbatches; `step`, `order`, `times` and `ms` are of the longest."""
+    """A strategy's step. The figures are those of all layers and microbatches; program, times and ms those of
+    one microbatch, or of a pair, of the layers that were captured."""
 
-    step: ModelStep
-    order: Order
+    program: Program
     ms: Sequence[float]
     times: Times
     step_ms: float
@@ -94,8 +101,24 @@ class Simulated:
 
     @property
     def events(self) -> list[Event]:
-        """One event per instruction of the longest chain that was simulated."""
-        return Timeline(self.step.program, self.times).events
+        """One event per instruction of the microbatch that was captured."""
+        return Timeline(self.program, self.times).events
+
+    def combined(self, other: Simulated, of: Callable[[float, float], float], shown: Simulated) -> Simulated:
+        """Each figure of time computed from those of both; the memory of the one that needs more.
+
+        Args: shown: what is drawn is that of this one.
+        """
+        kinds = sorted(self.exposed_ms.keys() | other.exposed_ms.keys())
+        idle = {k: of(self.exposed_ms.get(k, 0.0), other.exposed_ms.get(k, 0.0)) for k in kinds}
+        return replace(
+            shown,
+            step_ms=of(self.step_ms, other.step_ms),
+            compute_ms=of(self.compute_ms, other.compute_ms),
+            exposed_ms={kind: max(0.0, ms) for kind, ms in idle.items()},
+            lower_bound_ms=of(self.lower_bound_ms, other.lower_bound_ms),
+            memory=max(self, other, key=lambda one: one.peak_memory_gib).memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,26 +182,19 @@ class Answer:
 
 
 @lru_cache(maxsize=16)
-def _captured(hf: str, batch: int, sequence: int) -> tuple[ModelParts, int]:
-    """The parts with experts over the smallest number of ranks that shares them, and that number."""
-    config = load_config(hf)  # one of its own: capturing shortens it
-    experts = number_of_experts(config)
-    ranks = next((n for n in range(2, experts + 1) if experts % n == 0), 1)
-    return model_parts(config, ranks, batch, sequence), ranks
+def depths_of(hf: str) -> Depths:
+    """The depths at which a model is captured. Args: hf: as of `Question`."""
+    return depths(kinds_of_layers(meta_model(load_config(hf))))
 
 
-@lru_cache(maxsize=256)
-def _prepared(hf: str, expert_ranks: int, batch: int, sequence: int, policy: str) -> ModelParts:
-    parts, ranks = _captured(hf, batch, sequence)
-    check_experts(parts.experts, expert_ranks)
-    return prepared(on_other_ranks(parts, ranks, expert_ranks), policy)
-
-
-def parts_of(question: Question) -> ModelParts:
-    """The captured parts of a question's model, with recomputation; the last few are kept."""
-    return _prepared(
-        str(question.hf), question.expert_ranks, question.microbatch, question.sequence, question.policy
-    )
+@lru_cache(maxsize=16)
+def microbatches(question: Question) -> tuple[Microbatch, Microbatch]:
+    """A microbatch of the question's step at two depths. Raises: as `model_step`."""
+    chosen = depths_of(question.hf)
+    fewer = Microbatch.of(question, model_step(question, chosen.fewer))
+    if chosen.more == chosen.fewer:
+        return fewer, fewer
+    return fewer, Microbatch.of(question, model_step(question, chosen.more))
 
 
 def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer:
@@ -189,44 +205,148 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     for name in strategies:
         check_name("strategy", name, STRATEGIES)
     start = time.perf_counter()
-    cost = question.cost
-    parts = parts_of(question)
-    captured = time.perf_counter()
-    lengths = sorted({min(question.accumulate, n) for n in (SIMULATED - 1, SIMULATED)})
-    steps = {n: chained(parts, question, n) for n in lengths}
-    ms = {n: durations(step.program, cost) for n, step in steps.items()}
-    orders, result = Orders(parts, question), {}
-    impossible = dict.fromkeys(CUTTING, "cutting needs the graph of a whole step; plan it with --module")
+    question.cost.check()  # before seconds of capturing
+    chosen = depths_of(question.hf)
+    captured = _Captured.of(question)
+    capture_s = time.perf_counter() - start
+    result: dict[str, Simulated] = {}
+    impossible: dict[str, str] = {}
     for name in strategies:
         if name in PAIRED and question.accumulate == 1:
             impossible[name] = "one microbatch has nothing to run beside"
-            continue
-        order = {n: orders.of(name, step, ms[n]) for n, step in steps.items()}
-        chains = {n: _simulated(step, ms[n], order[n], question) for n, step in steps.items()}
-        result[name] = _extended(chains, question.accumulate)
-    flops = sum(i.flops for i in steps[lengths[0]].program.instructions if original_name(i.name) is None)
-    planned = time.perf_counter()
-    return Answer(
-        question, result, impossible, flops / lengths[0] * question.accumulate,
-        {"capture": captured - start, "plan": planned - captured},
-    )  # fmt: skip
+        elif name in PLANNED and (error := captured.planners[0].impossible.get(name)):
+            impossible[name] = str(error)
+        else:
+            result[name] = captured.simulated(name)
+    flops = chosen.at_full_depth(*(one.flops for one in captured.microbatches)) * question.accumulate
+    plan_s = time.perf_counter() - start - capture_s
+    return Answer(question, result, impossible, flops, {"capture": capture_s, "plan": plan_s})
 
 
-def _simulated(step: ModelStep, ms: Sequence[float], order: Order, question: Question) -> Simulated:
-    cost, host = question.cost, host_of(step.program, question.cost)
-    taken = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
-    slowed, times = list(ms), run(step.program, ms, order.positions, blocking=order.blocking, host=host)
-    if not order.blocking:
+@dataclass(frozen=True)
+class _Captured:
+    """A question's step at two depths, which are one if all layers are captured.
+
+    planners: for each, within what the missing layers leave of the memory.
+    """
+
+    depths: Depths
+    microbatches: tuple[Microbatch, Microbatch]
+    planners: tuple[Planner, Planner]
+
+    @classmethod
+    def of(cls, question: Question) -> _Captured:
+        """Raises: as `model_step`."""
+        chosen = depths_of(question.hf)
+        fewer, more = pair = microbatches(question)
+        period_gb = (more.peak_bytes - fewer.peak_bytes) * 1e-9
+        limit = question.hardware.memory_gb - chosen.extra * period_gb
+        return cls(chosen, pair, (fewer.planner(limit - period_gb), more.planner(limit)))
+
+    def simulated(self, strategy: str) -> Simulated:
+        """A strategy with the figures of all layers."""
+        fewer, more = self._at_depths(strategy)
+        # Every further layer keeps as much in memory, whatever the order of the step is.
+        kept = [_memory(one.program, range(len(one.program))) for one in self.microbatches]
+        memory = {
+            kind: size + self.depths.extra * (kept[1][kind] - kept[0][kind])
+            for kind, size in more.memory.items()
+        }
+        return replace(fewer.combined(more, self.depths.at_full_depth, more), memory=memory)
+
+    def _at_depths(self, strategy: str) -> tuple[Simulated, Simulated]:
+        fewer, more = self.microbatches
+        if strategy in PAIRED:
+            return _of_pairs(fewer, self.planners[0], strategy), _of_pairs(more, self.planners[1], strategy)
+        # What computation loses beside messages is not in the planner's prediction.
+        plans, of_more = (
+            {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
+            for planner in self.planners
+        )
+        simulated = {cuts: _of_microbatches(more, plan) for cuts, plan in of_more.items()}
+        # Of both depths the same.
+        alike = [cuts for cuts in simulated if cuts in plans] or list(simulated)
+        limit = self.planners[1].limit_gb
+
+        def rank(cuts: object) -> tuple[bool, float]:
+            one = simulated[cuts]
+            return one.peak_memory_gib * 2**30 > limit * 1e9, one.step_ms
+
+        best = min(alike, key=rank)
+        return _of_microbatches(fewer, plans.get(best, next(iter(plans.values())))), simulated[best]
+
+
+def _cuts(plan: Plan) -> object:
+    """Into how many parts a plan cuts."""
+    return frozenset(planned.parts for planned in plan.ranges)
+
+
+def _of_pairs(one: Microbatch, planner: Planner, strategy: str) -> Simulated:
+    """All microbatches of a step at one depth, in pairs but for the first forward and the last backward; the
+    latter sums gradients."""
+    others = one.question.accumulate - 1
+    last = _of_plan(one, planner.plan("none" if strategy == MEGATRON else "lancet-dw"), blocks=False)
+    pair = _of_pair(one, strategy, planner.limit_gb)
+    return last.combined(pair, lambda alone, p: alone + others * p, pair)
+
+
+def _of_microbatches(one: Microbatch, plan: Plan) -> Simulated:
+    """All microbatches of a step at one depth: the last one sums gradients, those before it do not."""
+    others = one.question.accumulate - 1
+    last = _of_plan(one, plan)
+    if not others:
+        return last
+    before = _of_plan(one, plan, is_last=False)
+    return last.combined(before, lambda a, b: a + others * b, last)
+
+
+def _of_plan(one: Microbatch, plan: Plan, is_last: bool = True, blocks: bool = True) -> Simulated:
+    """One microbatch in the order of a plan. Args: is_last: it sums gradients. blocks: computation waits for
+    what the plan says."""
+    program = one.cut(plan.ranges)
+    ms = [
+        t * (i.microbatches if is_last or i.microbatches == 1 else 0)
+        for i, t in zip(program.instructions, durations(program, one.step.cost), strict=True)
+    ]
+    order = [program.index[name] for name in plan.order]
+    return _run(one, program, ms, order, frozenset(plan.blocking if blocks else ()))
+
+
+def _of_pair(one: Microbatch, strategy: str, limit_gb: float) -> Simulated:
+    """The backward of one microbatch and the forward of the next."""
+    pair = one.pair
+    ms = durations(pair.program, one.step.cost)
+    if strategy == MICROBATCHES:
+        limit = limit_gb * 1e9
+        order = best_order(pair.program, one.step.cost, memory_limit_bytes=limit, search=True).order
+    else:
+        order = [0, *paired_order(pair.program, *pair.blocks)]
+        if strategy == MEGATRON_DELAYED:
+            order = with_delayed_weight_gradients(pair.program, ms, order, pair.weight_gradients)
+    return _run(one, pair.program, ms, order)
+
+
+def _run(
+    one: Microbatch, program: Program, ms: Sequence[float], order: Sequence[int],
+    blocking: frozenset[str] = frozenset(),
+) -> Simulated:  # fmt: skip
+    cost = one.question.cost
+    # Its microbatches are told apart by their times.
+    program = replace(program, instructions=tuple(replace(i, microbatches=1) for i in program.instructions))
+    host = host_of(program, cost)
+    sms = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
+    slowed, times = list(ms), run(program, ms, order, blocking=blocking, host=host)
+    if not blocking:
         for _ in range(2):
-            slowed = _slowed(ms, times, taken, cost.kernels.message_beside - 1)
-            times = run(step.program, slowed, order.positions, host=host)
+            slowed = _slowed(ms, times, sms, cost.kernels.message_beside - 1)
+            times = run(program, slowed, order, host=host)
     exposed: dict[str, float] = {}
     for i, idle in exposed_intervals(times).items():
-        kind = collective_of(step.program.instructions[i])
+        kind = collective_of(program.instructions[i])
         exposed[kind] = exposed.get(kind, 0.0) + idle
     return Simulated(
-        step, order, slowed, times, times.iteration_ms, sum(slowed[i] for i in times.compute), exposed,
-        lower_bound_ms(step.program, ms), _memory(step, order.positions),
+        program, slowed, times, times.iteration_ms, sum(slowed[i] for i in times.compute), exposed,
+        lower_bound_ms(program, ms), _memory(one.kernels.with_copies(program), order),
     )  # fmt: skip
 
 
@@ -235,13 +355,10 @@ def host_of(program: Program, cost: KernelCosts) -> Host:
     the sizes of what its rank receives."""
     each = cost.kernels.host_us * 1e-3
     launches = [
-        each * len(i.attributes.get("ops", "1")) if i.flops or i.bytes else 0.0 for i in program.instructions
+        each if i.flops or i.bytes or i.milliseconds or i.attributes.get(LAUNCHES) else 0.0
+        for i in program.instructions
     ]
-    waits = frozenset(
-        n
-        for n, i in enumerate(program.instructions)
-        if i.kind is Kind.ALL_TO_ALL and i.phase is Phase.FORWARD and i.attributes.get("to_experts")
-    )
+    waits = frozenset(n for n, i in enumerate(program.instructions) if waits_for_sizes(i))
     return Host(launches, waits)
 
 
@@ -268,39 +385,21 @@ def _slowed(ms: Sequence[float], times: Times, computation: float, message: floa
     return slowed
 
 
-def _extended(chains: Mapping[int, Simulated], microbatches: int) -> Simulated:
-    """The longest chain with the times of a step of so many microbatches."""
-    longest = chains[max(chains)]
-    if microbatches <= max(chains):
-        return longest
-    before, more = chains[max(chains) - 1], microbatches - max(chains)
-
-    def grown(a: float, b: float) -> float:
-        return b + more * (b - a)
-
-    kinds = longest.exposed_ms
-    return replace(
-        longest,
-        step_ms=grown(before.step_ms, longest.step_ms),
-        compute_ms=grown(before.compute_ms, longest.compute_ms),
-        exposed_ms={k: max(0.0, grown(before.exposed_ms.get(k, 0.0), kinds[k])) for k in kinds},
-        lower_bound_ms=grown(before.lower_bound_ms, longest.lower_bound_ms),
-    )
-
-
-def _memory(step: ModelStep, order: Sequence[int]) -> dict[str, float]:
+def _memory(program: Program, order: Sequence[int]) -> dict[str, float]:
     """GiB by kind at the peak. Communication: what only messages read or write, and gathered parameters."""
-    program, storages = step.program, Storages(step.program)
+    storages = Storages(program)
     profile = alive_bytes(storages, order)
     peak = max(range(len(profile)), key=profile.__getitem__)
     touches = storages.touches(order)
     last = {s: k for k, i in enumerate(order) for s in touches[i]}
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
     for t in program.inputs:
-        kinds[t.split(" ")[0]] += program.tensors[t].bytes
+        kinds[PARAMETERS if t in program.parameter_set else t if t in kinds else "activations"] += (
+            program.tensors[t].bytes
+        )
     for i in order[: peak + 1]:
         for s in storages.born[i]:
-            if last.get(s, -1) >= peak:
+            if last.get(s, -1) >= peak or s in storages.permanent:
                 is_buffer = _is_buffer(program, storages.owners[s])
                 kinds["communication" if is_buffer else "activations"] += storages.bytes[s]
     return {kind: gib(size) for kind, size in kinds.items()}

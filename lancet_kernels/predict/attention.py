@@ -5,12 +5,16 @@ transformers calls it by the name `IMPLEMENTATION`. It computes nothing: capture
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
-from lancet_kernels.graph.program.program import Instruction, TensorSpec
+from lancet_kernels.graph.ops import OPS, OpFacts
+from lancet_kernels.graph.rules import derived
+from lancet_kernels.graph.rules.rules import Rule
 
 IMPLEMENTATION = "lancet_prediction"
 OP = "lancet_prediction.attention"
@@ -27,7 +31,8 @@ _LIBRARY.define(
 @torch.library.register_fake("lancet_prediction::attention", lib=_LIBRARY)
 def _attention_fake(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
     batch, heads, sequence, _ = query.shape
-    out = query.new_empty(batch, sequence, heads, value.shape[-1])
+    # As transformers wants it, [B, S, heads, d], seen as [B, heads, S, d].
+    out = query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
     return out, query.new_empty(batch, heads, sequence, dtype=torch.float32)
 
 
@@ -55,7 +60,7 @@ def attention_forward(
     """The signature that transformers expects: [B, heads, S, d] -> [B, S, heads, d]."""
     window = options.get("sliding_window") or 0
     out, _ = torch.ops.lancet_prediction.attention(query, key, value, int(window))
-    return out, None
+    return out.transpose(1, 2), None
 
 
 def register() -> None:
@@ -65,17 +70,31 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
-def attention_flops(instruction: Instruction, tensors: dict[str, TensorSpec]) -> float:
-    """FLOPs of causal attention, without the masked half; the backward has five products for two.
+def _causal_flops(
+    query: Sequence[int], value: Sequence[int], window: int, products: tuple[int, int]
+) -> float:
+    """FLOPs of causal attention, without the masked half.
+
+    Args: products: how many have the width of queries, how many that of values.
 
     Example: 32 heads of width 128 over 4096 tokens: 2 * 2 * 32 * 4096**2 * 128 / 2 = 137 GFLOP.
     """
-    backward = instruction.op == OP_BACKWARD
-    query, _, value = (tensors[t] for t in instruction.inputs[backward : backward + 3])
-    batch, heads, sequence, width = query.shape
-    window = instruction.attributes["window"]
+    batch, heads, sequence, width = query
     # A window of w tokens: w keys per query, but for the first w queries.
     pairs = sequence**2 / 2 if not 0 < window < sequence else sequence * window - window**2 / 2
-    product = 2.0 * batch * heads * pairs
-    queries, values = product * width, product * value.shape[-1]
-    return 3 * queries + 2 * values if backward else queries + values
+    return 2.0 * batch * heads * pairs * (products[0] * width + products[1] * value[-1])
+
+
+@register_flop_formula(torch.ops.lancet_prediction.attention)
+def _forward_flops(query, key, value, window, *, out_shape=None) -> float:
+    return _causal_flops(query, value, window, (1, 1))
+
+
+@register_flop_formula(torch.ops.lancet_prediction.attention_backward)
+def _backward_flops(gradient, query, key, value, out, lse, window, *, out_shape=None) -> float:
+    return _causal_flops(query, value, window, (3, 2))
+
+
+# Cut along the batch and the heads, as torch's own.
+OPS[OP] = OpFacts(Rule(derived=derived.attention))
+OPS[OP_BACKWARD] = OpFacts(Rule(derived=derived.attention_backward))

@@ -7,8 +7,6 @@ groups wait for each other.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import networkx
 
 from lancet_kernels.graph.program.program import Instruction, Kind, Program
@@ -27,43 +25,17 @@ def is_elementwise(instruction: Instruction) -> bool:
     )
 
 
-def fused(program: Program) -> Program:
-    """The Program with groups of element-wise ops as single instructions. Without views (`saved`)."""
-    group, waits = _groups(program)
+def fused_groups(program: Program) -> list[list[Instruction]]:
+    """The instructions of each group of element-wise ops, in order. Args: program: without views."""
     members: dict[int, list[Instruction]] = {}
-    read_by: dict[str, set[int]] = {}
-    for i, instruction in enumerate(program.instructions):
-        members.setdefault(group[i], []).append(instruction)
-        for t in instruction.inputs:
-            read_by.setdefault(t, set()).add(group[i])
-    # In the order of the last members: a group runs when all that it reads is there.
-    last = {g: i for i, g in enumerate(group)}
-    instructions, used = [], set(program.inputs)
-    for g in networkx.lexicographical_topological_sort(waits, key=last.__getitem__):
-        one = members[g]
-        if len(one) == 1 and not is_elementwise(one[0]):
-            instructions.append(one[0])
-            used.update(one[0].outputs)
-            continue
-        own = {t for i in one for t in i.outputs}
-        inputs = tuple(dict.fromkeys(t for i in one for t in i.inputs if t not in own))
-        outputs = tuple(
-            t for i in one for t in i.outputs if t in program.output_set or read_by.get(t, {g}) != {g}
-        )
-        used.update(outputs)
-        moved = sum(program.tensors[t].content_bytes for t in (*inputs, *outputs))
-        instructions.append(
-            Instruction(
-                f"{one[-1].name}_fused", FUSED, inputs, outputs, phase=one[-1].phase, bytes=float(moved),
-                attributes={"ops": [i.op for i in one]},
-            )
-        )  # fmt: skip
-    tensors = {t: spec for t, spec in program.tensors.items() if t in used}
-    return replace(program, instructions=tuple(instructions), tensors=tensors)
+    for instruction, group in zip(program.instructions, _groups(program), strict=True):
+        if is_elementwise(instruction):
+            members.setdefault(group, []).append(instruction)
+    return list(members.values())
 
 
-def _groups(program: Program) -> tuple[list[int], networkx.DiGraph]:
-    """The number of the group of each instruction, and which group waits for which."""
+def _groups(program: Program) -> list[int]:
+    """The number of the group of each instruction."""
     group = list(range(len(program)))
     graph = networkx.DiGraph()
     graph.add_nodes_from(group)
@@ -80,7 +52,7 @@ def _groups(program: Program) -> tuple[list[int], networkx.DiGraph]:
                 continue
             group = [a if g == b else g for g in group]
             networkx.contracted_nodes(graph, a, b, self_loops=False, copy=False)
-    return group, graph
+    return group
 
 
 def _path_around(graph: networkx.DiGraph, a: int, b: int) -> bool:

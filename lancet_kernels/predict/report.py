@@ -44,7 +44,7 @@ def report(answer: Answer, found: Found | None = None) -> str:
 def _timeline(simulated: Simulated) -> dict[str, Any]:
     """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`."""
     kinds: dict[str, int] = {}
-    program = simulated.step.program
+    program = simulated.program
     held = frozenset(program.instructions[i].name for i in weight_gradients(program))
     rows = []
     for event in sorted(simulated.events, key=lambda event: event.start_ms)[:MOST_EVENTS]:

@@ -1,9 +1,10 @@
 """The best layouts of a step on a number of GPUs: experts over how many, what is sharded, microbatch,
 recomputation and strategy, at the same number of tokens per step.
 
-Layouts are visited in the order of a lower bound, the time of computation or of the link, whichever is
-longer, summed over all microbatches. Once this bound exceeds the tenth best step that fits, no later layout
-can be among the ten best. What does not fit for its states and what the forward keeps is not simulated.
+Layouts are visited in the order of a lower bound, the time of computation or of the all-to-alls, whichever is
+longer, summed over all microbatches, without what is computed again. Once this bound exceeds the tenth best
+step that fits, no later layout can be among the ten best. What does not fit for its states, or for what a
+forward without recomputation keeps, is not simulated.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.predict.answer import Answer, answer, parts_of
+from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.predict.answer import Answer, answer, depths_of, microbatches
+from lancet_kernels.predict.microbatch import Microbatch, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
-from lancet_kernels.predict.saved import POLICIES
-from lancet_kernels.predict.step import chained, kept_tensors, shares
-from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
+from lancet_kernels.predict.recomputation import POLICIES
+from lancet_kernels.schedules.time.peak_memory import Storages
 
 BEST = 10
 MOST_SIMULATED = 24
@@ -140,44 +141,39 @@ def layouts(question: Question) -> Iterator[Question]:
 
 def states_gib(question: Question) -> float:
     """Parameters, gradients and optimizer states of a rank."""
-    parts = parts_of(replace(question, microbatch=1, recompute="none"))
-    owned = [share for part in parts.chain for share in shares(part, question)]
+    numbers = (one.numbers for one in _plain(question))
+    of_experts, of_others = (
+        depths_of(question.hf).at_full_depth(*both) for both in zip(*numbers, strict=True)
+    )
+    owned = (Share.of(question, of_experts, True), Share.of(question, of_others, False))
     return gib(sum(size for share in owned for size in share.resident_bytes.values()))
 
 
 def kept_gib(question: Question) -> float:
-    """The least that activations take: what the forward keeps of all layers, while the backward of the last
-    one or of the head runs."""
-    parts = parts_of(question)
-    kept = [sum(k.program.tensors[t].bytes for t in kept_tensors(k.program)) for k in parts.kinds]
-    before = sum(kept[kind] for kind in parts.layers)
-    last = parts.layers[-1]
-    return gib(
-        max(before + _peak(parts.head.program), before - kept[last] + _peak(parts.kinds[last].program))
-    )
+    """The least that activations take; 0 with recomputation, which decides it."""
+    if question.policy != "none":
+        return 0.0
+    kept = (one.peak_bytes - Storages(one.program).resident_bytes for one in _plain(question))
+    return gib(depths_of(question.hf).at_full_depth(*kept))
 
 
-def _peak(program: Program) -> float:
-    """Peak of a part without its inputs."""
-    return peak_memory(program) - Storages(program).resident_bytes
+def _plain(question: Question) -> tuple[Microbatch, Microbatch]:
+    """A microbatch of the same size without recomputation and sharding, which many layouts share."""
+    return microbatches(replace(question, sharding="none", recompute="none", accumulate=1))
 
 
 def _bounded(question: Question) -> Layout:
-    """A layout with the lower bound of its step: each kind of part once, times how often the model has it."""
-    parts, cost = parts_of(question), question.cost
-    once = replace(parts, layers=tuple(range(len(parts.kinds))))
-    count = {0: 1, len(parts.kinds) + 1: 1}
-    count |= {kind + 1: parts.layers.count(kind) for kind in range(len(parts.kinds))}
-    step = chained(once, question, 1)
-    busy = {True: 0.0, False: 0.0}
-    for i in step.program.instructions:
-        first, part = i.name.split(".")[:2]
-        is_every_microbatch = first == "m0" and (
-            question.sharding == "full" or i.kind in (Kind.COMPUTE, Kind.ALL_TO_ALL)
-        )
-        if is_every_microbatch:
-            busy[i.kind is Kind.COMPUTE] += cost(i, step.program.tensors) * count[int(part[1:])]
-    return Layout(question, max(busy.values()) * question.accumulate)
+    """A layout with the lower bound of its step."""
+
+    def busy(one: Microbatch, kind: Kind) -> float:
+        instructions = (i for i in one.program.instructions if i.phase is not Phase.OPTIMIZER)
+        return sum(one.step.cost(i, one.program.tensors) for i in instructions if i.kind is kind)
+
+    bounds = (
+        depths_of(question.hf).at_full_depth(*(busy(one, kind) for one in _plain(question)))
+        for kind in (Kind.COMPUTE, Kind.ALL_TO_ALL)
+    )
+    return Layout(question, max(bounds) * question.accumulate)
 
 
 def _simulated(layout: Layout, result: Answer) -> Layout:

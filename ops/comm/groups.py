@@ -166,10 +166,20 @@ _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = W
 
 
 def groups_of_all_ranks(ranks: list[int], what: str = "process groups") -> list[list[int]]:
-    """The different groups among those that ranks give. Collective over all ranks of the job."""
-    gathered: list[list[int]] = [[]] * dist.get_world_size()
-    with waiting(f"comparison of the {what}"):
-        dist.all_gather_object(gathered, ranks)
+    """The different groups among those that ranks give. Collective over all ranks of the job.
+
+    Of a job whose other ranks are fake: groups of the same shape. Example: [0, 2] of four ranks, [1, 3].
+    """
+    world = dist.get_world_size()
+    gathered: list[list[int]] = [[]] * world
+    if dist.get_backend() == "fake":
+        for rank in range(world):
+            if not gathered[rank]:
+                for other in ranks:
+                    gathered[other + rank - ranks[0]] = [r + rank - ranks[0] for r in ranks]
+    else:
+        with waiting(f"comparison of the {what}"):
+            dist.all_gather_object(gathered, ranks)
     return [list(group) for group in sorted(set(map(tuple, gathered)))]
 
 

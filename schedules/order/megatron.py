@@ -8,57 +8,33 @@ Megatron can also delay weight gradients (`delay_wgrad_compute`): `with_delayed_
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
-from lancet_kernels.graph.program.program import Kind, Phase, Program
-from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
 
 DELAYED = 24
 """The most weight gradients that wait at once: those of two or three layers, whose activations stay alive."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """Positions of the instructions of a layer in one microbatch and phase; ahead: of the gathers that are
-    sent before them, behind: of the sums of gradients that are sent after them."""
+def paired_order(
+    program: Program, backward: Sequence[Sequence[int]], forward: Sequence[Sequence[int]]
+) -> list[int]:
+    """Positions of a pair in Megatron's order: a backward, and the forward of the next microbatch.
 
-    microbatch: int
-    phase: Phase
-    positions: list[int]
-    ahead: list[int]
-    behind: list[int]
-
-    @property
-    def alone(self) -> list[int]:
-        """All its positions, one after the other."""
-        return [*self.ahead, *self.positions, *self.behind]
-
-
-def paired_order(program: Program, blocks: Sequence[Block], ends: Sequence[int] = ()) -> list[int]:
-    """Positions in Megatron's order; the blocks of the first forward and of the last backward are alone.
-
-    Args: blocks: of all microbatches, in the order of their phases. ends: positions behind all blocks.
+    Args: backward, forward: the positions of each block, as many of each.
     """
-    by: dict[tuple[int, Phase], list[Block]] = {}
-    for block in blocks:
-        by.setdefault((block.microbatch, block.phase), []).append(block)
-    last = max(m for m, _ in by)
-    positions = [i for block in by[0, Phase.FORWARD] for i in block.alone]
-    for m in range(last):
-        for back, forth in zip(by[m, Phase.BACKWARD], by[m + 1, Phase.FORWARD], strict=True):
-            positions += (*back.ahead, *forth.ahead)
-            positions += _in_turns(list(_pieces(program, back)), list(_pieces(program, forth)))
-            positions += (*back.behind, *forth.behind)
-    return [*positions, *(i for block in by[last, Phase.BACKWARD] for i in block.alone), *ends]
+    positions: list[int] = []
+    for back, forth in zip(backward, forward, strict=True):
+        positions += _in_turns(list(_pieces(program, back)), list(_pieces(program, forth)))
+    return positions
 
 
-def _pieces(program: Program, block: Block) -> Iterator[list[int]]:
+def _pieces(program: Program, block: Sequence[int]) -> Iterator[list[int]]:
     """A block cut at its all-to-alls: computation, message, computation, message, computation. A block
     without messages is one piece."""
     piece: list[int] = []
-    for i in block.positions:
+    for i in block:
         if program.instructions[i].kind is Kind.ALL_TO_ALL:
             yield piece
             yield [i]
@@ -80,13 +56,15 @@ def _in_turns(back: list[list[int]], forth: list[list[int]]) -> Iterator[int]:
             yield from piece
 
 
-def with_delayed_weight_gradients(program: Program, ms: Sequence[float], order: Sequence[int]) -> list[int]:
+def with_delayed_weight_gradients(
+    program: Program, ms: Sequence[float], order: Sequence[int], weight_gradients: Collection[int]
+) -> list[int]:
     """The order with its weight gradients delayed: these run whenever computation would wait for a message,
     the oldest first, and at the latest before what reads them (their sums, the optimizer).
 
-    Args: ms: durations by position. order: positions in a valid order.
+    Args: ms: durations by position. order: positions in a valid order. weight_gradients: positions.
     """
-    delayed = frozenset(weight_gradients(program))
+    delayed = frozenset(weight_gradients)
     clock: Clock[int] = Clock()
     positions: list[int] = []
     waiting: deque[int] = deque()

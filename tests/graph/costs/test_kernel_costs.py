@@ -7,34 +7,40 @@ import pytest
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
-from lancet_kernels.graph.program.program import Instruction
+from lancet_kernels.graph.program.program import Instruction, TensorSpec
 
 H100 = load_cluster("dgx-h100")
 K = H100.kernels
 WITH_KERNELS = [name for name in cluster_names() if load_cluster(name).kernels]
 
 
-def gemm(groups: int, m: int, n: int, k: int, op: str = "aten.mm") -> Instruction:
-    return Instruction("gemm", op, flops=2.0 * groups * m * n * k, attributes={"gemm": (groups, m, n, k)})
+def gemm_ms(
+    costs: KernelCosts, groups: int, m: int, n: int, k: int, op: str = "lancet.grouped_gemm"
+) -> float:
+    """The time of a product of x[groups * m, k] and w[groups, k, n]."""
+    shapes = {"x": (groups * m, k), "counts": (1, groups), "w": (groups, k, n), "y": (groups * m, n)}
+    tensors = {name: TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items()}
+    one = Instruction("gemm", op, ("x", "counts", "w"), ("y",), flops=2.0 * groups * m * n * k)
+    return costs(one, tensors)
 
 
 def test_a_gemm_that_fills_its_waves():
     costs = KernelCosts(H100, 8)
     # 128 x 256 tiles: 33 x 4 = 132, one on each multiprocessor.
-    ms = costs(gemm(1, 33 * 128, 4 * 256, 4096), {})
+    ms = gemm_ms(costs, 1, 33 * 128, 4 * 256, 4096, "aten.mm")
     efficiency = K.dense * 4096 / (4096 + K.k_overhead)
     assert ms == pytest.approx(2 * 33 * 128 * 1024 * 4096 / (989e9 * efficiency) + K.kernel_us * 1e-3)
 
 
 def test_one_more_tile_takes_another_wave():
     costs = KernelCosts(replace(H100, kernels=replace(K, kernel_us=0.0)), 8)
-    one, more = (costs(gemm(1, rows * 128, 1024, 4096), {}) for rows in (33, 34))
+    one, more = (gemm_ms(costs, 1, rows * 128, 1024, 4096, "aten.mm") for rows in (33, 34))
     assert more == pytest.approx(2 * one)
 
 
 def test_few_rows_per_expert_are_slow():
     costs = KernelCosts(H100, 8)
-    many, few = (costs(gemm(g, 32768 // g, 2048, 2048, "lancet.grouped_gemm"), {}) for g in (8, 256))
+    many, few = (gemm_ms(costs, g, 32768 // g, 2048, 2048) for g in (8, 256))
     assert few > 1.3 * many
 
 

@@ -13,7 +13,7 @@ from lancet_kernels.predict.answer import answer
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.report import PUBLISHED, report
 from lancet_kernels.predict.search import Found, layouts, search
-from tests.lancet_kernels.predict.small_models import QWEN3, written
+from tests.lancet_kernels.predict.small_models import DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
 
@@ -21,14 +21,22 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def question(tmp_path_factory):
     return Question(
-        written(tmp_path_factory.mktemp("qwen3"), QWEN3), "dgx-h100", 8, 8, sequence=64, accumulate=4
-    )
+        written(tmp_path_factory.mktemp("qwen3"), QWEN3, num_hidden_layers=1), "dgx-h100", 8, 8, sequence=64,
+        accumulate=4,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(question) -> Found:
-    """The best layouts of two GPUs."""
-    return search(replace(question, gpus=2, expert_ranks=1, accumulate=1))
+def dense(tmp_path_factory):
+    """One layer on two GPUs."""
+    hf = written(tmp_path_factory.mktemp("dense"), DENSE, num_hidden_layers=1)
+    return Question(hf, "dgx-h100", 2, 1, sequence=64)
+
+
+@pytest.fixture(scope="module")
+def found(dense) -> Found:
+    """The best layouts."""
+    return search(dense)
 
 
 class Page(HTMLParser):
@@ -80,10 +88,10 @@ def test_a_name_cannot_end_the_data(question, monkeypatch, tmp_path):
     assert json.loads(Page(text).scripts["application/json"])["published"][0]["name"] == "</script><b>"
 
 
-def test_the_search_finds_what_all_layouts_give(question, found):
+@pytest.mark.long
+def test_the_search_finds_what_all_layouts_give(dense, found):
     """Against every layout simulated."""
-    asked = replace(question, gpus=2, expert_ranks=1, accumulate=1)
-    every = {layout: answer(layout) for layout in layouts(asked)}
+    every = {layout: answer(layout) for layout in layouts(dense)}
     times = sorted(one.strategies[one.best].step_ms for one in every.values())
     assert [one.step_ms for one in found.best] == pytest.approx(times[: len(found.best)])
     assert len(found.best) + len(found.others) == len(every)
@@ -98,11 +106,10 @@ def test_nothing_fits(tmp_path):
         search(replace(asked, sequence=64))
 
 
-def test_a_search_without_time_says_so(question):
+def test_a_search_without_time_says_so(dense):
     """In no time, nothing is simulated."""
-    asked = replace(question, gpus=2, expert_ranks=1, accumulate=1)
     with pytest.raises(UserError, match="--search-seconds"):
-        search(asked, 0.0)
+        search(dense, 0.0)
 
 
 def test_what_a_bound_promises(found):

@@ -1,7 +1,7 @@
 """Megatron's order on two microbatches that a hand can check, and its delayed weight gradients."""
 
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.schedules.order.megatron import Block, paired_order, with_delayed_weight_gradients
+from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
 from lancet_kernels.schedules.time.simulate import run
 
 
@@ -19,36 +19,34 @@ def layer(microbatch: int, phase: Phase) -> list[Instruction]:
     return steps
 
 
-def chain() -> tuple[Program, list[Block], list[float]]:
-    """Two microbatches of one layer; everything takes a millisecond."""
-    instructions: list[Instruction] = []
-    blocks = []
-    for microbatch in (0, 1):
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            first = len(instructions)
-            instructions += layer(microbatch, phase)
-            blocks.append(Block(microbatch, phase, list(range(first, len(instructions))), [], []))
+def pair() -> tuple[Program, list[list[int]]]:
+    """The backward and the forward of one layer; everything takes a millisecond."""
+    halves = [layer(0, Phase.BACKWARD), layer(1, Phase.FORWARD)]
+    instructions = [instruction for half in halves for instruction in half]
     tensors = {t: TensorSpec(t, (1,)) for i in instructions for t in i.outputs}
-    return Program("chain", tuple(instructions), tensors), blocks, [1.0] * len(instructions)
+    first = len(halves[0])
+    return Program("pair", tuple(instructions), tensors), [
+        list(range(first)),
+        list(range(first, len(instructions))),
+    ]
 
 
 def test_pieces_of_a_backward_and_a_forward_take_turns():
-    program, blocks, _ = chain()
-    names = [program.instructions[i].name for i in paired_order(program, blocks)]
-    assert names[:5] == ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4"]
-    pair = names[5:-7]
-    without_gradients = [name for name in pair if not name.endswith("dw")]
+    program, (backward, forward) = pair()
+    names = [program.instructions[i].name for i in paired_order(program, [backward], [forward])]
+    without_gradients = [name for name in names if not name.endswith("dw")]
     assert without_gradients == "B0.0 B0.1 F1.0 B0.2 F1.1 B0.3 F1.2 B0.4 F1.3 F1.4".split()
-    assert names[-7:] == [i.name for i in layer(1, Phase.BACKWARD)]
 
 
 def test_delayed_weight_gradients_fill_what_waits():
-    """In the last backward nothing else is left to compute while messages travel."""
-    program, blocks, ms = chain()
-    order = paired_order(program, blocks)
-    delayed = with_delayed_weight_gradients(program, ms, order)
+    """A backward alone, in which nothing else is left to compute while messages travel."""
+    program, (backward, forward) = pair()
+    order = [*forward, *backward]
+    ms = [1.0] * len(program)
+    gradients = [n for n, i in enumerate(program.instructions) if i.name.endswith("dw")]
+    delayed = with_delayed_weight_gradients(program, ms, order, gradients)
     assert sorted(delayed) == sorted(order)
     assert program.reordered(delayed)
     names = [program.instructions[i].name for i in delayed]
-    assert names[names.index("B1.1") + 1].endswith(".dw")
+    assert names[names.index("B0.1") + 1].endswith(".dw")
     assert run(program, ms, delayed).iteration_ms < run(program, ms, order).iteration_ms

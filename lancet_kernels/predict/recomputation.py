@@ -7,57 +7,41 @@ attention   also attention, from query, key and value
 experts     also the experts, from the rows that were received
 full        everything, from the input of the layer (activation checkpointing of whole layers)
 
-A recomputed instruction is a copy in the backward, as `graph.capture.recompute` makes it.
+What is recomputed becomes part of the graph, by the pass that `optimize` uses (`graph.capture.recompute`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import networkx
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from lancet_kernels.graph.program.program import Instruction, Phase, Program, recomputed_name
+from lancet_kernels.graph.capture.layer_names import layer_name
+from lancet_kernels.graph.capture.recompute import insert_recomputation
+from lancet_kernels.graph.from_fx import is_element, program_from_fx
+from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.fusion import is_elementwise
-from lancet_kernels.predict.parts import Part
 
 POLICIES = ("none", "attention", "experts", "full")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERTS = ("lancet.grouped_gemm", "lancet.expert_activation")
 
 
-def with_recomputation(part: Part, policy: str) -> Part:
-    """The part with what the backward recomputes as instructions of its own, and without views.
-
-    Args: policy: one of `POLICIES`; "full" for layers only.
-    """
-    program = without_views(part.program)
-    named = part.program.storage
-    part = replace(
-        part,
-        program=program,
-        takes=named.get(part.takes, ""),
-        gives=named[part.gives],
-        gets=named.get(part.gets, ""),
-        returns=named.get(part.returns, ""),
-        parameters={
-            named[t]: replace(p, gradient=named.get(p.gradient, "")) for t, p in part.parameters.items()
-        },
-    )
-    whole = policy == "full" and bool(part.takes and part.returns)
-    saved = set(program.inputs) if whole else _saved(program, _recomputable(policy))
-    return replace(part, program=_recomputing(program, saved, eagerly=whole))
-
-
 def without_views(program: Program) -> Program:
-    """The Program in which every reader of a view reads the tensor that owns the storage. Forward first."""
+    """The Program in which every reader of a view reads the tensor that owns the storage, in any order that
+    the reads allow. Forward first."""
     owner = program.storage
 
     def named(tensors: Collection[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(owner[t] for t in tensors))
 
     kept = [
-        replace(i, inputs=named(i.inputs), outputs=named(i.outputs), mutates=named(i.mutates))
+        replace(i, inputs=named(i.inputs), outputs=named(i.outputs), mutates=named(i.mutates), after="")
         for i in program.instructions
         if not (i.is_free and program.is_view(i))
     ]
@@ -77,9 +61,10 @@ def _recomputable(policy: str) -> Callable[[Instruction], bool]:
     return lambda instruction: is_elementwise(instruction) or instruction.op in ops
 
 
-def _saved(program: Program, recomputable: Callable[[Instruction], bool]) -> set[str]:
+def kept_tensors(program: Program, policy: str) -> set[str]:
     """The tensors of the forward that are kept: a minimum cut between what cannot be computed again and what
-    the backward reads."""
+    the backward reads. Args: program: without views. policy: but "full"."""
+    recomputable = _recomputable(policy)
     forward = [i for i in program.instructions if i.phase is Phase.FORWARD]
     made = {t for i in forward for t in i.outputs}
     again = {t for i in forward if recomputable(i) for t in i.outputs}
@@ -111,39 +96,31 @@ def _saved(program: Program, recomputable: Callable[[Instruction], bool]) -> set
     return cut | forced | set(program.inputs)
 
 
-def _recomputing(program: Program, saved: Collection[str], eagerly: bool) -> Program:
-    """The backward reads copies of what is not kept. eagerly: they are computed at its beginning, otherwise
-    before their first reader."""
-    producer = {t: i for i in program.instructions if i.phase is Phase.FORWARD for t in i.outputs}
-    tensors = dict(program.tensors)
-    result = [i for i in program.instructions if i.phase is Phase.FORWARD]
-    backward = [i for i in program.instructions if i.phase is not Phase.FORWARD]
-    renamed: dict[str, str] = {}
+def layer_of(node: fx.Node) -> str:
+    """The number of the layer that a node is in, as text; "": in none."""
+    layer = _LAYER.search(layer_name(node) + ".")
+    return layer.group(1) if layer else ""
 
-    def again(tensor: str) -> str:
-        if tensor not in producer or tensor in saved:
-            return tensor
-        if tensor not in renamed:
-            original = producer[tensor]
-            inputs = tuple(again(t) for t in original.inputs)
-            for t in original.outputs:
-                renamed[t] = recomputed_name(t)
-                tensors[renamed[t]] = replace(tensors[t], name=renamed[t])
-            result.append(
-                replace(
-                    original,
-                    name=recomputed_name(original.name),
-                    inputs=inputs,
-                    outputs=tuple(renamed[t] for t in original.outputs),
-                    phase=Phase.BACKWARD,
-                )
+
+def recompute_as(joint: fx.GraphModule, policy: str) -> None:
+    """Make what the backward recomputes part of a captured joint graph. Args: policy: one of `POLICIES`."""
+    program = program_from_fx(joint)
+    viewless = without_views(program)
+    saved = set() if policy == "full" else kept_tensors(viewless, policy)
+    owner, instruction_of = program.storage, program.index
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        layer = layer_of(node)
+        if policy == "full":
+            is_recomputed = bool(layer)
+        else:
+            source = node.args[0] if is_element(node) else node
+            instruction = program.instructions[instruction_of[source.name]]
+            is_recomputed = (instruction.is_free and program.is_view(instruction)) or (
+                _recomputable(policy)(instruction) and not saved & {owner[t] for t in instruction.outputs}
             )
-        return renamed[tensor]
-
-    if eagerly:
-        for i in backward:
-            for t in i.inputs:
-                again(t)
-    for i in backward:
-        result.append(replace(i, inputs=tuple(again(t) for t in i.inputs)))
-    return replace(program, instructions=tuple(result), tensors=tensors)
+        node.meta["ac_graph_id"] = layer
+        if is_recomputed:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    insert_recomputation(joint)

@@ -1,0 +1,132 @@
+"""The Program of a captured step as the kernels that a compiler makes of it, in memory and time.
+
+It keeps its instructions, so that ranges of its graph can be cut; what is fused shows in bytes:
+
+- A group of element-wise ops is one pass over memory. Its last member has the bytes that the group reads from
+  outside and writes for others; the others cost a launch, and what stays inside the group takes no memory.
+- A dispatcher sorts received rows by expert, and back: `SORTS` names the operand of the product before or
+  behind which it does.
+- A dispatcher that sends tokens reads them where they lie, and brings back each once.
+- Routing weights are applied inside the experts, where their gradients cost next to nothing
+  (`model_step.weights_inside_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from lancet_kernels.graph.costs.clusters import Dispatcher
+from lancet_kernels.graph.costs.kernel_costs import LAUNCHES, SORTS
+from lancet_kernels.graph.costs.part_instruction import whole_name
+from lancet_kernels.graph.program.program import Instruction, Kind, Program
+from lancet_kernels.predict.fusion import fused_groups
+from lancet_kernels.predict.recomputation import without_views
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a dispatcher and fused kernels change a step's Program.
+
+    sends: of the dispatcher, "rows" or "tokens". top_k: experts per token. inside: tensors that no fused
+    kernel writes to memory.
+    """
+
+    carrier: Dispatcher
+    top_k: int
+    inside: Collection[str] = ()
+
+    def of(self, program: Program) -> tuple[Program, Kernels]:
+        """The Program of a whole step as kernels, and with what stays inside them."""
+        viewless = without_views(program)
+        changed: dict[str, Instruction] = {}
+        inside: set[str] = set()
+        for members in fused_groups(viewless):
+            own = {t for i in members for t in i.outputs}
+            names = {i.name for i in members}
+            read = {t for i in members for t in i.inputs if t not in own}
+            written = {
+                t
+                for t in own
+                if t in viewless.output_set
+                or any(viewless.instructions[c].name not in names for c in viewless.consumers[t])
+            }
+            inside |= own - written
+            moved = float(sum(viewless.tensors[t].content_bytes for t in read | written))
+            for i in members:
+                last = i is members[-1]
+                changed[i.name] = replace(
+                    program.instructions[program.index[i.name]],
+                    bytes=moved if last else 0.0,
+                    attributes={**i.attributes, LAUNCHES: not last},
+                )
+        for i in viewless.instructions:
+            if i.op == "lancet.combine_dweight":
+                size = float(viewless.tensors[i.outputs[0]].content_bytes)
+                changed[i.name] = replace(program.instructions[program.index[i.name]], bytes=size)
+            if i.kind is Kind.ALL_TO_ALL:
+                name, tensor = self._sorting(viewless, i)
+                if name:
+                    one = changed.get(name, program.instructions[program.index[name]])
+                    operands = [program.storage[t] for t in (*one.inputs, *one.outputs)]
+                    changed[name] = replace(one, attributes={**one.attributes, SORTS: operands.index(tensor)})
+        kernels = replace(self, inside=frozenset(inside))
+        whole = replace(program, instructions=tuple(changed.get(i.name, i) for i in program.instructions))
+        return kernels.in_memory(whole), kernels
+
+    @staticmethod
+    def _sorting(program: Program, message: Instruction) -> tuple[str, str]:
+        """The instruction that reads received rows first, or whose result is sent back, and the tensor."""
+        if message.attributes.get("to_experts"):
+            tensor = message.outputs[0]
+            return next(
+                (
+                    (program.instructions[i].name, tensor)
+                    for i in sorted(program.consumers[tensor])
+                    if program.instructions[i].kind is Kind.COMPUTE
+                ),
+                ("", ""),
+            )
+        tensor = message.inputs[0]
+        position = program.producer.get(tensor)
+        return ("", "") if position is None else (program.instructions[position].name, tensor)
+
+    def in_memory(self, program: Program) -> Program:
+        """The Program, of which ranges may be cut, with the memory that its tensors take as kernels."""
+        tensors = dict(program.tensors)
+        for t, spec in tensors.items():
+            if spec.bytes and whole_name(t) in self.inside:
+                tensors[t] = replace(spec, bytes=0)
+        for i in program.instructions:
+            if self.carrier.sends == "rows":
+                break
+            if i.op == "lancet.dispatch":
+                tensors |= {t: replace(tensors[t], bytes=0) for t in i.outputs}
+            elif i.kind is Kind.ALL_TO_ALL and not i.attributes.get("to_experts"):
+                size = tensors[i.outputs[0]].content_bytes // self.top_k
+                tensors |= {t: replace(tensors[t], bytes=size) for t in i.outputs}
+        return replace(program, tensors=tensors)
+
+    def with_copies(self, program: Program) -> Program:
+        """The Program with the second copy of rows that are sorted behind an exchange, or back before it."""
+        if self.carrier.sends == "tokens" or not self.carrier.receive_passes:
+            return program
+        tensors = dict(program.tensors)
+        read: dict[str, str] = {}
+        written: dict[str, str] = {}
+        for i in program.instructions:
+            if i.kind is Kind.ALL_TO_ALL:
+                to_experts = i.attributes.get("to_experts")
+                name, tensor = self._sorting(program, i)
+                copy = f"{tensor} unsorted"
+                if name and copy not in tensors:
+                    tensors[copy] = replace(tensors[tensor], name=copy, alias_of=None)
+                    written[i.name if to_experts else name] = read[name if to_experts else i.name] = copy
+        instructions = []
+        for i in program.instructions:
+            more_read = (read[i.name],) if i.name in read else ()
+            more_written = (written[i.name],) if i.name in written else ()
+            instructions.append(
+                replace(i, inputs=(*i.inputs, *more_read), outputs=(*i.outputs, *more_written))
+            )
+        return replace(program, instructions=tuple(instructions), tensors=tensors)

@@ -1,0 +1,305 @@
+"""One microbatch of a question's step at a certain depth: the step that is captured, as kernels, with costs,
+with what stays in memory between steps, and with the optimizer; and two of them beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.costs.kernel_costs import LAUNCHES
+from lancet_kernels.graph.from_fx import GATHERS
+from lancet_kernels.graph.meta import UNIT
+from lancet_kernels.graph.program.program import (
+    Instruction,
+    Kind,
+    Phase,
+    Program,
+    TensorSpec,
+    original_name,
+)
+from lancet_kernels.layer.model_layers import expert_parameters
+from lancet_kernels.optimization.step import ModelStep
+from lancet_kernels.predict.kernels import Kernels
+from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.recomputation import layer_of
+from lancet_kernels.schedules.cut.ranges import PartitionRange
+from lancet_kernels.schedules.order.weight_gradients import sums_gradients, weight_gradients
+from lancet_kernels.schedules.rewrite.pairs import Pair, pair_of, program_of_pair
+from lancet_kernels.schedules.rewrite.walk import UNPLANNED, split
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.time.peak_memory import peak_memory
+
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
+"""Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""
+STATE_TRAFFIC = 2 * STATE_BYTES + 4 * GRADIENT_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
+"""Bytes that an optimizer step moves for each number of a rank's shard: states read and written; the gradient
+read for its norm, read and written to clip it, read for the update; the float32 copy read again to write the
+weight."""
+GRADIENT_TRAFFIC = 3 * GRADIENT_BYTES
+"""Bytes for each gradient of a rank: read and written to divide it by the number of ranks; cleared."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+HOST_WAITS = "host_waits"
+"""Attribute of a pair's message: does the host wait before it for the sizes of what its rank receives?"""
+_KEPT = "kept_by_the_forward"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a model's parameters: those of its experts, or all others.
+
+    replicas: how many ranks hold the same ones. shards: into how many parameters and gradients are cut;
+    states: the optimizer's states.
+    """
+
+    numbers: float
+    replicas: int
+    shards: int
+    states: int
+
+    @classmethod
+    def of(cls, question: Question, numbers: float, is_expert: bool) -> Share:
+        """What a question's layout makes of so many numbers."""
+        replicas = question.replicas(is_expert)
+        shards = replicas if question.sharding == "full" else 1
+        return cls(numbers, replicas, shards, 1 if question.sharding == "none" else replicas)
+
+    @property
+    def resident_bytes(self) -> dict[str, float]:
+        """By what it is: of parameters, gradients, the optimizer's states."""
+        return {
+            PARAMETERS: self.numbers * WEIGHT_BYTES / self.shards,
+            GRADIENTS: self.numbers * GRADIENT_BYTES / self.shards,
+            OPTIMIZER: self.numbers * STATE_BYTES / self.states,
+        }
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """What an optimizer step moves."""
+        return self.numbers * (STATE_TRAFFIC / self.states + GRADIENT_TRAFFIC / self.shards)
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """A microbatch whose step has costs."""
+
+    question: Question
+    step: ModelStep
+    kernels: Kernels
+    numbers: tuple[int, int]
+    """How many a rank has in parameters of experts, and in all others."""
+
+    @classmethod
+    def of(cls, question: Question, step: ModelStep) -> Microbatch:
+        """The microbatch of a captured step. Args: step: without costs."""
+        cost, program = question.cost, step.program
+        if question.sharding == "optimizer":
+            program = _without_copies(program, step)
+        program, kernels = Kernels(cost.carrier, cost.top_k).of(program)
+        experts = set(expert_parameters(step.model))
+        of_experts = sum(p.numel() for p in experts)
+        numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
+        timed = _with_optimizer(_shared(program, step, question), question, numbers)
+        return cls(question, replace(step, timed=timed, cost=cost), kernels, numbers)
+
+    @property
+    def program(self) -> Program:
+        return self.step.program
+
+    @property
+    def flops(self) -> float:
+        """Without those of what is computed again."""
+        return sum(i.flops for i in self.program.instructions if original_name(i.name) is None)
+
+    def cut(self, ranges: Sequence[PartitionRange]) -> Program:
+        """The Program with ranges cut."""
+        if not ranges:
+            return self.program
+        program = self.kernels.in_memory(self.step.cutter(ranges))
+        inputs = {t: self.program.tensors[t] for t in program.inputs}
+        return replace(program, tensors={**program.tensors, **inputs})
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Peak memory in the original order."""
+        return peak_memory(self.program)
+
+    def planner(self, limit_gb: float) -> Planner:
+        """Plans the microbatch within a memory limit."""
+        return Planner(self.program, self.step.cost, PlanningOptions(memory_limit_gb=limit_gb), self.cut)
+
+    @cached_property
+    def pair(self) -> PairOfMicrobatches:
+        """The backward of one beside the forward of the next."""
+        return PairOfMicrobatches.of(self)
+
+
+def _without_copies(program: Program, step: ModelStep) -> Program:
+    """Without the copies that lay parameters of a unit side by side, and gradients: a sharded optimizer has
+    them in one flat buffer."""
+    inserted = {node.name for node in step.module.graph.nodes if "partitioner_tag" not in node.meta}
+    return replace(
+        program,
+        instructions=tuple(
+            replace(i, op="lancet_prediction.flat", bytes=0.0)
+            if i.name in inserted and i.kind is Kind.COMPUTE
+            else i
+            for i in program.instructions
+        ),
+    )
+
+
+def _shared(program: Program, step: ModelStep, question: Question) -> Program:
+    """The Program of one of the microbatches: sums of gradients are float32, and shared, unless FSDP sums
+    those of each microbatch; so is the gather after a sharded optimizer's step. Their results lie in the
+    gradients and parameters that stay."""
+    sums = step.sums_of_gradients
+    units = {node.name for node in step.module.graph.nodes if UNIT.on(node)}
+    tensors, instructions = dict(program.tensors), []
+    for i in program.instructions:
+        if i.name in sums or GATHERS in i.attributes:
+            of_step = question.sharding != "full"
+            if of_step and i.name in sums:
+                i = replace(i, bytes=i.bytes * GRADIENT_BYTES / WEIGHT_BYTES)
+            if of_step and question.accumulate > 1:
+                ms = question.cost(i, program.tensors) / question.accumulate
+                i = replace(i, milliseconds=ms, microbatches=question.accumulate)
+        if i.name in sums or (question.sharding == "optimizer" and i.name in units):
+            tensors |= {t: replace(tensors[t], bytes=0) for t in i.outputs}
+        instructions.append(i)
+    return replace(program, instructions=tuple(instructions), tensors=tensors, outputs=program.outputs[:1])
+
+
+def _with_optimizer(program: Program, question: Question, numbers: tuple[int, int]) -> Program:
+    """The Program with the step of the optimizer behind the last sums, and with what stays between steps."""
+    own = [Share.of(question, n, is_expert) for n, is_expert in zip(numbers, (True, False), strict=True)]
+    resident = {
+        kind: int(sum(share.resident_bytes[kind] for share in own)) for kind in (GRADIENTS, OPTIMIZER)
+    }
+    tensors = dict(program.tensors)
+    if question.sharding == "optimizer":
+        # Whole, and not only the shards that are gathered.
+        tensors |= {t: replace(tensors[t], bytes=0) for t in program.parameters}
+        resident[PARAMETERS] = int(sum(share.resident_bytes[PARAMETERS] for share in own))
+    kept = {kind: TensorSpec(kind, (), bytes=size) for kind, size in resident.items()}
+    last = [i for i in program.instructions if i.phase is Phase.BACKWARD and i.outputs][-1]
+    read = dict.fromkeys(t for i in (*filter(sums_gradients, program.instructions), last) for t in i.outputs)
+    adam = Instruction(
+        "optimizer", "lancet_prediction.adam", (OPTIMIZER, *read), (), phase=Phase.OPTIMIZER,
+        bytes=sum(share.optimizer_bytes for share in own) / question.accumulate,
+        microbatches=question.accumulate,
+    )  # fmt: skip
+    return replace(
+        program,
+        instructions=(*program.instructions, adam),
+        tensors={**tensors, **kept},
+        inputs=(*program.inputs, *kept),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PairOfMicrobatches:
+    """The backward of a microbatch and the forward of the next, which sum no gradients.
+
+    program: with times; its first instruction is what the first forward kept. original: by name of an
+    instruction, its name in one microbatch. layers: by that name, the layer that it is in; "": none.
+    """
+
+    program: Program
+    alone: Program
+    original: Mapping[str, str]
+    layers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, alone: Microbatch) -> PairOfMicrobatches:
+        """Two microbatches of the same step."""
+        step, single = alone.step, alone.program
+        halves = split(replace(step, module=copy_of(step.module)), UNPLANNED).halves
+        pair = pair_of(*halves)
+        ms = [0.0 if i.microbatches > 1 else step.cost(i, single.tensors) for i in single.instructions]
+        timed = tuple(replace(i, milliseconds=t) for i, t in zip(single.instructions, ms, strict=True))
+        program = program_of_pair(pair, replace(single, instructions=timed))
+        original = {instruction.name: pair.original[instruction.name] for instruction in program.instructions}
+        layers = {node.name: layer_of(node) for node in step.module.graph.nodes}
+        program = _as_kernels(program, single, {**pair.original, **_inverse(pair)})
+        state = {*single.parameters, *pair.forward_inputs.values()}
+        kept = tuple(t for t in program.inputs if t not in state)
+        resident = {t: single.tensors[t] for t in (PARAMETERS, GRADIENTS, OPTIMIZER) if t in single.tensors}
+        # It is freed as soon as nothing reads it.
+        first = Instruction(_KEPT, "lancet_prediction.kept", (), kept, phase=Phase.BACKWARD)
+        program = replace(
+            program,
+            instructions=(first, *program.instructions),
+            tensors={**program.tensors, **resident},
+            inputs=(*(t for t in program.inputs if t in state), *resident),
+            parameters=tuple(t for t in program.inputs if t in single.parameter_set),
+        )
+        return cls(program, single, original, layers)
+
+    @cached_property
+    def weight_gradients(self) -> list[int]:
+        """Positions of the backward's weight gradients."""
+        gradients = {self.alone.instructions[i].name for i in weight_gradients(self.alone)}
+        return [n for n, i in enumerate(self.program.instructions) if self.original.get(i.name) in gradients]
+
+    @cached_property
+    def blocks(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The positions of the backward's and of the forward's blocks, as many of each: the embedding, every
+        layer, the head."""
+        halves: dict[Phase, list[tuple[int, str]]] = {Phase.BACKWARD: [], Phase.FORWARD: []}
+        for n, i in enumerate(self.program.instructions):
+            if name := self.original.get(i.name):
+                whole = self.alone.instructions[self.alone.index[name]]
+                # Views, constants and casts may stand outside their layer.
+                marks = whole.flops or whole.kind is Kind.ALL_TO_ALL
+                halves[whole.phase].append((n, self.layers[name] if marks else ""))
+        return _blocks(halves[Phase.BACKWARD]), _blocks(halves[Phase.FORWARD])
+
+
+def waits_for_sizes(instruction: Instruction) -> bool:
+    """Does the host wait for the sizes of what its rank receives? In the forward; the backward knows them."""
+    if HOST_WAITS in instruction.attributes:
+        return bool(instruction.attributes[HOST_WAITS])
+    to_experts = bool(instruction.attributes.get("to_experts"))
+    return instruction.kind is Kind.ALL_TO_ALL and instruction.phase is Phase.FORWARD and to_experts
+
+
+def _blocks(positions: Sequence[tuple[int, str]]) -> list[list[int]]:
+    """Positions, in their order, cut where a new layer begins and behind the last one."""
+    last = max((k for k, (_, layer) in enumerate(positions) if layer), default=-1)
+    blocks: list[list[int]] = [[]]
+    seen = {""}
+    for k, (position, layer) in enumerate(positions):
+        if layer not in seen or k == last + 1:
+            blocks.append([])
+            seen.add(layer)
+        blocks[-1].append(position)
+    return blocks if last + 1 < len(positions) else [*blocks, []]
+
+
+def _inverse(pair: Pair) -> dict[str, str]:
+    """By name of a placeholder of the pair, its name in its half."""
+    halves = (pair.backward_inputs, pair.forward_inputs)
+    return {own: name for inputs in halves for name, own in inputs.items()}
+
+
+def _as_kernels(program: Program, single: Program, original: Mapping[str, str]) -> Program:
+    """A pair's Program with the memory and the launches of the same instructions of one."""
+
+    def in_single(tensor: str) -> TensorSpec | None:
+        node, dot, element = tensor.partition(".")
+        return single.tensors.get(f"{original.get(node, node)}{dot}{element}")
+
+    sizes = {t: same.bytes for t in program.tensors if (same := in_single(t)) is not None}
+    instructions = []
+    for i in program.instructions:
+        whole = single.instructions[single.index[original[i.name]]]
+        marks: dict[str, object] = {HOST_WAITS: waits_for_sizes(whole)}
+        if LAUNCHES in whole.attributes:
+            marks[LAUNCHES] = whole.attributes[LAUNCHES]
+        instructions.append(replace(i, attributes={**i.attributes, **marks}))
+    tensors = {t: replace(spec, bytes=sizes.get(t, spec.bytes)) for t, spec in program.tensors.items()}
+    return replace(program, instructions=tuple(instructions), tensors=tensors)

@@ -1,0 +1,87 @@
+"""The training step of a model of transformers, captured on fake ranks by the code that `optimize` runs.
+
+The model may have fewer layers than its config says (`config.depths`); `answer` extends what it says of them.
+"""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.layer.fsdp import fsdp
+from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.optimization.guards import example_arguments
+from lancet_kernels.optimization.step import ModelStep, capture_step
+from lancet_kernels.predict.config import check_experts, load_config, meta_model, shortened
+from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.recomputation import recompute_as
+from lancet_kernels.transformers.convert import convert
+
+
+class _Loss(nn.Module):
+    """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits.float(), labels.flatten())
+
+
+@without_garbage_collection()
+def model_step(question: Question, layers: int) -> ModelStep:
+    """The step of one microbatch of the first `layers` layers, without costs.
+
+    Raises: UserError for experts that the ranks do not divide, and for blocks that cannot be converted.
+    """
+    check_experts(question.experts, question.expert_ranks)
+    config = shortened(load_config(question.hf), layers)  # a configuration of its own
+    # transformers asks no server, whatever the environment says.
+    with fake_ranks(question.gpus), mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
+        groups = (
+            Groups.of_consecutive(question.gpus, question.expert_ranks) if question.gpus > 1 else Groups()
+        )
+        model = meta_model(config)
+        if question.experts:
+            convert(model, groups, strict=True)
+        step = _Loss(model)
+        with without_contents():
+            step.to_empty(device="cpu")
+            ids = torch.zeros(question.microbatch, question.sequence, dtype=torch.int64)
+        if question.sharding != "none" and question.gpus > 1:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+            fsdp(
+                step,
+                groups=groups,
+                mp_policy=policy,
+                reshard_after_forward=question.sharding == "full",
+            )
+
+        def rewrite(joint: fx.GraphModule) -> None:
+            weights_inside_experts(joint)
+            recompute_as(joint, question.policy)
+
+        return capture_step(step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite)
+
+
+def weights_inside_experts(joint: fx.GraphModule) -> None:
+    """Routing weights are applied inside the experts, not to the rows that come back: their gradient reads
+    rows that the backward sends, so that no others are kept, or sent again where the forward is
+    recomputed."""
+    for node in joint.graph.nodes:
+        if op_name(node) == "lancet.combine_dweight":
+            gradient, _, row = node.args
+            sent = next(u for u in gradient.users if op_name(u) == "lancet.dispatch" and u.args[1] is row)
+            if not sent < node:
+                sent.append(node)
+            node.args = (gradient, sent, row)
+    joint.recompile()

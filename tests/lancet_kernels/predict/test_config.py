@@ -1,0 +1,45 @@
+"""Configurations: which layers are captured, and errors in one line."""
+
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, written
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "captured"),
+    [
+        ([0] * 48, Depths(3, 6, 14)),
+        ([0] * 3 + [1] * 58, Depths(6, 9, 52 / 3)),  # DeepSeek-V3: three dense layers
+        ([0, 1] * 18, Depths(4, 8, 7)),  # GPT-OSS: attention with and without a window
+        ([0, 0, 0, 1] * 12, Depths(4, 8, 10)),  # Qwen3-Next: every fourth attends
+        ([0, 0, 0, 1] * 12 + [0, 0], Depths(6, 10, 10)),
+        ([0] * 6, Depths(6, 6, 0)),
+        ([0, 1, 2, 3, 4, 5], Depths(6, 6, 0)),
+        ([0], Depths(1, 1, 0)),
+    ],
+)
+def test_depths_by_hand(kinds, captured):
+    chosen = depths(kinds)
+    assert chosen == captured
+    # A layer each: all layers are counted, those of every kind.
+    for kind in set(kinds):
+        fewer, more = (kinds[:n].count(kind) for n in (chosen.fewer, chosen.more))
+        assert chosen.at_full_depth(fewer, more) == kinds.count(kind)
+
+
+def test_layers_alike_are_of_one_kind(tmp_path):
+    assert kinds_of_layers(meta_model(load_config(written(tmp_path, DEEPSEEK)))) == [0, 1, 1, 1]
+
+
+def test_no_such_config():
+    with pytest.raises(UserError, match=r"--hf: got nothing\.json"):
+        load_config("nothing.json")
+
+
+def test_unknown_model(tmp_path):
+    with pytest.raises(UserError, match=r"--hf: got .*config\.json"):
+        load_config(written(tmp_path, {"model_type": "no-such-model"}))
