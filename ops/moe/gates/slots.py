@@ -2,8 +2,8 @@
 
 T tokens, K choices per token, N = T * K choices, E experts
 
-`real`: which of them belong to tokens that are no padding; None: all. Padding gets `NO_SLOT` and counts for no
-expert, as if the batch did not have it.
+`real`: which of them belong to tokens that are no padding; None: all. Padding gets `NO_SLOT` and counts for
+no expert, as if the batch did not have it.
 """
 
 import torch

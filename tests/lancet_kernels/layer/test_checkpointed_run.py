@@ -1,4 +1,4 @@
-"""Checkpointed blocks whose router chooses otherwise when they run again: gradients are those of the first run."""
+"""Checkpointed blocks whose router chooses otherwise in the second run have the gradients of the first run."""
 
 import functools
 import gc

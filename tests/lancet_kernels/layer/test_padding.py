@@ -133,17 +133,15 @@ def compare(name: str, dtype: torch.dtype, kind: str, options: dict) -> None:
         real = b.mask.bool()
         got = step(layer, b.x, b.dy, b.ids, b.mask, kind)
         # The capacity is that of the padded batch.
-        capacity = layer.capacity(B * S)
-        with mock.patch.object(MoELayer, "capacity", lambda *_: capacity):
+        with mock.patch.object(MoELayer, "capacity", return_value=layer.capacity(B * S)):
             expected = step(reference, b.x[real], b.dy[real], b.ids[real], None, "plain")
         for key in ("y", "dx"):
             assert not got[key][~real].any(), key
             got[key] = got[key][real]
         assert got.keys() == expected.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(
-                got[key], value, rtol=bound, atol=bound, msg=lambda m, k=key: f"{k}: {m}"
-            )
+            close = torch.testing.assert_close
+            close(got[key], value, rtol=bound, atol=bound, msg=lambda m, k=key: f"{k}: {m}")
 
 
 KINDS = ("plain", "context", "reentrant", "not reentrant")
