@@ -1,4 +1,5 @@
-"""Checkpointed blocks whose router chooses otherwise in the second run have the gradients of the first run."""
+"""Checkpointed blocks whose router chooses otherwise when they run again in the backward: gradients of
+the first run."""
 
 import functools
 import gc

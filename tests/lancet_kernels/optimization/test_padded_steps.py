@@ -27,7 +27,7 @@ GATES = {
 
 
 class Padded(nn.Module):
-    """x[.., D], target[.., D], ids[..], mask[..] -> loss of the real tokens, per token and layer; assignments.
+    """x[.., D], target[.., D], ids[..], mask[..] -> loss of the real tokens, and assignments.
 
     Every token is computed alone, but for the experts' slots and the losses of the router.
     """
