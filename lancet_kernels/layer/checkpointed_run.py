@@ -3,7 +3,8 @@ again in the backward.
 
 A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
 is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So
-the choices of the first run are kept, 8 bytes each, as a plan keeps them (`graph.capture.recompute`).
+the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.recompute`); of
+gates whose slots follow from logits, the slots, too.
 
 torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the
 stack of Python's frames (torch 2.11 to 2.13):
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 _FILE = torch.utils.checkpoint.__file__
 _KEPT = "lancet_first_run"
@@ -58,11 +60,11 @@ class CheckpointedRun:
         return value
 
 
-def checkpointed_run() -> CheckpointedRun | None:
-    """The blocks in which this thread runs now; None outside of them, and while a graph is traced."""
-    if torch.compiler.is_compiling():
+def checkpointed_run(x: Tensor) -> CheckpointedRun | None:
+    """The blocks in which this thread runs now; None outside of them, and where x is traced."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
         return None
-    first = []
+    first: list[Any] = []
     for name, values in _frames_of_checkpoint():
         if name == "backward":
             return CheckpointedRun(first, values.get("ctx"))
@@ -77,7 +79,7 @@ def checkpointed_run() -> CheckpointedRun | None:
 
 def _frames_of_checkpoint() -> Iterator[tuple[str, Any]]:
     """Functions of torch.utils.checkpoint on the stack, the innermost first, with their local variables."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename == _FILE:
             yield frame.f_code.co_name, frame.f_locals

@@ -283,7 +283,7 @@ class MoELayer(ExpertsByGlobalId):
         check_data_parallel(self)
         if not torch.compiler.is_compiling():
             enter_layer(self.name)
-        run = checkpointed_run()
+        run = checkpointed_run(x)
         real_T1 = None if mask is None else mask.reshape(-1, 1).to(torch.bool)
         if run is not None:
             real_T1 = run.as_at_first(self, real_T1)
@@ -298,9 +298,7 @@ class MoELayer(ExpertsByGlobalId):
         key_T, bias_E = self._keys(x_TD, token_ids), self._selection_bias()
         if self._runs_eagerly(x_TD, real_T1):
             if choices is None or run is not None:
-                expert_TK = choices[0] if choices else self._select(logits_TE, key_T, bias_E)
-                if run is not None:
-                    expert_TK = run.as_at_first(self, expert_TK.int()).long()
+                expert_TK = self._select(run, logits_TE, key_T, bias_E)
                 choices = expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
             y_TD, used_out_E = eager_experts(
                 x_TD, *choices, self.w1, self.w2,
@@ -312,9 +310,10 @@ class MoELayer(ExpertsByGlobalId):
                     logits_TE, used_E, key_T, bias_E, str(self.gate), self.top_k, capacity, real_T1
                 )
             else:
-                expert_TK, slot_TK, used_out_E = self._routed_as_at_first(
-                    run, logits_TE, used_E, key_T, bias_E, capacity, real_T1
-                )
+                expert_TK = self._select(run, logits_TE, key_T, bias_E)
+                with torch.no_grad():
+                    slots = self.gate.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
+                slot_TK, used_out_E = run.as_at_first(self, slots) if self._slots_follow_logits() else slots
                 weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
             count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
             is_dropless = self.capacity_factor is None and real_T1 is None
@@ -327,31 +326,20 @@ class MoELayer(ExpertsByGlobalId):
             return y
         return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens, real_T1)
 
-    def _select(self, logits_TE: Tensor | None, key_T: Tensor | None, bias_E: Tensor | None) -> Tensor:
-        """The experts of each token, int64 [T, K]."""
-        scores_TE = None if logits_TE is None else logits_TE.detach()
-        return self.gate.select(scores_TE, key_T, bias_E, self.num_experts, self.top_k)
-
     @torch.no_grad()
-    def _routed_as_at_first(
+    def _select(
         self,
-        run: CheckpointedRun,
+        run: CheckpointedRun | None,
         logits_TE: Tensor | None,
-        used_E: Tensor,
         key_T: Tensor | None,
         bias_E: Tensor | None,
-        capacity: int,
-        real_T1: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts and slots [T, K] and used' [E], as in the first run of a checkpointed block.
+    ) -> Tensor:
+        """The experts of each token, int64 [T, K]; where a block runs again, those of its first run.
 
-        A second run computes them again, although it takes the first one's: selective checkpointing counts
-        ops.
+        They are selected again, too, because selective checkpointing counts ops.
         """
-        expert_TK = self._select(logits_TE, key_T, bias_E)
-        slot_TK, used_E = self.gate.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
-        expert_TK, slot_TK, used_E = run.as_at_first(self, (expert_TK.int(), slot_TK.int(), used_E))
-        return expert_TK.long(), slot_TK.long(), used_E
+        expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
+        return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
 
     def _runs_eagerly(self, x_TD: Tensor, real_T1: Tensor | None) -> bool:
         """Is this a dropless call whose ops nobody has to see one by one, in slots by order of tokens?"""
@@ -360,11 +348,15 @@ class MoELayer(ExpertsByGlobalId):
             and self.capacity_factor is None
             and self.exchange is None
             and self.b1 is None
-            and type(self.gate).assign_slots is Gate.assign_slots
+            and not self._slots_follow_logits()
             and not torch.is_autocast_enabled(x_TD.device.type)
             and runs_eagerly(x_TD, self.w1, self.w2)
             and (real_T1 is None or bool(real_T1.any()))
         )
+
+    def _slots_follow_logits(self) -> bool:
+        """Or do they follow from the choices alone, by order of tokens?"""
+        return type(self.gate).assign_slots is not Gate.assign_slots
 
     def _selection_bias(self) -> Tensor | None:
         """What the gate adds to the scores to select, [E]; None for gates without one."""

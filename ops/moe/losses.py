@@ -60,12 +60,15 @@ def routing_sums(
         probability_E = torch.zeros_like(used_E, dtype=torch.float32)
         square = probability_E.sum()
     else:
+        padding_T1 = None if real_T1 is None else ~real_T1
         probability_TE = gate.probabilities(logits_TE)
+        if padding_T1 is not None:
+            probability_TE = probability_TE.masked_fill(padding_T1, 0)
+        probability_E = probability_TE.sum(0)
         square_T = torch.logsumexp(logits_TE, -1).square()
-        if real_T1 is not None:
-            probability_TE = probability_TE.masked_fill(~real_T1, 0)
-            square_T = square_T.masked_fill(~real_T1.squeeze(1), 0)
-        probability_E, square = probability_TE.sum(0), square_T.sum()
+        if padding_T1 is not None:
+            square_T = square_T.masked_fill(padding_T1.squeeze(1), 0)
+        square = square_T.sum()
     if real_T1 is None:
         tokens = torch.full((), num_tokens, dtype=torch.int64, device=used_E.device)
     else:

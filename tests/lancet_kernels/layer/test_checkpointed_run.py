@@ -97,7 +97,7 @@ def nested(module: Undecided, batches: list[Tensor]) -> None:
 
 
 def two_backwards(module: Undecided, batches: list[Tensor]) -> None:
-    """Of one graph."""
+    """Two backwards of one graph."""
     y = module(batches[0]).square().sum()
     y.backward(retain_graph=True)
     y.backward()
@@ -127,7 +127,7 @@ LAYERS = {
 
 
 def gradients(module: Undecided, passes: Passes, seed: int) -> list[Tensor]:
-    """Of the parameters, then of the inputs; the noise of the first runs is the same in every call."""
+    """Gradients of the parameters, then of the inputs; in every call the first runs have the same noise."""
     module.zero_grad()
     module.noise.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -191,7 +191,8 @@ def test_nothing_is_kept_longer_than_the_graph(kind: str, monkeypatch: pytest.Mo
     as_at_first = CheckpointedRun.as_at_first
 
     def watched(run: CheckpointedRun, layer: nn.Module, value: object) -> object:
-        kept.extend(weakref.ref(t) for t in value or () if isinstance(t, Tensor))
+        if isinstance(value, Tensor):
+            kept.append(weakref.ref(value))
         return as_at_first(run, layer, value)
 
     monkeypatch.setattr(CheckpointedRun, "as_at_first", watched)

@@ -81,7 +81,7 @@ class Batch:
 
 
 LENGTHS = (((4, 3, 2), (6, 1, 0)), ((0, 0, 0), (1, 6, 3)))
-"""Of two ranks, twice: a whole rank may be padding."""
+"""Lengths on two ranks, twice: a whole rank may be padding."""
 
 
 def build(options: dict, dtype: torch.dtype) -> MoELayer:

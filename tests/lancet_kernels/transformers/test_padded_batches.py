@@ -19,7 +19,7 @@ from tests.transformers_models import BOUND, FAMILIES, VOCABULARY, K, distance, 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 LENGTHS = ((7, 2, 4), (1, 3, 2))
-"""Of the sequences of two ranks."""
+"""Lengths of the sequences of two ranks."""
 
 
 def padded(rank: int, number: int = 0) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def build() -> tuple[nn.Module, nn.Module]:
 
 
 def mean_over_ranks(model: nn.Module, loss: Tensor, is_summed: bool) -> Tensor:
-    """Of the gradients, unless a plan has done so, and of the loss."""
+    """Sets the mean of the gradients, unless a plan has, and gives that of the loss."""
     summed = gradients(model) if is_summed else sum_over_ranks(model, gradients(model))
     for name, parameter in model.named_parameters():
         parameter.grad = summed[name] if is_summed else summed[name] / dist.get_world_size()
