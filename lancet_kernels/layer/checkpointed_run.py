@@ -13,7 +13,8 @@ stack of Python's frames (torch 2.11 to 2.13):
     True            `CheckpointFunction.forward` with its `ctx`      `CheckpointFunction.backward` with it
     False           `checkpoint` with its `_CheckpointFrame`         its `unpack_hook` with it
 
-What is kept lies on that object, and is freed with the graph of autograd. A walk over 40 frames takes 2 us.
+What is kept lies on that object, and is freed with the graph of autograd. A walk over 35 frames takes 7 us
+(2-core CPU, 2026-11-26).
 """
 
 from __future__ import annotations
