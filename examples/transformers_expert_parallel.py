@@ -96,9 +96,9 @@ class PlannedTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         """-> the mean of the losses with the last microbatch, 0 before it; the Trainer logs their sum."""
         model.train()
-        inputs = self._prepare_inputs(inputs)
+        inputs, accumulate = self._prepare_inputs(inputs), self.args.gradient_accumulation_steps
+        inputs["num_items_in_batch"] = num_items_in_batch / accumulate
         if self.planned is None:
-            accumulate = self.args.gradient_accumulation_steps
             strategy = "microbatches" if accumulate > 1 else "lancet-dw"
             self.planned = optimize(CausalLMStep(model), inputs, strategy=strategy, accumulate=accumulate)
             self.waiting = []

@@ -191,14 +191,17 @@ OPS: dict[str, OpFacts] = {
     "aten.embedding": OpFacts(Rule(("v! d, ... -> ... d",)), hardly_read="weight"),
     # x[..., D], token index[...], feature index[D], step -> y[..., D]
     "lancet.dropout": OpFacts(Rule(("... d, ..., d, - -> ... d",))),
-    # logits[T, E], used[E], key[T], bias[E]; which of these depends on the gate
+    # logits[T, E], used[E], key[T], bias[E] (, real[T, 1]); which of these depends on the gate
     #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
     "lancet.gate": OpFacts(
         Rule(
             (
                 "t e!, - -> t k, t k, t k, -",
                 "-, t -> t k, t k, t k, -",
-                "t e!, -, - -> t k, t k, t k, -",
+                "t e!, -, e! -> t k, t k, t k, -",
+                "t e!, -, t 1 -> t k, t k, t k, -",
+                "-, t, t 1 -> t k, t k, t k, -",
+                "t e!, -, e!, t 1 -> t k, t k, t k, -",
             ),
             carries=((3, "used_E"),),
         ),

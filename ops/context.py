@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
 _numbers = itertools.count()
 
 
@@ -53,11 +55,13 @@ class Now:
     layer: the MoE layer whose collectives are entered next, for messages. runs_a_plan: the collectives of a
     plan differ from those of the module, so it is an error if a rank runs the plan while another runs the
     module. expects_sizes: ops that make rows give a trace the expected number of them, instead of a symbol.
+    padding_mask: of the batch, for MoE layers that are called without one (`MoELayer.forward`).
     """
 
     layer: str = ""
     runs_a_plan: bool = False
     expects_sizes: bool = False
+    padding_mask: Tensor | None = None
 
 
 now = Now()

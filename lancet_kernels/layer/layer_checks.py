@@ -103,10 +103,13 @@ def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
     gate.check_capacity_factor(capacity_factor)
 
 
-def check_input(x: Tensor, token_ids: Tensor | None, d_model: int, dtype: torch.dtype) -> None:
-    """Raise UserError for a forward of other tensors than [..., d_model] in `dtype` and one id per token."""
-    for what, value in (("input", x), ("token_ids", token_ids)):
-        if not isinstance(value, Tensor) and not (what == "token_ids" and value is None):
+def check_input(
+    x: Tensor, mask: Tensor | None, token_ids: Tensor | None, d_model: int, dtype: torch.dtype
+) -> None:
+    """Raise UserError for a forward of other tensors than [..., d_model] in `dtype`, and one flag of the mask
+    and one id per token."""
+    for what, value in (("input", x), ("mask", mask), ("token_ids", token_ids)):
+        if not isinstance(value, Tensor) and (what == "input" or value is not None):
             raise UserError(
                 f"{what} of MoELayer",
                 got=f"a {type(value).__name__}",
@@ -126,6 +129,20 @@ def check_input(x: Tensor, token_ids: Tensor | None, d_model: int, dtype: torch.
             got=x.dtype,
             expected=f"{dtype} (the dtype of its parameters)",
             do="convert one of them, or use torch.autocast",
+        )
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+        raise UserError(
+            "mask of MoELayer",
+            got=mask.dtype,
+            expected="bool, or integers that are 1 for a token and 0 for padding",
+            do="give the attention_mask of the tokenizer",
+        )
+    if mask is not None and mask.numel() != x.shape[:-1].numel():
+        raise UserError(
+            "mask of MoELayer",
+            got=f"shape {list(mask.shape)}",
+            expected=list(x.shape[:-1]),
+            do="give one flag per token",
         )
     if token_ids is not None and token_ids.dtype not in (torch.int64, torch.int32):
         raise UserError(

@@ -17,6 +17,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.captured_graph import is_fake
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
+from lancet_kernels.layer.checkpointed_run import CheckpointedRun, checkpointed_run
 from lancet_kernels.layer.expert_states import ExpertsByGlobalId
 from lancet_kernels.layer.layer_checks import (
     check_capacity_factor,
@@ -36,6 +37,7 @@ from lancet_kernels.ops.comm.groups import (
     without_mesh,
 )
 from lancet_kernels.ops.comm.waiting import enter_layer
+from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
@@ -81,6 +83,9 @@ class MoELayer(ExpertsByGlobalId):
 
     Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
     kind) only the layer's input is kept, and no memory for received rows is held until the backward.
+
+    Activation checkpointing keeps the choices of each token (`layer.checkpointed_run`): the second run routes
+    as the first did, whatever the router gives.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
@@ -241,6 +246,7 @@ class MoELayer(ExpertsByGlobalId):
         self,
         x: Tensor,
         *,
+        mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         return_sums: bool = False,
         logits_TE: Tensor | None = None,
@@ -249,6 +255,10 @@ class MoELayer(ExpertsByGlobalId):
 
         Args:
             x: any number of tokens, which may differ between ranks.
+            mask: bool or integers, shaped like x without its last dimension: true or 1 for a token, false or
+                0 for padding, as a tokenizer's `attention_mask`. Padding takes no slot, travels nowhere and
+                counts neither in the sums nor in what follows from them; the experts give zero for it (a
+                shared expert processes it). The capacity is that of all T. None: no padding.
             token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" uses it.
             logits_TE: router output that another module computed, in place of the layer's own router.
         NaN and infinity are no errors: they reach the loss, and through it the gradients of all ranks, where
@@ -256,21 +266,27 @@ class MoELayer(ExpertsByGlobalId):
         such a token).
         Raises: UserError (wrong shape or dtype, ranks that disagree), CommunicationError.
         """
-        return self._forward(x, token_ids, return_sums, logits_TE)
+        return self._forward(x, mask, token_ids, return_sums, logits_TE)
 
     def _forward(
         self,
         x: Tensor,
+        mask: Tensor | None,
         token_ids: Tensor | None,
         return_sums: bool,
         logits_TE: Tensor | None,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, RoutingSums]:
         """As `forward`; choices: experts and weights [T, K] that the gate would give, if they are there."""
-        check_input(x, token_ids, self.d_model, self.w1.dtype)
+        mask = now.padding_mask if mask is None else mask
+        check_input(x, mask, token_ids, self.d_model, self.w1.dtype)
         check_data_parallel(self)
         if not torch.compiler.is_compiling():
             enter_layer(self.name)
+        run = checkpointed_run(x)
+        real_T1 = None if mask is None else mask.reshape(-1, 1).to(torch.bool)
+        if run is not None:
+            real_T1 = run.as_at_first(self, real_T1)
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -280,39 +296,67 @@ class MoELayer(ExpertsByGlobalId):
             logits_TE = ops.router_logits(x_TD, self.router)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         key_T, bias_E = self._keys(x_TD, token_ids), self._selection_bias()
-        if self._runs_eagerly(x_TD):
-            if choices is None:
-                scores_TE = None if logits_TE is None else logits_TE.detach()
-                expert_TK = self.gate.select(scores_TE, key_T, bias_E, self.num_experts, self.top_k)
+        if self._runs_eagerly(x_TD, real_T1):
+            if choices is None or run is not None:
+                expert_TK = self._select(run, logits_TE, key_T, bias_E)
                 choices = expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
-            expert_TK, weight_TK = choices
             y_TD, used_out_E = eager_experts(
-                x_TD, expert_TK, weight_TK, self.w1, self.w2,
-                self.num_experts, self.activation, self.expert_group,
+                x_TD, *choices, self.w1, self.w2,
+                self.num_experts, self.activation, self.expert_group, real_T1,
             )  # fmt: skip
         else:
-            expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
-                logits_TE, used_E, key_T, bias_E, str(self.gate), self.top_k, capacity
-            )
+            if run is None:
+                expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
+                    logits_TE, used_E, key_T, bias_E, str(self.gate), self.top_k, capacity, real_T1
+                )
+            else:
+                expert_TK = self._select(run, logits_TE, key_T, bias_E)
+                with torch.no_grad():
+                    slots = self.gate.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
+                slot_TK, used_out_E = run.as_at_first(self, slots) if self._slots_follow_logits() else slots
+                weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
             count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
-            y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
+            is_dropless = self.capacity_factor is None and real_T1 is None
+            y_TD = self._experts(
+                self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity, is_dropless
+            )
         shared_TD = self._shared_expert(x_TD)
         y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if not return_sums:
             return y
-        return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens)
+        return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens, real_T1)
 
-    def _runs_eagerly(self, x_TD: Tensor) -> bool:
+    @torch.no_grad()
+    def _select(
+        self,
+        run: CheckpointedRun | None,
+        logits_TE: Tensor | None,
+        key_T: Tensor | None,
+        bias_E: Tensor | None,
+    ) -> Tensor:
+        """The experts of each token, int64 [T, K]; where a block runs again, those of its first run.
+
+        They are selected again, too, because selective checkpointing counts ops.
+        """
+        expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
+        return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
+
+    def _runs_eagerly(self, x_TD: Tensor, real_T1: Tensor | None) -> bool:
         """Is this a dropless call whose ops nobody has to see one by one, in slots by order of tokens?"""
         return (
             not torch.compiler.is_compiling()
             and self.capacity_factor is None
             and self.exchange is None
             and self.b1 is None
-            and type(self.gate).assign_slots is Gate.assign_slots
+            and not self._slots_follow_logits()
             and not torch.is_autocast_enabled(x_TD.device.type)
             and runs_eagerly(x_TD, self.w1, self.w2)
+            and (real_T1 is None or bool(real_T1.any()))
         )
+
+    def _slots_follow_logits(self) -> bool:
+        """Or do they follow from the choices alone, by order of tokens?"""
+        return type(self.gate).assign_slots is not Gate.assign_slots
 
     def _selection_bias(self) -> Tensor | None:
         """What the gate adds to the scores to select, [E]; None for gates without one."""
@@ -324,8 +368,13 @@ class MoELayer(ExpertsByGlobalId):
             return None
         return self.shared_down(activate(self.shared_up(x_TD), self.activation))
 
-    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
-        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
+    def _experts(
+        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
+    ) -> Tensor:
+        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D].
+
+        Args: is_dropless: every choice of every token is a row.
+        """
         # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
         if self.exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
@@ -343,7 +392,7 @@ class MoELayer(ExpertsByGlobalId):
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
         most_rows = self._most_rows(num_choices, capacity)
-        num_rows = num_choices if self.capacity_factor is None else None
+        num_rows = num_choices if is_dropless else None
         sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
         rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
         hidden_RH = ops.grouped_gemm(rows_RD, received_WL, self._cast(self.w1), self._cast(self.b1))

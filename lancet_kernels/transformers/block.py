@@ -66,19 +66,21 @@ class ConvertedMoE(MoELayer):
         self,
         x: Tensor,
         *,
+        mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         return_sums: bool = False,
         logits_TE: Tensor | None = None,
     ) -> Any:
         """x [..., D] -> what the block returned: [..., D], in some families with a second tensor.
 
-        `return_sums` gives the output and the layer's RoutingSums, as in `MoELayer`.
+        `mask` (in a `CausalLMStep` that of the batch) and `return_sums`, which gives the output and the
+        layer's RoutingSums, are as in `MoELayer`.
         """
         routed = self.family.route(self.block, x.reshape(-1, self.d_model))
         if logits_TE is None:
-            result = self._forward(x, token_ids, return_sums, routed.logits_TE, routed.choices)
+            result = self._forward(x, mask, token_ids, return_sums, routed.logits_TE, routed.choices)
         else:
-            result = self._forward(x, token_ids, return_sums, logits_TE)
+            result = self._forward(x, mask, token_ids, return_sums, logits_TE)
         return result if routed.second is None or return_sums else (result, routed.second)
 
     def _selection_bias(self) -> Tensor | None:

@@ -42,13 +42,20 @@ def eager_experts(
     num_experts: int,
     activation: str,
     group: str,
+    real_T1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> y [T, D], and int64 [E]: how many choices each expert got. No choice is dropped.
 
-    Args: expert_TK int64. w1 [L, D, H], w2 [L, F, D]: of the experts of this rank.
+    Args: expert_TK int64. w1 [L, D, H], w2 [L, F, D]: of the experts of this rank. real_T1 bool: the tokens
+        that are no padding, N of them, at least one; None: all. Padding is left out; y is zero there.
     Raises: UserError (ranks disagree), CommunicationError (a peer is missing).
     """
-    return _EagerExperts.apply(x_TD, expert_TK, weight_TK, w1, w2, num_experts, activation, group)
+    experts = w1, w2, num_experts, activation, group
+    if real_T1 is None:
+        return _EagerExperts.apply(x_TD, expert_TK, weight_TK, *experts)
+    real_T = real_T1.view(-1)
+    y_ND, count_E = _EagerExperts.apply(x_TD[real_T], expert_TK[real_T], weight_TK[real_T], *experts)
+    return torch.zeros_like(x_TD).masked_scatter(real_T1, y_ND), count_E
 
 
 def _times_weights(x_RA: Tensor, weight_LAB: Tensor, ends_L: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def gate(
     spec: str,
     top_k: int,
     capacity: int,
+    real_T1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route T tokens.
 
@@ -87,6 +88,7 @@ def gate(
         key_T: int64, token ids or global token indices, for keyed gates; else None.
         bias_E: selection bias, for the sigmoid gate; else None.
         spec: the gate with its options. capacity: C, in slots per expert.
+        real_T1: bool, which tokens are no padding; None: all. Padding is dropped, and counts for no expert.
     Returns:
         expert_TK int64, slot_TK int64 (>= C: dropped), weight_TK (dtype of the logits), used'_E int64.
     NaN or infinity among the logits is no error: the token goes to some experts, all different, with a weight
@@ -94,13 +96,13 @@ def gate(
     """
     chosen = parse_gate(spec)
     expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
-    slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
+    slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
     weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
     return expert_TK, slot_TK, weight_TK, used_out_E
 
 
 @gate.register_fake
-def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity):
+def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity, real_T1=None):
     tokens = logits_TE if logits_TE is not None else key_T
     num_choices = parse_gate(spec).num_choices(used_E.shape[0], top_k)
     expert_TK = used_E.new_empty(tokens.shape[0], num_choices)
@@ -116,7 +118,7 @@ def gate_backward(grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, spec: s
 
 
 def _setup_context(ctx, inputs: Sequence, output: Sequence) -> None:
-    logits_TE, *_, spec, _top_k, _capacity = inputs
+    logits_TE, _used_E, _key_T, _bias_E, spec, *_ = inputs
     expert_TK, slot_TK, _weight_TK, used_out_E = output
     ctx.mark_non_differentiable(expert_TK, slot_TK, used_out_E)
     ctx.save_for_backward(logits_TE, expert_TK)
@@ -128,7 +130,7 @@ def _backward(ctx, _grad_expert, _grad_slot, grad_weight_TK, _grad_used):
     grad_TE = None
     if logits_TE is not None and ctx.needs_input_grad[0]:
         grad_TE = gate_backward(grad_weight_TK, logits_TE, expert_TK, ctx.spec)
-    return grad_TE, None, None, None, None, None, None
+    return grad_TE, None, None, None, None, None, None, None
 
 
 gate.register_autograd(_backward, setup_context=_setup_context)

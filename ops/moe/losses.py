@@ -33,7 +33,7 @@ class RoutingSums(NamedTuple):
     square_logsumexp: Tensor
     """Sum of logsumexp(logits)^2 over the tokens; carries the gradient."""
     tokens: Tensor
-    """int64: how many tokens."""
+    """int64: how many tokens, without padding."""
 
     def plus(self, other: RoutingSums) -> RoutingSums:
         """The sums of two parts of one batch."""
@@ -47,18 +47,32 @@ def routing_sums(
     used_E: Tensor,
     capacity: int,
     num_tokens: int,
+    real_T1: Tensor | None = None,
 ) -> RoutingSums:
     """The sums of one part: plain torch, differentiable in the logits (zero for gates without a
-    router)."""
+    router).
+
+    Args: real_T1: bool, which tokens are no padding, and count; None: all.
+    """
     assigned_E = used_E - used_before_E
     kept_E = used_E.clamp(max=capacity) - used_before_E.clamp(max=capacity)
     if logits_TE is None:
         probability_E = torch.zeros_like(used_E, dtype=torch.float32)
         square = probability_E.sum()
     else:
-        probability_E = gate.probabilities(logits_TE).sum(0)
-        square = torch.logsumexp(logits_TE, -1).square().sum()
-    tokens = torch.full((), num_tokens, dtype=torch.int64, device=used_E.device)
+        padding_T1 = None if real_T1 is None else ~real_T1
+        probability_TE = gate.probabilities(logits_TE)
+        if padding_T1 is not None:
+            probability_TE = probability_TE.masked_fill(padding_T1, 0)
+        probability_E = probability_TE.sum(0)
+        square_T = torch.logsumexp(logits_TE, -1).square()
+        if padding_T1 is not None:
+            square_T = square_T.masked_fill(padding_T1.squeeze(1), 0)
+        square = square_T.sum()
+    if real_T1 is None:
+        tokens = torch.full((), num_tokens, dtype=torch.int64, device=used_E.device)
+    else:
+        tokens = real_T1.sum()
     return RoutingSums(assigned_E, kept_E, probability_E, square, tokens)
 
 

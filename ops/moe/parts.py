@@ -35,12 +35,9 @@ def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: in
     Args: slot_TK: slots in the whole batch.
     Returns: row_TK (DROPPED as in the whole batch), counts_E; int64.
     """
-    kept_TK = slot_TK < capacity
-    # Dropped choices are assigned to an expert that does not exist, so that they use no row.
-    target_TK = torch.where(kept_TK, expert_TK, num_experts)
-    local_TK, count_E1 = slots_in_token_order(target_TK, expert_TK.new_zeros(num_experts + 1))
-    row_TK = send_rows(target_TK, local_TK, count_E1)
-    return torch.where(kept_TK, row_TK, DROPPED), count_E1[:-1].contiguous()
+    # As padding, dropped choices use no row.
+    local_TK, count_E = slots_in_token_order(expert_TK, expert_TK.new_zeros(num_experts), slot_TK < capacity)
+    return send_rows(expert_TK, local_TK, count_E), count_E
 
 
 part_rows.register_fake(part_rows.function)

@@ -102,6 +102,7 @@ class Setup(_Short):
     tied: the head is the embedding. frozen_input: the first layer does not train. returns: what the forward
     returns: "loss", or a "dict" with loss and logits. by_name: how inputs are given. sums: does `optimize`
     sum gradients over the ranks? under: where `optimize` is called: "no_grad", "inference_mode", or "".
+    padded: are tokens with a low id padding for the MoE layers?
     """
 
     blocks: tuple[Block, ...] = ()
@@ -114,6 +115,7 @@ class Setup(_Short):
     under: str = ""
     strategy: str = "lancet"
     loop: Loop = field(default=Loop())
+    padded: bool = False
 
 
 ON_ONE_RANK = (
@@ -157,6 +159,7 @@ def drawn(draw: Random) -> Setup:
         under=_rarely(draw, 12, "no_grad", "inference_mode"),
         strategy=_strategy(draw, blocks),
         loop=_loop(draw, blocks),
+        padded=draw.randrange(3) == 0,
     )
 
 

@@ -42,6 +42,7 @@ class GeneratedModel(nn.Module):
         self.blocks = nn.ModuleList()
         for number, block in enumerate(setup.blocks):
             self.blocks.append(_block(block, number, self.blocks))
+            inner(self.blocks[-1]).padded = setup.padded
         self.head = nn.Linear(D, V, bias=not setup.tied)
         if setup.tied:
             self.head.weight = self.input.weight
@@ -162,10 +163,11 @@ class Experts(nn.Module):
         self.layer.w1 = other.layer.w1
 
     def forward(self, h: Tensor, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        mask = ids > V // 4 if self.padded else None
         ids = ids if str(self.layer.gate).startswith("hash") else None
         if not self.balance:
-            return h + self.layer(torch.tanh(h), token_ids=ids)
-        y, sums = self.layer(torch.tanh(h), token_ids=ids, return_sums=True)
+            return h + self.layer(torch.tanh(h), mask=mask, token_ids=ids)
+        y, sums = self.layer(torch.tanh(h), mask=mask, token_ids=ids, return_sums=True)
         return h + y, moe_losses([sums]).balance.mean()
 
 

@@ -362,7 +362,8 @@ def _gate(d: Draw) -> Sample:
     key = d.whole(50, tokens) if keyed else None
     bias = d.real(experts) if spec == "sigmoid" else None
     used = d.whole(3, experts)
-    return lancet.gate.default, (logits, used, key, bias, spec, top_k, d.size(1, 4)), {}
+    real = d.one_of(None, d.whole(2, tokens, 1).bool())
+    return lancet.gate.default, (logits, used, key, bias, spec, top_k, d.size(1, 4), real), {}
 
 
 def _dropout(d: Draw) -> Sample:

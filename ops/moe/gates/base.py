@@ -126,10 +126,18 @@ class Gate:
         return top_k_stable(logits_TE, top_k)
 
     def assign_slots(
-        self, logits_TE: Tensor | None, expert_TK: Tensor, used_E: Tensor, capacity: int
+        self,
+        logits_TE: Tensor | None,
+        expert_TK: Tensor,
+        used_E: Tensor,
+        capacity: int,
+        real_T1: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """-> slot_TK, used'_E (int64), in token order: (t, k) before (t, k + 1) before (t + 1, 0)."""
-        return slots_in_token_order(expert_TK, used_E)
+        """-> slot_TK, used'_E (int64), in token order: (t, k) before (t, k + 1) before (t + 1, 0).
+
+        Args: real_T1: bool, which tokens are no padding; None: all. Others get `NO_SLOT`.
+        """
+        return slots_in_token_order(expert_TK, used_E, real_T1)
 
     def weights(self, logits_TE: Tensor | None, expert_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """-> weight_TK: what each expert's output is multiplied with.

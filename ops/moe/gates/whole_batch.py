@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.slots import slots_in_choice_order
+from lancet_kernels.ops.moe.gates.slots import NO_SLOT, slots_in_choice_order
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class GShard(Gate):
                 "top_k of gate gshard", got=top_k, expected=2, do="set top_k=2, or use gate='topk'"
             )
 
-    def assign_slots(self, logits_TE, expert_TK, used_E, capacity: int) -> tuple[Tensor, Tensor]:
-        return slots_in_choice_order(expert_TK, used_E)
+    def assign_slots(self, logits_TE, expert_TK, used_E, capacity, real_T1=None) -> tuple[Tensor, Tensor]:
+        return slots_in_choice_order(expert_TK, used_E, real_T1)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class BatchPrioritized(Gate):
         super().check(num_experts, top_k)
         check_name("importance of gate batch-prioritized", self.importance, ("max", "sum"))
 
-    def assign_slots(self, logits_TE, expert_TK, used_E, capacity: int) -> tuple[Tensor, Tensor]:
+    def assign_slots(self, logits_TE, expert_TK, used_E, capacity, real_T1=None) -> tuple[Tensor, Tensor]:
         chosen_TK = torch.softmax(logits_TE, -1).gather(1, expert_TK)
         importance_T = chosen_TK[:, 0] if self.importance == "max" else chosen_TK.sum(-1)
         order_T = torch.sort(importance_T, descending=True, stable=True).indices
-        return slots_in_choice_order(expert_TK, used_E, order_T)
+        return slots_in_choice_order(expert_TK, used_E, real_T1, order_T)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,15 @@ class ExpertChoice(Gate):
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
         return torch.arange(num_experts, device=logits_TE.device).repeat(logits_TE.shape[0], 1)
 
-    def assign_slots(self, logits_TE, expert_TK, used_E, capacity: int) -> tuple[Tensor, Tensor]:
-        num_tokens = logits_TE.shape[0]
-        chosen = min(capacity, num_tokens)
-        order_TE = torch.sort(torch.softmax(logits_TE, -1), dim=0, descending=True, stable=True).indices
+    def assign_slots(self, logits_TE, expert_TK, used_E, capacity, real_T1=None) -> tuple[Tensor, Tensor]:
+        chosen = min(capacity, logits_TE.shape[0])
+        score_TE = torch.softmax(logits_TE, -1)
+        if real_T1 is not None:
+            score_TE = score_TE.masked_fill(~real_T1, -1.0)  # behind all others
+        order_TE = torch.sort(score_TE, dim=0, descending=True, stable=True).indices
         slot_TE = torch.full_like(expert_TK, capacity)
         rank_C1 = torch.arange(chosen, device=logits_TE.device)[:, None]
         slot_TE.scatter_(0, order_TE[:chosen], rank_C1.expand(chosen, used_E.numel()))
-        return slot_TE, used_E + chosen
+        if real_T1 is None:
+            return slot_TE, used_E + chosen
+        return torch.where(real_T1, slot_TE, NO_SLOT), used_E + real_T1.sum().clamp(max=chosen)

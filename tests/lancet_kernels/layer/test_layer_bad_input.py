@@ -64,6 +64,14 @@ def test_bad_input():
         with pytest.raises(UserError, match=message) as caught:
             layer(x, token_ids=token_ids)
         assert_one_line(caught.value)
+    for mask, message in [
+        (torch.ones(4), "mask of MoELayer: got torch.float32, expected bool"),
+        (torch.ones(3, dtype=torch.bool), r"mask of MoELayer: got shape \[3\], expected \[2\]"),
+        ([1, 1], "mask of MoELayer: got a list, expected a tensor"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            layer(torch.zeros(2, 4), mask=mask)
+        assert_one_line(caught.value)
     y, sums = layer(torch.zeros(3, 4), return_sums=True)
     for wrong, message in [
         ([], "sums: got none, expected one RoutingSums per MoE layer"),

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp
+from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, outcome, sum_over_ranks
@@ -234,6 +234,24 @@ def batches_of_other_sizes(_setup: Setup) -> None:
     assert len(own.ready._others) == (1 if dist.get_rank() == 0 else 2)
 
 
+class Padded(Model):
+    """x[B, S, D], target[B, S, D], mask[B, S] -> loss of the tokens that are no padding."""
+
+    def forward(self, x: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        y, sums = self.layer(torch.tanh(self.input(x)), mask=mask, return_sums=True)
+        error = (self.output(x + y) - target).square().mean(-1)
+        return (error * mask).sum() + moe_losses([sums]).balance.mean()
+
+
+def padded_batches(_setup: Setup) -> None:
+    """Padding (`mask` of `MoELayer.forward`): it takes no slot and counts in no loss, also where the batch is
+    cut."""
+    own = Setup(Padded(), (*batch(), torch.ones(B, S, dtype=torch.int64)), "lancet")
+    for lengths in ([3, 1, 0, 2], [0, 0, 0, 0]):
+        mask = (torch.arange(S) < torch.tensor(lengths)[:, None]).long()
+        own.compare(*batch(1), mask)
+
+
 class Normed(nn.Module):
     """x[B, S, D], target[B, S, D] -> loss. A norm behind the MoE layer."""
 
@@ -398,6 +416,7 @@ WORKS = (
     several_microbatches,
     no_sync,
     batches_of_other_sizes,
+    padded_batches,
     sliced_and_transposed_inputs,
     sliced_example_inputs,
     the_same_tensor_twice,
