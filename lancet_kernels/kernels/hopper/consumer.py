@@ -35,6 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancet_kernels.kernels.hopper.pipeline import (
+    TASKS,
     await_task,
     multiply_steps,
     read_task,
@@ -205,151 +206,124 @@ def _store_bias_gradient(
 
 
 @gluon.jit
-def _finish_in(
-    acc, task, of_pass, sizes, arrivals, gemms, blocks,
-    BACKWARD: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def _finish_in(acc, task, ptrs, sizes, const):
     """TILE_IN: the epilogue of its direction."""
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
+    BM: gl.constexpr = const.BM
+    BN: gl.constexpr = const.BN
     sizes = opaque_sizes(sizes)
     D, F, R = sizes.D, sizes.F, sizes.R
-    local, _, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
-    m0, n0 = m * BM, task.n * blocks.BN_IN
-    base = base_of(of_pass, False)
-    if BACKWARD:
-        SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
-        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    local, _, m, rows, first_row = expert_of_tile(task.index, ptrs, sizes)
+    m0, n0 = m * BM, task.n * const.BN_IN
+    base = base_of(ptrs, False)
+    if const.BACKWARD:
+        SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [const.WARPS, 1], [16, BN // 16, 16])
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [const.WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = first_row + i
         i_weight = m0 + _row_indices(BM, SLICE, 8)
-        p_weight = arrivals.weights + first_row + i_weight
+        p_weight = ptrs.arrivals.weights + first_row + i_weight
         b_weight = gl.load(p_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
-            acc, gemms.pre, gemms.hidden, gemms.activated, row, base, b_weight, i < rows, n0, F, ACT, BM, BN,
-            NARROW, SLICE,
+            acc, ptrs.gemms.pre, ptrs.gemms.hidden, ptrs.gemms.activated, row, base, b_weight, i < rows, n0,
+            F, const.ACT, BM, BN, NARROW, SLICE,
         )  # fmt: skip
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
-        if gemms.bias_in is not None:
+        if ptrs.gemms.bias_in is not None:
             if task.n == 0:
-                p_row = arrivals.rows + row.to(gl.int64) * D
-                dots = _add_row_dots(dots, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
-        gl.store(gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
+                p_row = ptrs.arrivals.rows + row.to(gl.int64) * D
+                dots = _add_row_dots(dots, p_row, i < rows, ptrs.gemms.bias_in + local * D, D, NARROW)
+        gl.store(ptrs.gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
     else:
-        HAS_BIAS: gl.constexpr = gemms.bias_in is not None
-        bias_ptr = gemms.bias_in + local * sizes.H if HAS_BIAS else None
-        QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-        i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
+        HAS_BIAS: gl.constexpr = ptrs.gemms.bias_in is not None
+        bias_ptr = ptrs.gemms.bias_in + local * sizes.H if HAS_BIAS else None
+        QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [const.WARPS, 1], [16, BN // 4, 16])
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [const.WARPS, 1], [1, 0])
+        i = m0 + _row_indices(BM, ROWS, 4 * const.WARPS)
         _finish_forward(
-            acc, gemms.pre, gemms.hidden, first_row + i, base, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS,
-            QUARTER,
+            acc, ptrs.gemms.pre, ptrs.gemms.hidden, first_row + i, base, i < rows, bias_ptr, n0, F, const.ACT,
+            BM, BN, ROWS, QUARTER,
         )  # fmt: skip
 
 
 @gluon.jit
-def _finish_rest(
-    acc, j, task, of_pass, sizes, returns, gemms, rings, blocks,
-    BACKWARD: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def _finish_rest(acc, j, task, ptrs, sizes, rings, const):
     """What is no TILE_IN: to rows at the addresses that the signal warp has put down; 0: there is no row."""
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    HAS_BIAS: gl.constexpr = not BACKWARD and gemms.bias_out is not None
+    BM: gl.constexpr = const.BM
+    BN: gl.constexpr = const.BN
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [const.WARPS, 1], [16, BN // 4, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [const.WARPS, 1], [1, 0])
+    HAS_BIAS: gl.constexpr = not const.BACKWARD and ptrs.gemms.bias_out is not None
     bias_ptr = None
     bias_columns = 0
     if HAS_BIAS:
         if task.kind == TILE_OUT:
             here = opaque_sizes(sizes)
-            local, _, _, _, _ = expert_of_tile(task.index, of_pass, here)
+            local, _, _, _, _ = expert_of_tile(task.index, ptrs, here)
             bias_columns += here.D
-            bias_ptr = gemms.bias_out + local * here.D
+            bias_ptr = ptrs.gemms.bias_out + local * here.D
         else:
-            bias_ptr = gemms.bias_out
+            bias_ptr = ptrs.gemms.bias_out
     mbarrier.wait(rings.targets_full.index(j % TASKS), (j // TASKS) & 1)
     address = rings.targets.load(gl.SliceLayout(1, ROWS))
-    p_row = gl.multiple_of(address.to(returns.rows.dtype), 16)
-    N = result_columns(j, rings, TASKS, WARPS) // 8 * 8
+    p_row = gl.multiple_of(address.to(ptrs.returns.rows.dtype), 16)
+    N = result_columns(j, rings, const.WARPS) // 8 * 8
     _store_tile(acc, p_row, address != 0, bias_ptr, bias_columns, task.n * BN, N, BM, BN, ROWS, QUARTER)
 
 
 @gluon.jit
-def _finish_bias(
-    task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, WARPS: gl.constexpr
-):  # fmt: skip
+def _finish_bias(task, sound, ptrs, sizes, const):
     """WGRAD: with m = 0 also the gradient of the bias; NaN if rows of its sums did not come."""
     sizes = opaque_sizes(sizes)
-    rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, sizes.rank * sizes.L + task.index)
-    _, dy_ptr, _, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
+    expert = sizes.rank * sizes.L + task.index
+    rows, first_row, _ = group(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    _, dy_ptr, _, B = wgrad_operands(task, first_row, ptrs, sizes)
     _store_bias_gradient(
-        bias_result(task, B, gradients), dy_ptr, arrivals.weights + first_row,
-        gl.where(task.which == 0, rows, 0), rows, task.n * blocks.BN, B, sound, blocks.BN, WARPS,
+        bias_result(task, B, ptrs), dy_ptr, ptrs.arrivals.weights + first_row,
+        gl.where(task.which == 0, rows, 0), rows, task.n * const.BN, B, sound, const.BN, const.WARPS,
     )  # fmt: skip
 
 
 @gluon.jit
-def consume(
-    of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
-    BACKWARD: gl.constexpr, ACT: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def consume(ptrs, sizes, rings, const):
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
-    ACROSS: gl.constexpr = BACKWARD or problems_ptr is not None
-    views = views_of(rings.a, rings.b, blocks, STAGES)
-    b_of_tiles = views.b_across if BACKWARD else views.b
+    BM: gl.constexpr = const.BM
+    BN: gl.constexpr = const.BN
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [const.WARPS, 1], [16, BN, 16])
+    ACROSS: gl.constexpr = const.BACKWARD or ptrs.problems is not None
+    views = views_of(rings, const)
+    b_of_tiles = views.b_across if const.BACKWARD else views.b
     it = 0
     j = 0
-    kind, steps = await_task(j, rings, TASKS, WARPS)
+    kind, steps = await_task(j, rings, const.WARPS)
     while kind >= 0:
         if ACROSS:
             acc = gl.zeros((BM, BN), gl.float32, MMA)
             if kind >= WGRAD:
-                acc, it = multiply_steps(
-                    it,
-                    steps,
-                    views.a_across,
-                    views.b,
-                    rings.empty,
-                    rings.full,
-                    True,
-                    True,
-                    MMA,
-                    STAGES,
-                    blocks,
-                )
+                acc, it = multiply_steps(it, steps, views.a_across, views.b, rings, True, True, MMA, const)
             else:
                 acc, it = multiply_steps(
-                    it, steps, views.a, b_of_tiles, rings.empty, rings.full, False, not BACKWARD, MMA, STAGES,
-                    blocks,
-                )  # fmt: skip
+                    it, steps, views.a, b_of_tiles, rings, False, not const.BACKWARD, MMA, const
+                )
         else:
-            acc, it = multiply_steps(
-                it, steps, views.a, views.b, rings.empty, rings.full, False, True, MMA, STAGES, blocks
-            )
-        task, sound = read_task(j, kind, rings, TASKS, WARPS)
+            acc, it = multiply_steps(it, steps, views.a, views.b, rings, False, True, MMA, const)
+        task, sound = read_task(j, kind, rings, const.WARPS)
         if kind == TILE_IN:
-            _finish_in(acc, task, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, WARPS)
+            _finish_in(acc, task, ptrs, sizes, const)
         else:
-            if BACKWARD:
+            if const.BACKWARD:
                 if sound == 0:
                     # Of a weight gradient whose rows did not come.
                     acc += float("nan")
             # Always so. Without a branch ptxas spills 76 bytes instead of 16 (forward of swiglu with
             # independent GEMMs, Triton 3.9, 2026-11-26).
             if sound >= 0:
-                _finish_rest(
-                    acc, j, task, of_pass, sizes, returns, gemms, rings, blocks, BACKWARD, TASKS, WARPS
-                )  # fmt: skip
-        if BACKWARD:
-            if gradients.bias_in is not None:
+                _finish_rest(acc, j, task, ptrs, sizes, rings, const)
+        if const.BACKWARD:
+            if ptrs.gradients.bias_in is not None:
                 if (kind == WGRAD) & (task.m == 0):
-                    _finish_bias(task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, WARPS)
+                    _finish_bias(task, sound, ptrs, sizes, const)
         # One thread says it for all.
         barrier()
         mbarrier.arrive(rings.stored.index(j % TASKS), count=1)
         j += 1
-        kind, steps = await_task(j, rings, TASKS, WARPS)
+        kind, steps = await_task(j, rings, const.WARPS)

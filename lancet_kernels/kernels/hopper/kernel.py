@@ -47,61 +47,52 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancet_kernels.kernels.hopper.consumer import consume
-from lancet_kernels.kernels.hopper.copies import copy
-from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, Rings
+from lancet_kernels.kernels.hopper.copies import COPY_WARPS, copy
+from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings
 from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.hopper.signals import signal
-from lancet_kernels.kernels.portable.kernel import COUNTER
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
-from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
-from lancet_kernels.kernels.protocol.steps import num_put_tasks
+from lancet_kernels.kernels.protocol.arguments import Constants, Pointers, Sizes
+from lancet_kernels.kernels.protocol.schedule import NUM_TILES
+from lancet_kernels.kernels.protocol.steps import is_sound, num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
 
-# Which word of a pass counts the puts.
-COPY_COUNTER = gl.constexpr(2)
+# Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
+# More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
+# a wgmma with as many accumulators.
+COPY_REGISTERS = gl.constexpr(88)
 
 
 @gluon.jit
-def _start(
-    of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
-    rows_desc, weight_in_desc, hidden_desc, weight_out_desc, sizes, blocks, num_problems, dense_tiles, limit,
-    BACKWARD: gl.constexpr, ACT: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    PUT_SLOTS: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-):  # fmt: skip
+def _start(ptrs, sizes, descs, const):
     """Make the rings, and let the partitions go."""
-    PAIR: gl.constexpr = ACT == "swiglu" and not BACKWARD
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
-    BK: gl.constexpr = blocks.BK
-    epoch = gl.load(of_pass.words)
-    # Of a pass whose counts did not come, or did not fit, nothing is true.
-    sound = ((device.failed(of_pass.report) == 0) & (gl.load(of_pass.table + VOID) == 0)).to(gl.int32)
-    num_tiles = gl.load(of_pass.table + NUM_TILES)
-    num_puts = gl.minimum(num_put_tasks(of_pass), limit)
+    BM: gl.constexpr = const.BM
+    BN: gl.constexpr = const.BN
+    BK: gl.constexpr = const.BK
+    epoch, sound = gl.load(ptrs.of_pass.words), is_sound(ptrs)
+    num_tiles = gl.load(ptrs.of_pass.table + NUM_TILES)
+    num_puts = gl.minimum(num_put_tasks(ptrs), sizes.limit)
     # Opaque: else it would be computed in every partition again.
-    num_gemms = device.opaque(num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD))
-    num_gemms = gl.minimum(num_gemms, limit)
+    num_gemms = device.opaque(num_gemm_tasks(num_tiles, sizes, const))
+    num_gemms = gl.minimum(num_gemms, sizes.limit)
 
-    element: gl.constexpr = arrivals.rows.dtype.element_ty
+    element: gl.constexpr = ptrs.arrivals.rows.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], element)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], element)
-    a = gl.allocate_shared_memory(element, [STAGES, BM, BK], a_layout)
-    b = gl.allocate_shared_memory(element, [STAGES, BK, BN], b_layout)
+    a = gl.allocate_shared_memory(element, [const.STAGES, BM, BK], a_layout)
+    b = gl.allocate_shared_memory(element, [const.STAGES, BK, BN], b_layout)
     ring_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    ring = gl.allocate_shared_memory(element, [PUT_SLOTS, PUT_ROWS, PUT_BLOCK], ring_layout)
+    ring = gl.allocate_shared_memory(element, [const.PUT_SLOTS, const.PUT_ROWS, const.PUT_BLOCK], ring_layout)
     one_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * TASK_WORDS, 1], one_word)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [const.STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [const.STAGES, 1], mbarrier.MBarrierLayout())
     task_empty = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
     task_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
     targets = gl.allocate_shared_memory(gl.int64, [BM], one_word)
     targets_full = gl.allocate_shared_memory(gl.int64, [TASKS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(const.STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(TASKS):
@@ -111,22 +102,10 @@ def _start(
         mbarrier.init(targets_full.index(i), count=1)
     rings = Rings(a, b, empty, full, tasks, task_empty, task_full, stored, targets, targets_full)
     gl.warp_specialize([
-        (consume, (
-            of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
-            BACKWARD, ACT, STAGES, TASKS, WARPS,
-        )),
-        (produce, (
-            of_pass, sizes, arrivals, gemms, gradients, problems_ptr, num_problems, dense_tiles, num_gemms,
-            num_tiles, epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings,
-            blocks, BACKWARD, PAIR, COUNTER, STAGES, TASKS,
-        )),
-        (copy, (
-            of_pass, sizes, sending, arrivals, num_puts, ring,
-            BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, COPY_COUNTER, COPY_WARPS,
-        )),
-        (signal, (
-            of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks, BACKWARD, TASKS,
-        )),
+        (consume, (ptrs, sizes, rings, const)),
+        (produce, (ptrs, sizes, descs, num_gemms, num_tiles, epoch, sound, rings, const)),
+        (copy, (ptrs, sizes, num_puts, ring, const)),
+        (signal, (ptrs, sizes, rings, const)),
     ], [1, COPY_WARPS, 1], [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
@@ -137,14 +116,12 @@ def _start(
 )  # fmt: skip
 def gluon_overlap_kernel(
     of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
-    # Of rows, hidden (backward: dh) and the weights of both GEMMs, in the order of this direction.
     rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     rank, W, L, D, F, R, tiles, chunks, timeout_us, num_problems, dense_tiles, limit,
     BACKWARD: gl.constexpr, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
-    COPY_WARPS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """One launch. Arguments are those of `overlap_kernel`, but for NVSHMEM's stages and the descriptors.
 
@@ -153,10 +130,10 @@ def gluon_overlap_kernel(
     H = 2 * F if ACT == "swiglu" else F
     # Not assigned to a name, which would make tensors of constants.
     _start(
-        of_pass, arrivals, returns, sending, gemms, gradients, problems_ptr,
-        rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
-        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us),
-        Blocks(BM, BN, BN_IN, BK, BW),
-        num_problems, dense_tiles, limit, BACKWARD, ACT, PUT_ROWS, PUT_BLOCK, STAGES, PUT_SLOTS, TASKS, WARPS,
-        COPY_WARPS, COPY_REGISTERS,
+        Pointers(of_pass, arrivals, returns, None, sending, gemms, gradients, problems_ptr),
+        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us, num_problems, dense_tiles, limit),
+        Descriptors(rows_desc, weight_in_desc, hidden_desc, weight_out_desc),
+        Constants(
+            BACKWARD, ACT, False, True, BM, BN, BN_IN, BK, BW, PUT_ROWS, PUT_BLOCK, STAGES, PUT_SLOTS, WARPS
+        ),
     )  # fmt: skip

@@ -28,18 +28,10 @@ from lancet_kernels.kernels.config import GemmConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import launch
 
-# Warps that copy, in one warpgroup with the one that loads by TMA and the one that signals.
-COPY_WARPS = 2
 # Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
-# Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
-# More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
-# a wgmma with as many accumulators.
-COPY_REGISTERS = 88
-# Tasks that are handed over and not stored yet. A third one would wait for stages of operands anyway.
-TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers, tasks and targets take, compiled, rounded up.
 SHARED_BYTES = 227 * 1024
 EPILOGUE_BYTES = 18 * 1024
@@ -54,7 +46,6 @@ def launch_gluon(grid: tuple[int, ...], tile: GemmConfig, arguments: dict[str, A
         gluon_overlap_kernel, grid, **given, **descriptors(arguments),
         STAGES=tile.num_stages, WARPS=tile.num_warps,
         PUT_SLOTS=put_slots(tile.num_stages, (tile.block_m + tile.block_n) * tile.block_k, step),
-        TASKS=TASKS, COPY_WARPS=COPY_WARPS, COPY_REGISTERS=COPY_REGISTERS,
         num_warps=tile.num_warps, ptx_options=PTX_OPTIONS,
     )  # fmt: skip
 

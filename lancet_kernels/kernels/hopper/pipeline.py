@@ -28,6 +28,17 @@ from lancet_kernels.kernels.protocol.tasks import Task
 # signal warp adds.
 TASK_WORDS = gl.constexpr(8)
 NO_TASK = gl.constexpr(-1)
+# Tasks that are handed over and not stored yet. A third one would wait for stages of operands anyway.
+TASKS = gl.constexpr(2)
+
+
+class Descriptors(NamedTuple):
+    """From the host: of received rows, of hidden (backward: dh), and of the weights of both GEMMs."""
+
+    rows: Any
+    weight_in: Any
+    hidden: Any
+    weight_out: Any
 
 
 class Rings(NamedTuple):
@@ -57,24 +68,24 @@ class Views(NamedTuple):
 
 
 @gluon.jit
-def views_of(a, b, blocks, STAGES: gl.constexpr):
-    BM: gl.constexpr = blocks.BM
-    BN: gl.constexpr = blocks.BN
-    BK: gl.constexpr = blocks.BK
-    element: gl.constexpr = a.dtype
+def views_of(rings, const):
+    BM: gl.constexpr = const.BM
+    BN: gl.constexpr = const.BN
+    BK: gl.constexpr = const.BK
+    element: gl.constexpr = rings.a.dtype
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
     across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN // 2], element)
-    a_across = view(a, [STAGES, BK, BM], across_a)
-    b_across = view(b, [STAGES, BN, BK], across_b)
-    b_halves = view(b, [2 * STAGES, BK, BN // 2], half)
-    return Views(a, b, a_across, b_across, b_halves)
+    a_across = view(rings.a, [const.STAGES, BK, BM], across_a)
+    b_across = view(rings.b, [const.STAGES, BN, BK], across_b)
+    b_halves = view(rings.b, [2 * const.STAGES, BK, BN // 2], half)
+    return Views(rings.a, rings.b, a_across, b_across, b_halves)
 
 
 @gluon.jit
 def load_steps(
-    it, steps, a_desc, b_desc, a_row, a_column, b_row, b_column, second_column, a_bufs, b_bufs, empty, full,
-    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, PAIR: gl.constexpr, STAGES: gl.constexpr, blocks,
+    it, steps, a_desc, b_desc, a_row, a_column, b_row, b_column, second_column, a_bufs, b_bufs, rings,
+    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, PAIR: gl.constexpr, const,
 ):  # fmt: skip
     """Load the operands of `steps` steps of a tile, as places become empty. -> it, the step that comes next.
 
@@ -83,56 +94,56 @@ def load_steps(
     """
     element_bytes: gl.constexpr = a_bufs.dtype.primitive_bitwidth // 8
     for step in range(steps):
-        place = it % STAGES
-        k = step * blocks.BK
-        mbarrier.wait(empty.index(place), ((it // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(place), (blocks.BM + blocks.BN) * blocks.BK * element_bytes)
+        place = it % const.STAGES
+        k = step * const.BK
+        mbarrier.wait(rings.empty.index(place), ((it // const.STAGES) & 1) ^ 1)
+        mbarrier.expect(rings.full.index(place), (const.BM + const.BN) * const.BK * element_bytes)
         a_at = [a_row + k, a_column] if A_DOWN else [a_row, a_column + k]
-        load_tile(a_desc, a_at, full.index(place), a_bufs.index(place))
+        load_tile(a_desc, a_at, rings.full.index(place), a_bufs.index(place))
         b_at = [b_row + k, b_column] if B_DOWN else [b_row, b_column + k]
         if PAIR:
-            load_tile(b_desc, b_at, full.index(place), b_bufs.index(2 * place))
-            load_tile(b_desc, [b_row + k, second_column], full.index(place), b_bufs.index(2 * place + 1))
+            load_tile(b_desc, b_at, rings.full.index(place), b_bufs.index(2 * place))
+            second_at = [b_row + k, second_column]
+            load_tile(b_desc, second_at, rings.full.index(place), b_bufs.index(2 * place + 1))
         else:
-            load_tile(b_desc, b_at, full.index(place), b_bufs.index(place))
+            load_tile(b_desc, b_at, rings.full.index(place), b_bufs.index(place))
         it += 1
     return it
 
 
 @gluon.jit
-def wait_for_loads(it, full, STAGES: gl.constexpr):
+def wait_for_loads(it, rings, const):
     """Wait until all loads up to step `it` have arrived: then a descriptor in memory may be overwritten."""
-    for back in gl.static_range(STAGES):
+    for back in gl.static_range(const.STAGES):
         i = it - 1 - back
         if i >= 0:
-            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+            mbarrier.wait(rings.full.index(i % const.STAGES), (i // const.STAGES) & 1)
 
 
 @gluon.jit
 def multiply_steps(
-    it, steps, a_bufs, b_bufs, empty, full,
-    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr, blocks,
+    it, steps, a_bufs, b_bufs, rings, A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, MMA: gl.constexpr, const,
 ):  # fmt: skip
     """-> float32 [BM, BN], the sum of the products of `steps` steps, and the step that comes next.
 
     One product is always in flight: a place is empty when the product after it has been started.
     """
-    acc = gl.zeros((blocks.BM, blocks.BN), gl.float32, MMA)
+    acc = gl.zeros((const.BM, const.BN), gl.float32, MMA)
     for k in range(steps):
-        place = it % STAGES
-        mbarrier.wait(full.index(place), (it // STAGES) & 1)
+        place = it % const.STAGES
+        mbarrier.wait(rings.full.index(place), (it // const.STAGES) & 1)
         a = a_bufs.index(place).permute([1, 0]) if A_DOWN else a_bufs.index(place)
         b = b_bufs.index(place) if B_DOWN else b_bufs.index(place).permute([1, 0])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(rings.empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=k > 0)
         it += 1
     if A_DOWN:
         # Behind one of a kernel's two loops. Else LLVM joins their equal ends, and ptxas, which then sees
         # accumulators copied before the wait, lets every product wait (C7515; Triton 3.6, 3.9, 2026-11-26).
         it = opaque(it)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(rings.empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=steps > 0)
     return acc, it
 
 
@@ -149,7 +160,7 @@ def _word(tasks, i, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(j, rings, task, steps, sound, TASKS: gl.constexpr):
+def hand_over(j, rings, task, steps, sound):
     """The producer's j-th task, for the consumers and the signal warp. -> j + 1."""
     place = j % TASKS
     mbarrier.wait(rings.task_empty.index(place), ((j // TASKS) & 1) ^ 1)
@@ -167,7 +178,7 @@ def hand_over(j, rings, task, steps, sound, TASKS: gl.constexpr):
 
 
 @gluon.jit
-def await_task(j, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
+def await_task(j, rings, WARPS: gl.constexpr):
     """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind and steps."""
     place = j % TASKS
     mbarrier.wait(rings.task_full.index(place), (j // TASKS) & 1)
@@ -176,7 +187,7 @@ def await_task(j, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def read_task(j, kind, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
+def read_task(j, kind, rings, WARPS: gl.constexpr):
     """-> the j-th task, and sound. The consumers read it behind the product."""
     first = j % TASKS * TASK_WORDS
     which = _word(rings.tasks, first + 1, WARPS)
@@ -187,12 +198,12 @@ def read_task(j, kind, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def put_columns(j, columns, rings, TASKS: gl.constexpr):
+def put_columns(j, columns, rings):
     """Columns of the result of the j-th task, for `result_columns`."""
     _put_word(rings.tasks, j % TASKS * TASK_WORDS + 7, columns, 1)
 
 
 @gluon.jit
-def result_columns(j, rings, TASKS: gl.constexpr, WARPS: gl.constexpr):
+def result_columns(j, rings, WARPS: gl.constexpr):
     """-> what `put_columns` got."""
     return _word(rings.tasks, j % TASKS * TASK_WORDS + 7, WARPS)

@@ -24,8 +24,10 @@ from lancet_kernels.kernels.portable.tiles import dense_problem
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
+    CLAIMS,
     READY_WORDS,
     base_of,
+    claim,
     expert_of_tile,
     wait_expert,
     wait_ready,
@@ -36,160 +38,118 @@ from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRA
 
 
 @gluon.jit
-def _load_in(
-    it, j, task, epoch, of_pass, sizes, arrivals, rows_desc, weight_desc, rings, views, blocks,
-    BACKWARD: gl.constexpr, PAIR: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def _load_in(it, j, task, epoch, ptrs, sizes, descs, rings, views, const):
     """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
     sizes = opaque_sizes(sizes)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    local, expert, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
+    local, expert, m, _, first_row = expert_of_tile(task.index, ptrs, sizes)
     D, F = sizes.D, sizes.F
-    here = wait_rows(
-        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, False, True, blocks.BM, blocks.BW,
-        gl.arange(0, blocks.BW, lanes),
-    )  # fmt: skip
+    here = wait_rows(task.index, m, expert, epoch, ptrs, sizes, const, gl.arange(0, const.BW, lanes))
     if here:
-        steps = gl.cdiv(D, blocks.BK)
-        row = base_of(of_pass, BACKWARD) + first_row + m * blocks.BM
-        n0 = task.n * blocks.BN_IN
-        j = hand_over(j, rings, task, steps, 1, TASKS)
-        if BACKWARD:
+        steps = gl.cdiv(D, const.BK)
+        row = base_of(ptrs, const.BACKWARD) + first_row + m * const.BM
+        n0 = task.n * const.BN_IN
+        j = hand_over(j, rings, task, steps, 1)
+        if const.BACKWARD:
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * F + n0, 0, 0,
-                views.a, views.b_across, rings.empty, rings.full, False, False, False, STAGES, blocks,
+                it, steps, descs.rows, descs.weight_in, row, 0, local * F + n0, 0, 0, views.a, views.b_across,
+                rings, False, False, False, const,
             )  # fmt: skip
-        elif PAIR:
+        elif const.ACT == "swiglu":
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * D, n0, F + n0,
-                views.a, views.b_halves, rings.empty, rings.full, False, True, True, STAGES, blocks,
+                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, F + n0, views.a,
+                views.b_halves, rings, False, True, True, const,
             )  # fmt: skip
         else:
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * D, n0, 0,
-                views.a, views.b, rings.empty, rings.full, False, True, False, STAGES, blocks,
+                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, 0, views.a, views.b, rings,
+                False, True, False, const,
             )  # fmt: skip
     return it, j
 
 
 @gluon.jit
-def _load_out(
-    it, j, task, of_pass, sizes, hidden_desc, weight_desc, rings, views, blocks,
-    BACKWARD: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def _load_out(it, j, task, ptrs, sizes, descs, rings, views, const):
     """TILE_OUT: wait until the tile's columns of the first GEMM are ready, hand it over, load. -> it, j."""
     sizes = opaque_sizes(sizes)
-    local, _, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
-    here = wait_ready(task.index, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, True)
+    local, _, m, _, first_row = expert_of_tile(task.index, ptrs, sizes)
+    here = wait_ready(task.index, gl.cdiv(sizes.F, const.BN_IN), ptrs, sizes, const)
     if here:
-        row = first_row + m * blocks.BM
-        n0 = task.n * blocks.BN
-        steps = gl.cdiv(sizes.H if BACKWARD else sizes.F, blocks.BK)
-        j = hand_over(j, rings, task, steps, 1, TASKS)
-        if BACKWARD:
+        row = first_row + m * const.BM
+        n0 = task.n * const.BN
+        steps = gl.cdiv(sizes.H if const.BACKWARD else sizes.F, const.BK)
+        j = hand_over(j, rings, task, steps, 1)
+        if const.BACKWARD:
             it = load_steps(
-                it, steps, hidden_desc, weight_desc, row, 0, local * sizes.D + n0, 0, 0,
-                views.a, views.b_across, rings.empty, rings.full, False, False, False, STAGES, blocks,
+                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.D + n0, 0, 0, views.a,
+                views.b_across, rings, False, False, False, const,
             )  # fmt: skip
         else:
             it = load_steps(
-                it, steps, hidden_desc, weight_desc, row, 0, local * sizes.F, n0, 0,
-                views.a, views.b, rings.empty, rings.full, False, True, False, STAGES, blocks,
+                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.F, n0, 0, views.a, views.b,
+                rings, False, True, False, const,
             )  # fmt: skip
     return it, j
 
 
 @gluon.jit
-def _load_across(
-    it, j, task, x_ptr, dy_ptr, rows, A, B, steps, sound, rings, views, blocks,
-    STAGES: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def _load_across(it, j, task, x_ptr, dy_ptr, rows, A, B, steps, sound, rings, views, const):
     """Hand over a tile of x^T dy, of x [rows, A] and dy [rows, B], and load its operands. -> it, j."""
-    j = hand_over(j, rings, task, steps, sound, TASKS)
+    j = hand_over(j, rings, task, steps, sound)
     if steps > 0:
-        wait_for_loads(it, rings.full, STAGES)
+        wait_for_loads(it, rings, const)
         x_desc = tma.make_tensor_descriptor(
-            x_ptr, [rows, A], [A, 1], [blocks.BK, blocks.BM], views.a_across.layout
+            x_ptr, [rows, A], [A, 1], [const.BK, const.BM], views.a_across.layout
         )
-        dy_desc = tma.make_tensor_descriptor(
-            dy_ptr, [rows, B], [B, 1], [blocks.BK, blocks.BN], views.b.layout
-        )
+        dy_desc = tma.make_tensor_descriptor(dy_ptr, [rows, B], [B, 1], [const.BK, const.BN], views.b.layout)
         it = load_steps(
-            it, steps, x_desc, dy_desc, 0, task.m * blocks.BM, 0, task.n * blocks.BN, 0,
-            views.a_across, views.b, rings.empty, rings.full, True, True, False, STAGES, blocks,
+            it, steps, x_desc, dy_desc, 0, task.m * const.BM, 0, task.n * const.BN, 0, views.a_across,
+            views.b, rings, True, True, False, const,
         )  # fmt: skip
     return it, j
 
 
 @gluon.jit
-def _load_wgrad(
-    it, j, task, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
-    STAGES: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def _load_wgrad(it, j, task, sound, ptrs, sizes, rings, views, const):
     """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
     sizes = opaque_sizes(sizes)
     expert = sizes.rank * sizes.L + task.index
-    rows, first_row, first_tile = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    rows, first_row, first_tile = group(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L, expert)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    here = wait_expert(
-        rows, first_tile, sound, of_pass, sizes, blocks, True, gl.arange(0, READY_WORDS, lanes)
-    )  # fmt: skip
-    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients)
-    steps = gl.where(here, gl.cdiv(rows, blocks.BK), 0)
-    return _load_across(
-        it, j, task, x_ptr, dy_ptr, rows, A, B, steps, here.to(gl.int32), rings, views, blocks, STAGES, TASKS
-    )
+    here = wait_expert(rows, first_tile, sound, ptrs, sizes, const, gl.arange(0, READY_WORDS, lanes))
+    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, ptrs, sizes)
+    steps = gl.where(here, gl.cdiv(rows, const.BK), 0)
+    return _load_across(it, j, task, x_ptr, dy_ptr, rows, A, B, steps, here.to(gl.int32), rings, views, const)
 
 
 @gluon.jit
-def _load_dense(
-    it, j, task, problems_ptr, like_ptr, rings, views, blocks, STAGES: gl.constexpr, TASKS: gl.constexpr
-):  # fmt: skip
+def _load_dense(it, j, task, ptrs, rings, views, const):
     """DENSE: hand the tile over, and load its operands. -> it, j."""
-    a_ptr, b_ptr, _, M, N, K = dense_problem(problems_ptr, task.index, like_ptr, True)
-    steps = gl.cdiv(K, blocks.BK)
-    return _load_across(it, j, task, a_ptr, b_ptr, K, M, N, steps, 1, rings, views, blocks, STAGES, TASKS)
+    a_ptr, b_ptr, _, M, N, K = dense_problem(task.index, ptrs, const)
+    steps = gl.cdiv(K, const.BK)
+    return _load_across(it, j, task, a_ptr, b_ptr, K, M, N, steps, 1, rings, views, const)
 
 
 @gluon.jit
-def produce(
-    of_pass, sizes, arrivals, gemms, gradients, problems_ptr, num_problems, dense_tiles, num_tasks, num_tiles,
-    epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings, blocks,
-    BACKWARD: gl.constexpr, PAIR: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr,
-    TASKS: gl.constexpr,
-):  # fmt: skip
+def produce(ptrs, sizes, descs, num_tasks, num_tiles, epoch, sound, rings, const):
     """The producer's partition: all tasks but puts. num_tasks: of these."""
-    views = views_of(rings.a, rings.b, blocks, STAGES)
+    views = views_of(rings, const)
     # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
-    lag = lag_of(2 * gl.num_programs(0), gl.cdiv(opaque(sizes.F), blocks.BN_IN))
+    lag = lag_of(2 * gl.num_programs(0), gl.cdiv(opaque(sizes.F), const.BN_IN))
     it = 0
     j = 0
-    i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    i = claim(ptrs, CLAIMS)
     while i < num_tasks:
-        task = gemm_task(
-            i, num_tiles, opaque(lag), of_pass, opaque_sizes(sizes), problems_ptr, opaque(num_problems),
-            dense_tiles, blocks, BACKWARD,
-        )  # fmt: skip
+        task = gemm_task(i, num_tiles, opaque(lag), ptrs, opaque_sizes(sizes), const)
         if task.kind == TILE_IN:
-            it, j = _load_in(
-                it, j, task, epoch, of_pass, sizes, arrivals, rows_desc, weight_in_desc, rings, views, blocks,
-                BACKWARD, PAIR, STAGES, TASKS,
-            )  # fmt: skip
+            it, j = _load_in(it, j, task, epoch, ptrs, sizes, descs, rings, views, const)
         if task.kind == TILE_OUT:
-            it, j = _load_out(
-                it, j, task, of_pass, sizes, hidden_desc, weight_out_desc, rings, views, blocks,
-                BACKWARD, STAGES, TASKS,
-            )  # fmt: skip
-        if BACKWARD:
+            it, j = _load_out(it, j, task, ptrs, sizes, descs, rings, views, const)
+        if const.BACKWARD:
             if task.kind == WGRAD:
-                it, j = _load_wgrad(
-                    it, j, task, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
-                    STAGES, TASKS,
-                )  # fmt: skip
-        if problems_ptr is not None:
+                it, j = _load_wgrad(it, j, task, sound, ptrs, sizes, rings, views, const)
+        if ptrs.problems is not None:
             if task.kind == DENSE:
-                it, j = _load_dense(
-                    it, j, task, problems_ptr, arrivals.rows, rings, views, blocks, STAGES, TASKS
-                )  # fmt: skip
-        i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    hand_over(j, rings, Task(NO_TASK, 0, 0, 0, 0), 0, 0, TASKS)
+                it, j = _load_dense(it, j, task, ptrs, rings, views, const)
+        i = claim(ptrs, CLAIMS)
+    hand_over(j, rings, Task(NO_TASK, 0, 0, 0, 0), 0, 0)

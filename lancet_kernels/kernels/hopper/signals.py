@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancet_kernels.kernels.hopper.pipeline import await_task, put_columns, read_task
+from lancet_kernels.kernels.hopper.pipeline import TASKS, await_task, put_columns, read_task
 from lancet_kernels.kernels.hopper.shim import barrier
 from lancet_kernels.kernels.portable.tiles import dense_problem
 from lancet_kernels.kernels.protocol import device
@@ -50,72 +50,56 @@ def _addresses(result_ptr, i, A, B):
 
 
 @gluon.jit
-def _look_up(
-    j, task, of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
-    BACKWARD: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def _look_up(j, task, ptrs, sizes, rings, const):
     """Put down where each row of the tile begins, and how wide rows are.
 
     In a backward's TILE_OUT with n = 0 also return the gradients of the rows' weights.
     """
-    i_m = gl.arange(0, blocks.BM, gl.BlockedLayout([4], [32], [1], [0]))
+    i_m = gl.arange(0, const.BM, gl.BlockedLayout([4], [32], [1], [0]))
     sizes = opaque_sizes(sizes)
-    i = task.m * blocks.BM + i_m
+    i = task.m * const.BM + i_m
     if task.kind == TILE_OUT:
-        _, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
-        p_row, m_row = result_rows(
-            expert, m * blocks.BM + i_m, rows, first_row, of_pass, sizes, returns, None, False
-        )
+        _, expert, m, rows, first_row = expert_of_tile(task.index, ptrs, sizes)
+        p_row, m_row = result_rows(expert, m * const.BM + i_m, rows, first_row, ptrs, sizes, const)
         rings.targets.store(gl.where(m_row, p_row.to(gl.int64), 0))
-        put_columns(j, sizes.D, rings, TASKS)
-        if BACKWARD:
+        put_columns(j, sizes.D, rings)
+        if const.BACKWARD:
             if task.n == 0:
-                return_dots(
-                    expert, m, rows, first_row, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes,
-                    gemms.row_dots, returns, None, False, blocks.BM, i_m,
-                )  # fmt: skip
-    if BACKWARD:
+                return_dots(expert, m, rows, first_row, ptrs, sizes, const, i_m)
+    if const.BACKWARD:
         if task.kind == WGRAD:
             # Of the operands only the sizes, wherever they begin.
-            _, _, A, B = wgrad_operands(task, task.index, of_pass, sizes, arrivals, gemms, gradients)
-            rings.targets.store(_addresses(wgrad_result(task, A, B, gradients), i, A, B))
-            put_columns(j, B, rings, TASKS)
-    if problems_ptr is not None:
+            _, _, A, B = wgrad_operands(task, task.index, ptrs, sizes)
+            rings.targets.store(_addresses(wgrad_result(task, A, B, ptrs), i, A, B))
+            put_columns(j, B, rings)
+    if ptrs.problems is not None:
         if task.kind == DENSE:
-            _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, task.index, arrivals.rows, True)
+            _, _, c_ptr, M, N, _ = dense_problem(task.index, ptrs, const)
             rings.targets.store(_addresses(c_ptr, i, M, N))
-            put_columns(j, N, rings, TASKS)
+            put_columns(j, N, rings)
 
 
 @gluon.jit
-def _signal_out(task, of_pass, sizes, returns, blocks, BACKWARD: gl.constexpr):
+def _signal_out(task, ptrs, sizes, const):
     """TILE_OUT is stored: with the last column of the tile its sources are told."""
     sizes = opaque_sizes(sizes)
-    _, expert, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
-    return_tile(
-        task.index, m, task.n, expert, first_row, gl.load(of_pass.words), of_pass, sizes, returns, None,
-        BACKWARD, False, blocks.BM, blocks.BN,
-    )  # fmt: skip
+    _, expert, m, _, first_row = expert_of_tile(task.index, ptrs, sizes)
+    epoch = gl.load(ptrs.of_pass.words)
+    return_tile(task.index, m, task.n, expert, first_row, epoch, ptrs, sizes, const)
 
 
 @gluon.jit
-def signal(
-    of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
-    BACKWARD: gl.constexpr, TASKS: gl.constexpr,
-):  # fmt: skip
+def signal(ptrs, sizes, rings, const):
     """The signal warp's partition: look up, wait until the consumers have stored, signal; task by task.
 
     `targets` is one tile's: the consumers have read it when they have stored the tile. It has an mbarrier for
     each place of the ring of tasks, as they look at it for some tasks only, and may be ahead of this warp.
     """
     j = 0
-    kind, _ = await_task(j, rings, TASKS, 1)
+    kind, _ = await_task(j, rings, 1)
     while kind >= 0:
-        task, _ = read_task(j, kind, rings, TASKS, 1)
-        _look_up(
-            j, task, of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
-            BACKWARD, TASKS,
-        )  # fmt: skip
+        task, _ = read_task(j, kind, rings, 1)
+        _look_up(j, task, ptrs, sizes, rings, const)
         place = j % TASKS
         barrier()
         mbarrier.arrive(rings.targets_full.index(place), count=1)
@@ -125,8 +109,8 @@ def signal(
         if kind == TILE_IN:
             # What is stored is loaded by TMA.
             device.fence_tma(True)
-            finish_ready(task.index, of_pass)
+            finish_ready(task.index, ptrs)
         if kind == TILE_OUT:
-            _signal_out(task, of_pass, sizes, returns, blocks, BACKWARD)
+            _signal_out(task, ptrs, sizes, const)
         j += 1
-        kind, _ = await_task(j, rings, TASKS, 1)
+        kind, _ = await_task(j, rings, 1)

@@ -10,58 +10,40 @@ import triton.language as tl
 
 from lancet_kernels.kernels.portable.tiles import dense_tile, tile_in, tile_out, tile_wgrad
 from lancet_kernels.kernels.protocol import device, tasks
-from lancet_kernels.kernels.protocol.arguments import Blocks, Sizes
-from lancet_kernels.kernels.protocol.schedule import NUM_TILES, VOID
-from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_part
-
-# Which word of a pass counts the claims.
-COUNTER = tl.constexpr(1)
+from lancet_kernels.kernels.protocol.arguments import Constants, Pointers, Sizes
+from lancet_kernels.kernels.protocol.schedule import NUM_TILES
+from lancet_kernels.kernels.protocol.steps import CLAIMS, claim, is_sound, num_put_tasks, put_part
 
 
 @triton.jit
-def _perform(
-    of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr, sizes, blocks,
-    num_problems, dense_tiles, limit,
-    BACKWARD: tl.constexpr, ACT: tl.constexpr, NVSHMEM: tl.constexpr, TMA: tl.constexpr,
-    PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr,
-):  # fmt: skip
+def _perform(ptrs, sizes, const):
     """Claim tasks until there is none, and do them."""
-    epoch = tl.load(of_pass.words)
-    # Of a pass whose counts did not come, or did not fit, nothing is true.
-    sound = ((device.failed(of_pass.report) == 0) & (tl.load(of_pass.table + VOID) == 0)).to(tl.int32)
-    num_tiles = tl.load(of_pass.table + NUM_TILES)
-    num_puts = num_put_tasks(of_pass)
-    num_gemms = tasks.num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, BACKWARD)
-    num_tasks = tl.minimum(num_puts + num_gemms, limit)
+    epoch, sound = tl.load(ptrs.of_pass.words), is_sound(ptrs)
+    num_tiles = tl.load(ptrs.of_pass.table + NUM_TILES)
+    num_puts = num_put_tasks(ptrs)
+    num_gemms = tasks.num_gemm_tasks(num_tiles, sizes, const)
+    num_tasks = tl.minimum(num_puts + num_gemms, sizes.limit)
     # What a tile of the second GEMM needs is then behind what other programs are still at.
-    lag = tasks.lag_of(tl.num_programs(0), tl.cdiv(sizes.F, blocks.BN_IN))
-    i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
+    lag = tasks.lag_of(tl.num_programs(0), tl.cdiv(sizes.F, const.BN_IN))
+    i = claim(ptrs, CLAIMS)
     while i < num_tasks:
         if i < num_puts:
-            put_part(
-                i, epoch, of_pass, sizes, sending, arrivals, stages,
-                BACKWARD, NVSHMEM, blocks.BM, PUT_ROWS, PUT_BLOCK,
-            )  # fmt: skip
+            put_part(i, epoch, ptrs, sizes, const)
         else:
-            task = tasks.gemm_task(
-                i - num_puts, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks,
-                BACKWARD,
-            )  # fmt: skip
+            task = tasks.gemm_task(i - num_puts, num_tiles, lag, ptrs, sizes, const)
             if task.kind == tasks.TILE_IN:
-                tile_in(task, epoch, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, NVSHMEM, TMA)
+                tile_in(task, epoch, ptrs, sizes, const)
             if task.kind == tasks.TILE_OUT:
-                tile_out(
-                    task, epoch, of_pass, sizes, returns, stages, gemms, blocks, BACKWARD, NVSHMEM, TMA
-                )  # fmt: skip
-            if BACKWARD:
+                tile_out(task, epoch, ptrs, sizes, const)
+            if const.BACKWARD:
                 if task.kind == tasks.WGRAD:
-                    tile_wgrad(task, sound, of_pass, sizes, arrivals, gemms, gradients, blocks, TMA)
-            if problems_ptr is not None:
+                    tile_wgrad(task, sound, ptrs, sizes, const)
+            if ptrs.problems is not None:
                 if task.kind == tasks.DENSE:
-                    dense_tile(task, problems_ptr, arrivals.rows, blocks, TMA)
-        i = tl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(tl.int32)
+                    dense_tile(task, ptrs, const)
+        i = claim(ptrs, CLAIMS)
     # The network may still read the stage, which is the next launch's, too.
-    device.quiet(NVSHMEM)
+    device.quiet(const.NVSHMEM)
 
 
 # Not a variant for each size, and none in which a 1 is a constant.
@@ -88,8 +70,7 @@ def overlap_kernel(
     H = 2 * F if ACT == "swiglu" else F
     # Not assigned to a name, which would make tensors of constants.
     _perform(
-        of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr,
-        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us),
-        Blocks(BM, BN, BN_IN, BK, BW),
-        num_problems, dense_tiles, limit, BACKWARD, ACT, NVSHMEM, TMA, PUT_ROWS, PUT_BLOCK,
+        Pointers(of_pass, arrivals, returns, stages, sending, gemms, gradients, problems_ptr),
+        Sizes(rank, W, L, D, F, H, R, tiles, chunks, timeout_us, num_problems, dense_tiles, limit),
+        Constants(BACKWARD, ACT, NVSHMEM, TMA, BM, BN, BN_IN, BK, BW, PUT_ROWS, PUT_BLOCK),
     )  # fmt: skip

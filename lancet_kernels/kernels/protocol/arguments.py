@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """rank: of this PE. tiles, chunks: room for that many in the table. timeout_us: of a wait."""
+    """rank: of this PE. tiles, chunks: room for that many in the table. timeout_us: of a wait. num_problems,
+    dense_tiles: independent GEMMs, and their tiles. limit: of task numbers."""
 
     rank: Any
     W: Any
@@ -27,17 +28,34 @@ class Sizes(NamedTuple):
     tiles: Any
     chunks: Any
     timeout_us: Any
+    num_problems: Any
+    dense_tiles: Any
+    limit: Any
 
 
-class Blocks(NamedTuple):
-    """Constants of the variant: tiles are [BM, BN], those of the first GEMM [BM, BN_IN], steps BK; BW: a
-    power of two, W or more."""
+class Constants(NamedTuple):
+    """What is known when a variant is compiled.
 
+    BACKWARD: the direction. ACT: the activation. NVSHMEM: some peers are reached by it only. TMA: operands
+    are loaded through descriptors. Tiles are [BM, BN], those of the first GEMM [BM, BN_IN], steps BK; BW: a
+    power of two, W or more. A step of a put is [PUT_ROWS, PUT_BLOCK]. Of the Hopper kernel: STAGES of
+    operands and PUT_SLOTS of puts in shared memory, WARPS that multiply.
+    """
+
+    BACKWARD: Any
+    ACT: Any
+    NVSHMEM: Any
+    TMA: Any
     BM: Any
     BN: Any
     BN_IN: Any
     BK: Any
     BW: Any
+    PUT_ROWS: Any
+    PUT_BLOCK: Any
+    STAGES: Any = 0
+    PUT_SLOTS: Any = 0
+    WARPS: Any = 0
 
 
 class PassState(NamedTuple):
@@ -127,3 +145,16 @@ class Gradients(NamedTuple):
     bias_in: Any
     weight_out: Any
     bias_out: Any
+
+
+class Pointers(NamedTuple):
+    """All of them. problems: int64 [num_problems, 8], the table of independent GEMMs (`tasks.py`)."""
+
+    of_pass: PassState
+    arrivals: Arrivals
+    returns: Returns
+    stages: Stages | None
+    sending: Sending
+    gemms: Gemms
+    gradients: Gradients | None
+    problems: Any

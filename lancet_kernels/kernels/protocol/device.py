@@ -64,22 +64,45 @@ def word(epoch, value):
 
 
 @triton.jit
-def put_rows(
-    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
-    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
-):  # fmt: skip
-    """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
+def stored_at(region_ptr, peers_ptr, peer, row, stage_ptr, row_here, width, NVSHMEM: tl.constexpr):
+    """-> where to store what goes to `row` of a peer's region: there or, where no pointer reaches it, at
+    row_here of the stage, from which `send_stored` sends it. Rows are `width` elements; peer and row may be
+    blocks.
 
-    Over NVSHMEM the rows go through `stage`, [ROWS, D] of symmetric memory for this call alone, which must
-    stay until `quiet`: a network card reads only what is registered with it.
-    Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
+    Base and row are chosen one by one: of a choice between addresses the compiler does not see how they are
+    aligned, and stores element by element.
     """
     base = tl.load(peers_ptr + peer)
-    target_ptr = remote_pointer(region_ptr, peers_ptr, peer) + offset
     if NVSHMEM:
-        tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
-        if base == 0:
-            target_ptr = stage_ptr
+        row = tl.where(base == 0, row_here, row)
+        base = tl.where(base == 0, stage_ptr.to(tl.int64), base)
+    return tl.multiple_of(base.to(region_ptr.dtype), 16) + row * width
+
+
+@triton.jit
+def send_stored(target_ptr, peers_ptr, peer, stored_ptr, num, NVSHMEM: tl.constexpr):
+    """Start to send the `num` elements that `stored_at` had put into the stage, to where `target` is here.
+
+    The stage must stay as it is until `quiet`: a network card reads it when it likes. It reads only what is
+    registered with it, which is why there is a stage.
+    """
+    if NVSHMEM:
+        if tl.load(peers_ptr + peer) == 0:
+            tl.debug_barrier()
+            nvshmem_device.put_row(target_ptr, stored_ptr, num, peer)
+
+
+@triton.jit
+def put_rows(
+    region_ptr, peers_ptr, peer, first, source_ptr, row_ptr, num_rows, D, stage_ptr, first_here,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy source[row[i]] for i < num_rows (<= ROWS) to row first + i of the peer's region; D wide.
+
+    Over NVSHMEM through first_here + i of the stage.
+    Example: row = [7, 2], num_rows = 2, first = 5: source[7] goes to row 5, source[2] to row 6.
+    """
+    target_ptr = stored_at(region_ptr, peers_ptr, peer, first, stage_ptr, first_here, D, NVSHMEM)
     i_row = tl.arange(0, ROWS)
     m_row = i_row < num_rows
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
@@ -90,27 +113,20 @@ def put_rows(
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
         tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
     if NVSHMEM:
-        if base == 0:
-            tl.debug_barrier()
-            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+        send_stored(
+            region_ptr + first * D, peers_ptr, peer, stage_ptr + first_here * D, num_rows * D, NVSHMEM
+        )
 
 
 @triton.jit
 def put_values(
     region_ptr, peers_ptr, peer, offset, value, i, num, stage_ptr, NVSHMEM: tl.constexpr
 ):  # fmt: skip
-    """Store value[:num], a block, at `offset` of the peer's region, and in stage. i: 0, 1, ... of the block.
-
-    stage: symmetric memory, through which it goes where no pointer reaches the peer; it must stay until
-    `quiet`.
-    """
-    base = tl.load(peers_ptr + peer)
+    """Store value[:num], a block, at `offset` of the peer's region and in stage. i: 0, 1, ..., a block."""
     tl.store(stage_ptr + i, value, mask=i < num)
-    if NVSHMEM and base == 0:
-        tl.debug_barrier()
-        nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
-    else:
-        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
+    p = stored_at(region_ptr, peers_ptr, peer, offset, stage_ptr, offset * 0, 1, NVSHMEM)
+    tl.store(p + i, value, mask=i < num)
+    send_stored(region_ptr + offset, peers_ptr, peer, stage_ptr, num, NVSHMEM)
 
 
 @triton.jit
@@ -308,4 +324,5 @@ def opaque_sizes(sizes):
     return Sizes(
         opaque(sizes.rank), opaque(sizes.W), opaque(sizes.L), opaque_width(sizes.D), opaque_width(sizes.F),
         opaque_width(sizes.H), opaque(sizes.R), opaque(sizes.tiles), opaque(sizes.chunks), sizes.timeout_us,
+        opaque(sizes.num_problems), sizes.dense_tiles, sizes.limit,
     )  # fmt: skip

@@ -11,35 +11,52 @@ Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 s
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.protocol import device, nvshmem_device, schedule
+from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.device import WAIT_READY, WAIT_RELEASE, WAIT_ROWS
 
 # Ready words that a look takes in, one for each thread of a warp.
 READY_WORDS = tl.constexpr(32)
 # Put tasks of a chunk; of a small one some have no rows.
 PARTS = tl.constexpr(8)
+# Which word of a pass counts claimed tasks; the Hopper kernel counts its claimed puts in another one.
+CLAIMS = tl.constexpr(1)
+PUT_CLAIMS = tl.constexpr(2)
 
 
 @triton.jit
-def expert_of_tile(tile, of_pass, sizes):
+def claim(ptrs, WORD: tl.constexpr):
+    """-> the number of a task, which nobody else gets."""
+    return tl.atomic_add(ptrs.of_pass.words + WORD, 1, sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def is_sound(ptrs):
+    """-> 1, or 0: of a pass whose counts did not come, or did not fit, nothing is true."""
+    fits = tl.load(ptrs.of_pass.table + schedule.VOID) == 0
+    return ((device.failed(ptrs.of_pass.report) == 0) & fits).to(tl.int32)
+
+
+@triton.jit
+def expert_of_tile(tile, ptrs, sizes):
     """-> the expert of a tile here, and which of its tiles it is; the expert's rows and its first one."""
-    local = tl.load(schedule.tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + tile)
+    local = tl.load(schedule.tile_ptr(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L) + tile)
     expert = sizes.rank * sizes.L + local
-    rows, first_row, first_tile = schedule.group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    rows, first_row, first_tile = schedule.group(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L, expert)
     return local, expert, tile - first_tile, rows, first_row
 
 
 @triton.jit
-def wait_free(peer, epoch, sizes, of_pass, released_ptr, BACKWARD: tl.constexpr):
+def wait_free(peer, epoch, ptrs, sizes, const):
     """Wait until rows may be put to the peer. -> may they?
 
     In a backward: until it has released those of the one before. In a forward they may: its counts of this
     pass are here, behind all that it did before, and say where it has room.
     """
-    if BACKWARD:
+    if const.BACKWARD:
         free = device.word(epoch - 1, 0)
+        p = ptrs.arrivals.released + peer
         seen = device.wait(
-            released_ptr + peer, free, sizes.timeout_us, of_pass.report, sizes.rank, peer, WAIT_RELEASE, peer
+            p, free, sizes.timeout_us, ptrs.of_pass.report, sizes.rank, peer, WAIT_RELEASE, peer
         )
         return seen >= free
     else:
@@ -47,31 +64,31 @@ def wait_free(peer, epoch, sizes, of_pass, released_ptr, BACKWARD: tl.constexpr)
 
 
 @triton.jit
-def base_of(of_pass, BACKWARD: tl.constexpr):
+def base_of(ptrs, BACKWARD: tl.constexpr):
     """-> which of the rows received here the first one of this pass is."""
     if BACKWARD:
         return 0
     else:
-        return tl.load(of_pass.table + schedule.BASE)
+        return tl.load(ptrs.of_pass.table + schedule.BASE)
 
 
 @triton.jit
-def chunk_rows(expert, m, part, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl.constexpr):
+def chunk_rows(expert, m, part, ptrs, sizes, const):
     """-> begin, end, row, first_send, signal and parts of the rows of this PE for `expert` in its tile m.
 
     Those of the part are begin to end of those for the expert; i of these is first_send + i in the order of
     sending, and comes to row + i of the peer's rows. signal: the word of `arrived` of the whole chunk. parts:
     how many have rows.
     """
-    experts = sizes.W * sizes.L
+    table_ptr, experts = ptrs.of_pass.table, sizes.W * sizes.L
     count, before, first_send = schedule.segment(table_ptr, sizes.W, experts, sizes.rank, expert)
     _, row, first_tile = schedule.group(table_ptr, sizes.W, experts, expert)
-    begin = tl.maximum(m * BM - before, 0)
-    end = tl.minimum((m + 1) * BM - before, count)
+    begin = tl.maximum(m * const.BM - before, 0)
+    end = tl.minimum((m + 1) * const.BM - before, count)
     row += before
-    if not BACKWARD:
+    if not const.BACKWARD:
         row += tl.load(schedule.base_ptr(table_ptr, sizes.W, experts) + expert // sizes.L)
-    PART: tl.constexpr = (BM + PARTS - 1) // PARTS
+    PART: tl.constexpr = (const.BM + PARTS - 1) // PARTS
     parts = tl.cdiv(end - begin, PART)
     begin += part * PART
     end = tl.minimum(begin + PART, end)
@@ -79,32 +96,30 @@ def chunk_rows(expert, m, part, sizes, table_ptr, BACKWARD: tl.constexpr, BM: tl
 
 
 @triton.jit
-def num_put_tasks(of_pass):
-    return tl.load(of_pass.table + schedule.NUM_PUTS) * PARTS
+def num_put_tasks(ptrs):
+    return tl.load(ptrs.of_pass.table + schedule.NUM_PUTS) * PARTS
 
 
 @triton.jit
-def put_task(i, of_pass, sizes):
+def put_task(i, ptrs, sizes):
     """-> expert and tile of the chunk that the i-th put task of this PE is of, and which part of it."""
-    p = schedule.tile_ptr(of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i // PARTS
+    p = schedule.tile_ptr(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L) + sizes.tiles + i // PARTS
     return tl.load(p), tl.load(p + sizes.chunks), i % PARTS
 
 
 @triton.jit
-def finish_put(i, parts, signal, peer, epoch, of_pass, arrivals, NVSHMEM: tl.constexpr):
+def finish_put(i, parts, signal, peer, epoch, ptrs, const):
     """PUT i is stored at the peer: the last part of its chunk signals, as in `return_tile`."""
-    device.quiet(NVSHMEM)
-    if tl.atomic_add(of_pass.sent + i // PARTS, 1, sem="acq_rel", scope="gpu") == parts - 1:
+    device.quiet(const.NVSHMEM)
+    if tl.atomic_add(ptrs.of_pass.sent + i // PARTS, 1, sem="acq_rel", scope="gpu") == parts - 1:
         word = device.word(epoch, 0)
-        device.put_signal(arrivals.arrived, arrivals.arrived_peers, peer, signal, word, NVSHMEM)
+        device.put_signal(
+            ptrs.arrivals.arrived, ptrs.arrivals.arrived_peers, peer, signal, word, const.NVSHMEM
+        )
 
 
 @triton.jit
-def put_part(
-    i, epoch, of_pass, sizes, sending, arrivals, stages,
-    BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def put_part(i, epoch, ptrs, sizes, const):
     """PUT i: send a part of a chunk, rows for one expert that lie in one tile, to their final place.
 
     In a backward the weight of each row goes with it. Where no pointer reaches the peer rows go through
@@ -112,78 +127,73 @@ def put_part(
     Example: BM = 16, 5 rows from first_send = 4 on, behind 14 rows of other sources: parts have 2 rows. Of
     tile 0 part 0 has rows 4 and 5, which go to rows 14 and 15 of the expert; of tile 1 part 0 has 6 and 7.
     """
-    expert, m, part = put_task(i, of_pass, sizes)
+    expert, m, part = put_task(i, ptrs, sizes)
     peer = expert // sizes.L
-    D = sizes.D
-    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BACKWARD):
-        begin, end, row, first_send, signal, parts = chunk_rows(
-            expert, m, part, sizes, of_pass.table, BACKWARD, BM
-        )
+    if wait_free(peer, epoch, ptrs, sizes, const):
+        begin, end, row, first_send, signal, parts = chunk_rows(expert, m, part, ptrs, sizes, const)
         if begin < end:
-            for r in range(begin, end, ROWS):
-                stage_ptr = None
-                if NVSHMEM:
-                    stage_ptr = stages.rows + tl.cast(first_send + r, tl.int64) * D
+            stage_ptr = ptrs.stages.rows if const.NVSHMEM else None
+            for r in range(begin, end, const.PUT_ROWS):
+                send = first_send + r
                 device.put_rows(
-                    arrivals.rows, arrivals.rows_peers, peer, (row + r) * D, sending.rows,
-                    sending.token + first_send + r, tl.minimum(end - r, ROWS), D, NVSHMEM, ROWS, BLOCK,
-                    stage_ptr,
+                    ptrs.arrivals.rows, ptrs.arrivals.rows_peers, peer, row + r, ptrs.sending.rows,
+                    ptrs.sending.token + send, tl.minimum(end - r, const.PUT_ROWS), sizes.D, stage_ptr,
+                    send.to(tl.int64), const.NVSHMEM, const.PUT_ROWS, const.PUT_BLOCK,
                 )  # fmt: skip
-            if BACKWARD:
+            if const.BACKWARD:
                 device.put_words(
-                    arrivals.weights, arrivals.weights_peers, peer, row + begin,
-                    sending.weights + first_send + begin, end - begin, NVSHMEM, BM,
+                    ptrs.arrivals.weights, ptrs.arrivals.weights_peers, peer, row + begin,
+                    ptrs.sending.weights + first_send + begin, end - begin, const.NVSHMEM, const.BM,
                 )  # fmt: skip
-            finish_put(i, parts, signal, peer, epoch, of_pass, arrivals, NVSHMEM)
+            finish_put(i, parts, signal, peer, epoch, ptrs, const)
 
 
 @triton.jit
-def wait_rows(
-    tile, m, expert, epoch, of_pass, sizes, arrived_ptr, NVSHMEM: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BW: tl.constexpr, i_w=None,
-):  # fmt: skip
+def wait_rows(tile, m, expert, epoch, ptrs, sizes, const, i_w=None):
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
     If not, the caller does nothing and signals nothing, so that a peer that waits for what it would have made
     runs out of time too, instead of taking what is not there.
     """
     if i_w is None:
-        i_w = tl.arange(0, BW)
-    count, before, _ = schedule.segment(of_pass.table, sizes.W, sizes.W * sizes.L, i_w, expert, i_w < sizes.W)
+        i_w = tl.arange(0, const.BW)
+    count, before, _ = schedule.segment(
+        ptrs.of_pass.table, sizes.W, sizes.W * sizes.L, i_w, expert, i_w < sizes.W
+    )
     index = tile * sizes.W + i_w
     word = device.word(epoch, 0)
     here = device.wait_all(
-        arrived_ptr + index, schedule.in_tile(count, before, m, BM), word, sizes.timeout_us, of_pass.report,
-        sizes.rank, i_w, WAIT_ROWS, index, NVSHMEM,
+        ptrs.arrivals.arrived + index, schedule.in_tile(count, before, m, const.BM), word, sizes.timeout_us,
+        ptrs.of_pass.report, sizes.rank, i_w, WAIT_ROWS, index, const.NVSHMEM,
     )  # fmt: skip
-    device.fence_tma(TMA)
+    device.fence_tma(const.TMA)
     return here
 
 
 @triton.jit
-def finish_ready(tile, of_pass):
+def finish_ready(tile, ptrs):
     """TILE_IN is done: one more column of its tile."""
     tl.debug_barrier()
-    tl.atomic_add(of_pass.ready + tile, 1, sem="release", scope="gpu")
+    tl.atomic_add(ptrs.of_pass.ready + tile, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait_ready(tile, columns, of_pass, sizes, TMA: tl.constexpr):
+def wait_ready(tile, columns, ptrs, sizes, const):
     """Wait until that many columns of a tile of the first GEMM are done, by whichever program. -> are they?
 
     Whoever finished the first GEMM has taken in what the network wrote, and published it.
     """
     expected = tl.cast(columns, tl.int64)
     seen = device.wait(
-        of_pass.ready + tile, expected, sizes.timeout_us, of_pass.report, sizes.rank, sizes.rank, WAIT_READY,
-        tile,
+        ptrs.of_pass.ready + tile, expected, sizes.timeout_us, ptrs.of_pass.report, sizes.rank, sizes.rank,
+        WAIT_READY, tile,
     )  # fmt: skip
-    device.fence_tma(TMA)
+    device.fence_tma(const.TMA)
     return seen >= expected
 
 
 @triton.jit
-def wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA: tl.constexpr, i_tile=None):
+def wait_expert(rows, first_tile, sound, ptrs, sizes, const, i_tile=None):
     """`wait_ready` for all tiles of an expert, 32 at a time. -> are they, in a `sound` pass?
 
     A word for each expert would save these looks, and cost each tile a second release; by the time that
@@ -192,16 +202,16 @@ def wait_expert(rows, first_tile, sound, of_pass, sizes, blocks, TMA: tl.constex
     """
     if i_tile is None:
         i_tile = tl.arange(0, READY_WORDS)
-    columns = tl.cast(tl.cdiv(sizes.F, blocks.BN_IN), tl.int64)
+    columns = tl.cast(tl.cdiv(sizes.F, const.BN_IN), tl.int64)
     here = sound != 0
-    for first in range(0, tl.cdiv(rows, blocks.BM), READY_WORDS):
+    for first in range(0, tl.cdiv(rows, const.BM), READY_WORDS):
         if here:
             i = first + i_tile
             here = device.wait_all(
-                of_pass.ready + first_tile + i, i < tl.cdiv(rows, blocks.BM), columns, sizes.timeout_us,
-                of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i,
+                ptrs.of_pass.ready + first_tile + i, i < tl.cdiv(rows, const.BM), columns, sizes.timeout_us,
+                ptrs.of_pass.report, sizes.rank, i * 0 + sizes.rank, WAIT_READY, first_tile + i,
             )  # fmt: skip
-    device.fence_tma(TMA)
+    device.fence_tma(const.TMA)
     return here
 
 
@@ -222,131 +232,132 @@ def _sources(expert, i, sizes, table_ptr):
 
 
 @triton.jit
-def result_rows(expert, i, rows, first_row, of_pass, sizes, returns, stages, NVSHMEM: tl.constexpr):
+def result_rows(expert, i, rows, first_row, ptrs, sizes, const):
     """-> where the results of rows i of an expert go, addresses at their sources, and which of them are.
 
     Where no pointer reaches the source: to the stage [R, D], at the place of the row here.
     """
-    source, row = _sources(expert, i, sizes, of_pass.table)
-    base = tl.load(returns.rows_peers + source)
-    # Base and row are chosen one by one: of a choice between addresses the compiler does not see how they
-    # are aligned, and stores element by element.
-    if NVSHMEM:
-        staged = base == 0
-        base = tl.where(staged, stages.results.to(tl.int64), base)
-        row = tl.where(staged, (first_row + i).to(tl.int64), row)
-    p = tl.multiple_of(base.to(returns.rows.dtype), [16]) + row * sizes.D
+    source, row = _sources(expert, i, sizes, ptrs.of_pass.table)
+    stage_ptr = ptrs.stages.results if const.NVSHMEM else None
+    p = device.stored_at(
+        ptrs.returns.rows, ptrs.returns.rows_peers, source, row, stage_ptr, (first_row + i).to(tl.int64),
+        sizes.D, const.NVSHMEM,
+    )  # fmt: skip
     return p, i < rows
 
 
 @triton.jit
-def return_dots(
-    expert, m, rows, first_row, columns, of_pass, sizes, row_dots_ptr, returns, stages,
-    NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
-):  # fmt: skip
+def return_dots(expert, m, rows, first_row, ptrs, sizes, const, i_m=None):
     """Gradients of the rows' weights, to dots of their sources: sums of row_dots over column tiles, in order.
 
     row_dots [columns, R], of TILE_IN; in the order of sending at the source, in ours in the stage.
     """
     if i_m is None:
-        i_m = tl.arange(0, BM)
-    i = m * BM + i_m
-    p_dot = row_dots_ptr + first_row + i
+        i_m = tl.arange(0, const.BM)
+    i = m * const.BM + i_m
+    p_dot = ptrs.gemms.row_dots + first_row + i
     dot = tl.cast(i * 0, tl.float32)
-    for n in range(columns):
+    for n in range(tl.cdiv(sizes.F, const.BN_IN)):
         dot += tl.load(p_dot + tl.cast(n, tl.int64) * sizes.R, mask=i < rows, other=0.0)
-    source, row = _sources(expert, i, sizes, of_pass.table)
-    base = tl.load(returns.dots_peers + source)
-    p = base.to(returns.dots.dtype) + row
-    if NVSHMEM:
-        p = tl.where(base == 0, stages.dots + first_row + i, p)
+    source, row = _sources(expert, i, sizes, ptrs.of_pass.table)
+    stage_ptr = ptrs.stages.dots if const.NVSHMEM else None
+    p = device.stored_at(
+        ptrs.returns.dots, ptrs.returns.dots_peers, source, row, stage_ptr, (first_row + i).to(tl.int64), 1,
+        const.NVSHMEM,
+    )  # fmt: skip
     tl.store(p, dot, mask=i < rows)
 
 
 @triton.jit
-def return_tile(
-    tile, m, n, expert, first_row, epoch, of_pass, sizes, returns, stages, BACKWARD: tl.constexpr,
-    NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def _send_results(w, m, n, expert, first_row, ptrs, sizes, const):
+    """Column n of tile m, in the stage of results where no pointer reaches source w: to its rows there."""
+    D, n0 = sizes.D, n * const.BN
+    count, before, first_send = schedule.segment(ptrs.of_pass.table, sizes.W, sizes.W * sizes.L, w, expert)
+    begin = tl.maximum(before, m * const.BM)
+    end = tl.minimum(before + count, (m + 1) * const.BM)
+    for i in range(begin, end):
+        device.send_stored(
+            ptrs.returns.rows + tl.cast(first_send + i - before, tl.int64) * D + n0, ptrs.returns.rows_peers,
+            w, ptrs.stages.results + tl.cast(first_row + i, tl.int64) * D + n0,
+            tl.minimum(D - n0, const.BN), const.NVSHMEM,
+        )  # fmt: skip
+    if const.BACKWARD:
+        if (n == 0) & (begin < end):
+            device.send_stored(
+                ptrs.returns.dots + first_send + begin - before, ptrs.returns.dots_peers, w,
+                ptrs.stages.dots + first_row + begin, end - begin, const.NVSHMEM,
+            )  # fmt: skip
+
+
+@triton.jit
+def return_tile(tile, m, n, expert, first_row, epoch, ptrs, sizes, const):
     """TILE_OUT is stored at the sources, or in the stage where no pointer reaches them: the last signals.
 
     The programs that stored the other columns of the tile published them by the counter (release), the last
     one takes them in (acquire) and publishes all of them with the signals: release is cumulative.
     """
     W, E, D = sizes.W, sizes.W * sizes.L, sizes.D
-    columns = tl.cdiv(D, BN)
+    columns = tl.cdiv(D, const.BN)
     tl.debug_barrier()
-    if NVSHMEM:
-        width = tl.minimum(D - n * BN, BN)
+    if const.NVSHMEM:
         for w in range(W):
-            count, before, first_send = schedule.segment(of_pass.table, W, E, w, expert)
-            if tl.load(returns.rows_peers + w) == 0:
-                begin = tl.maximum(before, m * BM)
-                end = tl.minimum(before + count, (m + 1) * BM)
-                for i in range(begin, end):
-                    target = tl.cast(first_send + i - before, tl.int64) * D + n * BN
-                    staged = tl.cast(first_row + i, tl.int64) * D + n * BN
-                    nvshmem_device.put_row(returns.rows + target, stages.results + staged, width, w)
-                if BACKWARD:
-                    if (n == 0) & (begin < end):
-                        nvshmem_device.put_row(
-                            returns.dots + first_send + begin - before, stages.dots + first_row + begin,
-                            end - begin, w,
-                        )  # fmt: skip
+            _send_results(w, m, n, expert, first_row, ptrs, sizes, const)
     # Not a fence: the program that signals may be another one.
-    device.quiet(NVSHMEM)
-    done = tl.atomic_add(of_pass.done + tile, 1, sem="acq_rel", scope="gpu")
+    device.quiet(const.NVSHMEM)
+    done = tl.atomic_add(ptrs.of_pass.done + tile, 1, sem="acq_rel", scope="gpu")
     if done == columns - 1:
         word = device.word(epoch, 0)
         for w in range(W):
-            count, before, first_send = schedule.segment(of_pass.table, W, E, w, expert)
-            if schedule.in_tile(count, before, m, BM):
-                index = schedule.chunk_number(first_send, before, expert, m, BM)
-                device.put_signal(returns.returned, returns.returned_peers, w, index, word, NVSHMEM)
+            count, before, first_send = schedule.segment(ptrs.of_pass.table, W, E, w, expert)
+            if schedule.in_tile(count, before, m, const.BM):
+                index = schedule.chunk_number(first_send, before, expert, m, const.BM)
+                device.put_signal(
+                    ptrs.returns.returned, ptrs.returns.returned_peers, w, index, word, const.NVSHMEM
+                )
 
 
 @triton.jit
-def wgrad_operands(task, first_row, of_pass, sizes, arrivals, gemms, gradients):
+def wgrad_operands(task, first_row, ptrs, sizes):
     """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's or dw1's."""
     row = first_row.to(tl.int64)
     D, F, H = sizes.D, sizes.F, sizes.H
-    x_ptr, dy_ptr = gemms.activated + row * F, arrivals.rows + row * D
+    x_ptr, dy_ptr = ptrs.gemms.activated + row * F, ptrs.arrivals.rows + row * D
     A, B = F, D
     if task.which == 1:
-        base = base_of(of_pass, False)
-        x_ptr, dy_ptr = gradients.saved_rows + (base + row) * D, gemms.hidden + row * H
+        base = base_of(ptrs, False)
+        x_ptr, dy_ptr = ptrs.gradients.saved_rows + (base + row) * D, ptrs.gemms.hidden + row * H
         A, B = D, H
     return x_ptr, dy_ptr, A, B
 
 
 @triton.jit
-def wgrad_result(task, A, B, gradients):
+def wgrad_result(task, A, B, ptrs):
     """-> dw [A, B] of a local expert."""
-    dw_ptr = gradients.weight_in
+    dw_ptr = ptrs.gradients.weight_in
     if task.which == 1:
-        dw_ptr = gradients.weight_out
+        dw_ptr = ptrs.gradients.weight_out
     return dw_ptr + task.index.to(tl.int64) * A * B
 
 
 @triton.jit
-def bias_result(task, B, gradients):
+def bias_result(task, B, ptrs):
     """-> dbias [B] of a local expert."""
-    db_ptr = gradients.bias_in
+    db_ptr = ptrs.gradients.bias_in
     if task.which == 1:
-        db_ptr = gradients.bias_out
+        db_ptr = ptrs.gradients.bias_out
     return db_ptr + task.index * B
 
 
 @triton.jit
-def poison_wgrad(task, dw_ptr, A, B, gradients, BM: tl.constexpr, BN: tl.constexpr, i_column=None):
+def poison_wgrad(task, dw_ptr, A, B, ptrs, const, i_column=None):
     """NaN into one tile of dw [A, B] and, where m is 0, of its bias: rows of their sums did not come."""
     if i_column is None:
-        i_column = tl.arange(0, BN)
-    i_n = task.n * BN + i_column
+        i_column = tl.arange(0, const.BN)
+    i_n = task.n * const.BN + i_column
     nan = tl.cast(i_n, tl.float32) + float("nan")
-    for i_m in range(task.m * BM, tl.minimum(task.m * BM + BM, A)):
+    for i_m in range(task.m * const.BM, tl.minimum(task.m * const.BM + const.BM, A)):
         row_ptr = dw_ptr + tl.cast(i_m, tl.int64) * B
         tl.store(row_ptr + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)
-    if gradients.bias_in is not None:
+    if ptrs.gradients.bias_in is not None:
         if task.m == 0:
-            tl.store(bias_result(task, B, gradients) + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)
+            tl.store(bias_result(task, B, ptrs) + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)

@@ -85,14 +85,14 @@ def lag_of(tasks, tiles_in):
 
 
 @triton.jit
-def tile_task(y, num_tiles, lag, of_pass, sizes, blocks):
+def tile_task(y, num_tiles, lag, ptrs, sizes, const):
     """-> the y-th task of both GEMMs, each of which takes the tiles of an expert in groups.
 
     After `lag` tiles of the first, 8 of it and 8 of the second take turns, whatever experts they are of.
     Example: 2 experts with 1 and 2 tiles, 2 columns in, 1 out: in (0, 0), (0, 1), (1, 0), (2, 0), (1, 1),
     (2, 1), out (0, 0), (1, 0), (2, 0).
     """
-    tiles_in, tiles_out = tl.cdiv(sizes.F, blocks.BN_IN), tl.cdiv(sizes.D, blocks.BN)
+    tiles_in, tiles_out = tl.cdiv(sizes.F, const.BN_IN), tl.cdiv(sizes.D, const.BN)
     early = tl.minimum(lag, num_tiles)
     z = y - early * tiles_in
     # Tiles of the second GEMM, and after the first `early` ones of the first, before this turn and after it.
@@ -102,73 +102,68 @@ def tile_task(y, num_tiles, lag, of_pass, sizes, blocks):
     columns = tl.where(is_out, tiles_out, tiles_in)
     position = tl.where(is_out, z - after * tiles_in, y - before * tiles_out)
     tile = position // columns
-    _, _, m, rows, _ = expert_of_tile(tile, of_pass, sizes)
+    _, _, m, rows, _ = expert_of_tile(tile, ptrs, sizes)
     first_tile = tile - m
-    m, n = in_groups(position - first_tile * columns, m, tl.cdiv(rows, blocks.BM), columns)
+    m, n = in_groups(position - first_tile * columns, m, tl.cdiv(rows, const.BM), columns)
     return Task(tl.where(is_out, TILE_OUT, TILE_IN), y * 0, first_tile + m, y * 0, n)
 
 
 @triton.jit
-def dense_task(j, problems_ptr, num_problems, blocks):
+def dense_task(j, ptrs, sizes, const):
     """-> the j-th tile of all independent GEMMs, of which there are a few."""
     problem = j * 0
-    following = problems_ptr + DENSE_WORDS + DENSE_FIRST
-    while (problem + 1 < num_problems) & (
-        tl.load(following + problem * DENSE_WORDS, mask=problem + 1 < num_problems, other=0) <= j
+    following = ptrs.problems + DENSE_WORDS + DENSE_FIRST
+    while (problem + 1 < sizes.num_problems) & (
+        tl.load(following + problem * DENSE_WORDS, mask=problem + 1 < sizes.num_problems, other=0) <= j
     ):
         problem += 1
-    p = problems_ptr + problem * DENSE_WORDS
+    p = ptrs.problems + problem * DENSE_WORDS
     tile = j - tl.load(p + DENSE_FIRST).to(tl.int32)
-    rows = tl.cdiv(tl.load(p + DENSE_M).to(tl.int32), blocks.BM)
-    columns = tl.cdiv(tl.load(p + DENSE_M + 1).to(tl.int32), blocks.BN)
+    rows = tl.cdiv(tl.load(p + DENSE_M).to(tl.int32), const.BM)
+    columns = tl.cdiv(tl.load(p + DENSE_M + 1).to(tl.int32), const.BN)
     m, n = in_groups(tile, tile // columns, rows, columns)
     return Task(j * 0 + DENSE, j * 0, problem, m, n)
 
 
 @triton.jit
-def wgrad_task(j, sizes, blocks):
+def wgrad_task(j, sizes, const):
     """-> the j-th tile of weight gradients: dw2 [F, D] of all local experts, then dw1 [D, H]."""
-    rows, columns = tl.cdiv(sizes.F, blocks.BM), tl.cdiv(sizes.D, blocks.BN)
+    rows, columns = tl.cdiv(sizes.F, const.BM), tl.cdiv(sizes.D, const.BN)
     which = j * 0
     if j >= sizes.L * rows * columns:
         j -= sizes.L * rows * columns
         which += 1
-        rows, columns = tl.cdiv(sizes.D, blocks.BM), tl.cdiv(sizes.H, blocks.BN)
+        rows, columns = tl.cdiv(sizes.D, const.BM), tl.cdiv(sizes.H, const.BN)
     index, tile = j // (rows * columns), j % (rows * columns)
     m, n = in_groups(tile, tile // columns, rows, columns)
     return Task(j * 0 + WGRAD, which, index, m, n)
 
 
 @triton.jit
-def num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, HAS_WGRAD: tl.constexpr):
+def num_gemm_tasks(num_tiles, sizes, const):
     """-> how many `gemm_task` numbers."""
     D, F, H = sizes.D, sizes.F, sizes.H
-    count = dense_tiles + num_tiles * (tl.cdiv(F, blocks.BN_IN) + tl.cdiv(D, blocks.BN))
-    if HAS_WGRAD:
-        of_expert = tl.cdiv(F, blocks.BM) * tl.cdiv(D, blocks.BN) + tl.cdiv(D, blocks.BM) * tl.cdiv(
-            H, blocks.BN
-        )
+    count = sizes.dense_tiles + num_tiles * (tl.cdiv(F, const.BN_IN) + tl.cdiv(D, const.BN))
+    if const.BACKWARD:
+        of_expert = tl.cdiv(F, const.BM) * tl.cdiv(D, const.BN) + tl.cdiv(D, const.BM) * tl.cdiv(H, const.BN)
         count += sizes.L * of_expert
     return count
 
 
 @triton.jit
-def gemm_task(
-    i, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks,
-    HAS_WGRAD: tl.constexpr,
-):  # fmt: skip
+def gemm_task(i, num_tiles, lag, ptrs, sizes, const):
     """-> the i-th of [independent GEMMs][tiles][weight gradients]. problems None: no independent GEMMs."""
-    y = i - dense_tiles
-    j = y - num_tiles * (tl.cdiv(sizes.F, blocks.BN_IN) + tl.cdiv(sizes.D, blocks.BN))
+    y = i - sizes.dense_tiles
+    j = y - num_tiles * (tl.cdiv(sizes.F, const.BN_IN) + tl.cdiv(sizes.D, const.BN))
     kind, which, index, m, n = Task(y * 0, y * 0, y * 0, y * 0, y * 0)
     if (y >= 0) & (j < 0):
-        kind, which, index, m, n = tile_task(y, num_tiles, lag, of_pass, sizes, blocks)
-    if HAS_WGRAD:
+        kind, which, index, m, n = tile_task(y, num_tiles, lag, ptrs, sizes, const)
+    if const.BACKWARD:
         if j >= 0:
-            kind, which, index, m, n = wgrad_task(j, sizes, blocks)
-    if problems_ptr is not None:
+            kind, which, index, m, n = wgrad_task(j, sizes, const)
+    if ptrs.problems is not None:
         if y < 0:
-            kind, which, index, m, n = dense_task(i, problems_ptr, num_problems, blocks)
+            kind, which, index, m, n = dense_task(i, ptrs, sizes, const)
     return Task(kind, which, index, m, n)
 
 

@@ -152,7 +152,7 @@ MUTANTS = {
     ],
     "a tile is signalled when the next task is there": [
         (signals.signal, "        if kind == TILE_IN:\n",
-         "        await_task(j + 1, rings, TASKS, 1)\n        if kind == TILE_IN:\n"),
+         "        await_task(j + 1, rings, 1)\n        if kind == TILE_IN:\n"),
     ],
     "results are stored before it is known where": [
         (consumer._finish_rest,
@@ -167,23 +167,23 @@ MUTANTS = {
     ],
     "a tile does not wait for its rows": [
         (steps.wait_rows, "    return here\n", "    return here | True\n"),
-        (steps.wait_rows, "schedule.in_tile(count, before, m, BM), word", "i_w < 0, word"),
+        (steps.wait_rows, "schedule.in_tile(count, before, m, const.BM), word", "i_w < 0, word"),
     ],
     "the second product does not wait for the first": [
-        (producer._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, True)",
+        (producer._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, const.BN_IN), ptrs, sizes, const)",
          "True"),
     ],
     "a weight gradient does not wait for the first product": [
-        (steps.wait_expert, "i < tl.cdiv(rows, blocks.BM), columns", "i < 0, columns"),
+        (steps.wait_expert, "i < tl.cdiv(rows, const.BM), columns", "i < 0, columns"),
     ],
     "rows that arrived are loaded without a fence": [
-        (steps.wait_rows, "    device.fence_tma(TMA)\n", ""),
+        (steps.wait_rows, "    device.fence_tma(const.TMA)\n", ""),
     ],
     "a descriptor is built over one that is in use": [
-        (producer._load_across, "        wait_for_loads(it, rings.full, STAGES)\n", ""),
+        (producer._load_across, "        wait_for_loads(it, rings, const)\n", ""),
     ],
     "a stage is released before its product has been waited for": [
-        (pipeline.multiply_steps, "empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0",
+        (pipeline.multiply_steps, "empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=k > 0",
          "empty.index(place), count=1, pred=k < steps - 1"),
     ],
     "a task is handed over into a place that is taken": [
@@ -195,7 +195,7 @@ MUTANTS = {
          "        place = j % TASKS\n        mbarrier.arrive(rings.task_empty.index(place), count=1)\n"),
     ],
     "a step of a put is stored before it has come": [
-        (copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
+        (copies._put_rows, "async_copy.wait_group(const.PUT_SLOTS - 1)", "pass"),
     ],
     "the consumers do not see the end": [
         (producer.produce, "    hand_over(j, rings, Task(NO_TASK",

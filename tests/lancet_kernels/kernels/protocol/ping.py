@@ -37,8 +37,8 @@ def ping(
     region, waits for the two rows of PE 1, and out holds PE 1's source[3], source[1].
     """
     device.put_rows(
-        region_ptr, peers_ptr, to, 0, source_ptr, row_ptr, num_rows, D,
-        NVSHMEM=NVSHMEM, ROWS=ROWS, BLOCK=BLOCK, stage_ptr=stage_ptr,
+        region_ptr, peers_ptr, to, tl.cast(0, tl.int64), source_ptr, row_ptr, num_rows, D, stage_ptr,
+        tl.cast(0, tl.int64), NVSHMEM, ROWS, BLOCK,
     )  # fmt: skip
     device.put_signal(signals_ptr, signal_peers_ptr, to, index, device.word(epoch, num_rows), NVSHMEM)
     seen = device.wait(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.kernels.protocol import schedule
-from lancet_kernels.kernels.protocol.arguments import Blocks, PassState, Sizes
+from lancet_kernels.kernels.protocol.arguments import Constants, PassState, Pointers, Sizes
 from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_task
@@ -63,13 +63,11 @@ def offsets_kernel(
 
 
 @triton.jit
-def _list_tasks(
-    of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag, sizes, blocks, HAS_WGRAD: tl.constexpr
-):
-    num_puts, num_tiles = num_put_tasks(of_pass), tl.load(of_pass.table + schedule.NUM_TILES)
-    num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, HAS_WGRAD)
+def _list_tasks(out_ptr, lag, ptrs, sizes, const):
+    num_puts, num_tiles = num_put_tasks(ptrs), tl.load(ptrs.of_pass.table + schedule.NUM_TILES)
+    num_gemms = num_gemm_tasks(num_tiles, sizes, const)
     for i in range(num_puts):
-        expert, m, part = put_task(num_puts * 0 + i, of_pass, sizes)
+        expert, m, part = put_task(num_puts * 0 + i, ptrs, sizes)
         tl.store(out_ptr + 5 * i, 0)
         tl.store(out_ptr + 5 * i + 2, expert)
         tl.store(out_ptr + 5 * i + 3, m)
@@ -77,9 +75,7 @@ def _list_tasks(
     out_ptr += 5 * num_puts
     i = num_gemms * 0
     while i < num_gemms:
-        task = gemm_task(
-            i, num_tiles, lag, of_pass, sizes, problems_ptr, num_problems, dense_tiles, blocks, HAS_WGRAD
-        )
+        task = gemm_task(i, num_tiles, lag, ptrs, sizes, const)
         tl.store(out_ptr + 5 * i, task.kind)
         tl.store(out_ptr + 5 * i + 1, task.which)
         tl.store(out_ptr + 5 * i + 2, task.index)
@@ -94,8 +90,9 @@ def list_tasks_kernel(
     HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr,
 ):  # fmt: skip
     _list_tasks(
-        of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag,
-        Sizes(rank, W, L, D, F, H, 0, tiles, chunks, 0), Blocks(BM, BN, BN_IN, 16, 1), HAS_WGRAD,
+        out_ptr, lag, Pointers(of_pass, None, None, None, None, None, None, problems_ptr),
+        Sizes(rank, W, L, D, F, H, 0, tiles, chunks, 0, num_problems, dense_tiles, 0),
+        Constants(HAS_WGRAD, "gelu", False, False, BM, BN, BN_IN, 16, 1, 1, 1),
     )  # fmt: skip
 
 
