@@ -28,7 +28,7 @@ from bench.gpu.first_run import FACT
 from bench.peers import by_torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.hopper import launch as hopper_launch
+from lancet_kernels.kernels.hopper import kernel as hopper_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.kernels.tuning.tuned import default_overlap_config
@@ -176,7 +176,7 @@ def eta(device: torch.device) -> Results:
     layer = Layer(Workload("eta", 16384, 2048, 768, 64, 8, "swiglu"), device)
     # Rows and elements of a step of a put; how many steps a program has on the way (0: the default).
     windows = {"full": (2, 1024, 0), "fast": (1, 1024, 3), "middle": (1, 1024, 2), "slow": (1, 512, 2)}
-    slots, widest = hopper_launch.put_slots, triton.next_power_of_2(layer.workload.width)
+    slots, widest = hopper_kernel.put_slots, triton.next_power_of_2(layer.workload.width)
     configs = {
         name: replace(layer.config, put_rows=rows, put_block=min(elements, widest))
         for name, (rows, elements, _) in windows.items()
@@ -184,7 +184,7 @@ def eta(device: torch.device) -> Results:
 
     def narrow(name: str):
         count = windows[name][2]
-        return mock.patch.object(hopper_launch, "put_slots", lambda *sizes: count or slots(*sizes))
+        return mock.patch.object(hopper_kernel, "put_slots", lambda *sizes: count or slots(*sizes))
 
     with warming_up():
         for name, config in configs.items():

@@ -26,7 +26,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.config import Cut, GemmConfig, OverlapConfig, most_registers
-from lancet_kernels.kernels.hopper.launch import launch_gluon
+from lancet_kernels.kernels.hopper.kernel import launch_gluon
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.overlap_data import (
     DenseGemm,

@@ -37,12 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from lancet_kernels.kernels.hopper.pipeline import (
     TASKS,
     await_task,
+    barrier,
     multiply_steps,
     read_task,
     result_columns,
     views_of,
 )
-from lancet_kernels.kernels.hopper.shim import barrier
 from lancet_kernels.kernels.portable.gemm import DOT_BLOCK, activate, dgelu, dsilu, quarters, silu
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import opaque_sizes

@@ -10,17 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from lancet_kernels.kernels.hopper.shim import copy_async
-from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.hopper.pipeline import copy_async
+from lancet_kernels.kernels.protocol import device, steps
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
-from lancet_kernels.kernels.protocol.steps import (
-    PUT_CLAIMS,
-    chunk_rows,
-    claim,
-    finish_put,
-    put_task,
-    wait_free,
-)
 
 # Warps that copy, in one warpgroup with the one that loads by TMA and the one that signals.
 COPY_WARPS = gl.constexpr(2)
@@ -62,14 +54,14 @@ def _put_rows(target_ptr, source_ptr, token_ptr, num_rows, D, ring, WIDE: gl.con
 @gluon.jit
 def _put_part(i, epoch, ptrs, sizes, ring, WIDE: gl.constexpr, const):
     """PUT i, as `put_part` does it, through the ring."""
-    expert, m, part = put_task(i, ptrs, sizes)
+    expert, m, part = steps.put_task(i, ptrs, sizes)
     peer = expert // sizes.L
-    if wait_free(peer, epoch, ptrs, sizes, const):
+    if steps.wait_free(peer, epoch, ptrs, sizes, const):
         # Read again, not kept while waiting.
         sizes = opaque_sizes(sizes)
         i, epoch, expert = opaque(i), opaque(epoch), opaque(expert)
         peer = expert // sizes.L
-        begin, end, row, first_send, signal, parts = chunk_rows(expert, m, part, ptrs, sizes, const)
+        begin, end, row, first_send, signal, parts = steps.chunk_rows(expert, m, part, ptrs, sizes, const)
         if begin < end:
             send = first_send + begin
             target_ptr = device.remote_pointer(ptrs.arrivals.rows, ptrs.arrivals.rows_peers, peer)
@@ -83,17 +75,17 @@ def _put_part(i, epoch, ptrs, sizes, ring, WIDE: gl.constexpr, const):
                     ptrs.arrivals.weights, ptrs.arrivals.weights_peers, peer, row + begin,
                     ptrs.sending.weights + send, end - begin, False, const.BM, gl.arange(0, const.BM, line),
                 )  # fmt: skip
-            finish_put(i, parts, signal, peer, epoch, ptrs, const)
+            steps.finish_put(i, parts, signal, peer, epoch, ptrs, const)
 
 
 @gluon.jit
 def copy(ptrs, sizes, num_puts, ring, const):
     """The partition of the copy warps: all puts."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, COPY_WARPS], [1, 0])
-    i = claim(ptrs, PUT_CLAIMS)
+    i = steps.claim(ptrs, steps.PUT_CLAIMS)
     while i < num_puts:
         # With opaque sizes what follows from them is computed here; each put reads the epoch, which takes no
         # registers between them.
         here = opaque_sizes(sizes)
         _put_part(i, gl.load(ptrs.of_pass.words), ptrs, here, ring, wide, const)
-        i = claim(ptrs, PUT_CLAIMS)
+        i = steps.claim(ptrs, steps.PUT_CLAIMS)

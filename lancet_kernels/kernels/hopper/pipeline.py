@@ -18,11 +18,29 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from lancet_kernels.kernels.hopper.shim import barrier, load_tile, view
 from lancet_kernels.kernels.protocol.device import opaque
 from lancet_kernels.kernels.protocol.tasks import Task
+
+# What has other names in Triton 3.6 than in 3.9, or none.
+# (descriptor, [row, column], mbarrier, shared memory): start copying a box; the mbarrier counts its bytes.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# (shared memory, pointers, mask): start copying a block without registers, 16 bytes at once (cp.async).
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+# All threads of the partition.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def view(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The same bytes of shared memory with another shape and layout."""
+    reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret
+    shape = [_unwrap_if_constexpr(size) for size in shape]
+    return reinterpret(memory.dtype, shape, _unwrap_if_constexpr(layout), _semantic=_semantic)
+
 
 # A task in its ring: its five fields, steps, whether its operands are there; columns of the result, which the
 # signal warp adds.

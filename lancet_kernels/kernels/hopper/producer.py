@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from lancet_kernels.kernels.hopper.pipeline import NO_TASK, hand_over, load_steps, views_of, wait_for_loads
-from lancet_kernels.kernels.portable.tiles import dense_problem
 from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
 from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
@@ -34,7 +33,16 @@ from lancet_kernels.kernels.protocol.steps import (
     wait_rows,
     wgrad_operands,
 )
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task, lag_of
+from lancet_kernels.kernels.protocol.tasks import (
+    DENSE,
+    TILE_IN,
+    TILE_OUT,
+    WGRAD,
+    Task,
+    dense_problem,
+    gemm_task,
+    lag_of,
+)
 
 
 @gluon.jit

@@ -26,21 +26,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancet_kernels.kernels.hopper.pipeline import TASKS, await_task, put_columns, read_task
-from lancet_kernels.kernels.hopper.shim import barrier
-from lancet_kernels.kernels.portable.tiles import dense_problem
-from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.hopper.pipeline import TASKS, await_task, barrier, put_columns, read_task
+from lancet_kernels.kernels.protocol import device, steps, tasks
 from lancet_kernels.kernels.protocol.device import opaque_sizes
-from lancet_kernels.kernels.protocol.steps import (
-    expert_of_tile,
-    finish_ready,
-    result_rows,
-    return_dots,
-    return_tile,
-    wgrad_operands,
-    wgrad_result,
-)
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 
 @gluon.jit
@@ -58,23 +46,23 @@ def _look_up(j, task, ptrs, sizes, rings, const):
     i_m = gl.arange(0, const.BM, gl.BlockedLayout([4], [32], [1], [0]))
     sizes = opaque_sizes(sizes)
     i = task.m * const.BM + i_m
-    if task.kind == TILE_OUT:
-        _, expert, m, rows, first_row = expert_of_tile(task.index, ptrs, sizes)
-        p_row, m_row = result_rows(expert, m * const.BM + i_m, rows, first_row, ptrs, sizes, const)
+    if task.kind == tasks.TILE_OUT:
+        _, expert, m, rows, first_row = steps.expert_of_tile(task.index, ptrs, sizes)
+        p_row, m_row = steps.result_rows(expert, m * const.BM + i_m, rows, first_row, ptrs, sizes, const)
         rings.targets.store(gl.where(m_row, p_row.to(gl.int64), 0))
         put_columns(j, sizes.D, rings)
         if const.BACKWARD:
             if task.n == 0:
-                return_dots(expert, m, rows, first_row, ptrs, sizes, const, i_m)
+                steps.return_dots(expert, m, rows, first_row, ptrs, sizes, const, i_m)
     if const.BACKWARD:
-        if task.kind == WGRAD:
+        if task.kind == tasks.WGRAD:
             # Of the operands only the sizes, wherever they begin.
-            _, _, A, B = wgrad_operands(task, task.index, ptrs, sizes)
-            rings.targets.store(_addresses(wgrad_result(task, A, B, ptrs), i, A, B))
+            _, _, A, B = steps.wgrad_operands(task, task.index, ptrs, sizes)
+            rings.targets.store(_addresses(steps.wgrad_result(task, A, B, ptrs), i, A, B))
             put_columns(j, B, rings)
     if ptrs.problems is not None:
-        if task.kind == DENSE:
-            _, _, c_ptr, M, N, _ = dense_problem(task.index, ptrs, const)
+        if task.kind == tasks.DENSE:
+            _, _, c_ptr, M, N, _ = tasks.dense_problem(task.index, ptrs, const)
             rings.targets.store(_addresses(c_ptr, i, M, N))
             put_columns(j, N, rings)
 
@@ -83,9 +71,9 @@ def _look_up(j, task, ptrs, sizes, rings, const):
 def _signal_out(task, ptrs, sizes, const):
     """TILE_OUT is stored: with the last column of the tile its sources are told."""
     sizes = opaque_sizes(sizes)
-    _, expert, m, _, first_row = expert_of_tile(task.index, ptrs, sizes)
+    _, expert, m, _, first_row = steps.expert_of_tile(task.index, ptrs, sizes)
     epoch = gl.load(ptrs.of_pass.words)
-    return_tile(task.index, m, task.n, expert, first_row, epoch, ptrs, sizes, const)
+    steps.return_tile(task.index, m, task.n, expert, first_row, epoch, ptrs, sizes, const)
 
 
 @gluon.jit
@@ -106,11 +94,11 @@ def signal(ptrs, sizes, rings, const):
         mbarrier.wait(rings.stored.index(place), (j // TASKS) & 1)
         # All have read the task.
         mbarrier.arrive(rings.task_empty.index(place), count=1)
-        if kind == TILE_IN:
+        if kind == tasks.TILE_IN:
             # What is stored is loaded by TMA.
             device.fence_tma(True)
-            finish_ready(task.index, ptrs)
-        if kind == TILE_OUT:
+            steps.finish_ready(task.index, ptrs)
+        if kind == tasks.TILE_OUT:
             _signal_out(task, ptrs, sizes, const)
         j += 1
         kind, _ = await_task(j, rings, 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.moe.rows import UNFUSED, round_to
+from lancet_kernels.kernels.moe.permute import UNFUSED, round_to
 from lancet_kernels.kernels.portable.gemm import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.runtime import check_tensor
 

@@ -7,7 +7,7 @@
     combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
 
 A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
-float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rows.UNFUSED`).
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`).
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.moe.rows import UNFUSED, add_row, place_row, round_to
+from lancet_kernels.kernels.protocol.device import INTERPRETED
 from lancet_kernels.kernels.runtime import check_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,6 +31,51 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNROLLED = tl.constexpr(8)
 # A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.
 VALUES, WARPS = 2048, 4
+# Launch options: a product is rounded before it is added, as torch does. Set everywhere, because the default
+# changes between Triton 3.9 (fused) and 3.10.
+UNFUSED = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def place_row(row_ptr, i, m, D):
+    """Offset of the compact rows of choices `i`, and which of them are kept.
+
+    Example: D = 10: row 3 is at 30 and kept; row -1 would not be.
+    """
+    b_row = tl.load(row_ptr + i, mask=m, other=-1)
+    return b_row * D, m & (b_row >= 0)
+
+
+@triton.jit
+def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d):
+    """-> acc [BT, BD] + the columns i_d of the rows at `offset`, times weight[i] unless it is None.
+
+    Example: acc = [[1, 1]], a row [3, 4] and weight 10: [[31, 41]].
+    """
+    m = m_kept[:, None] & m_d[None, :]
+    b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+    if weight_ptr is not None:
+        b_row = b_row * tl.load(weight_ptr + i, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
+    return acc + b_row
+
+
+@triton.jit
+def round_to(b_x, dtype: tl.constexpr):
+    """Round to `dtype`, to nearest, ties to even.
+
+    Compiled code does that by itself; the interpreter cuts the low bits of float32 off to get bfloat16
+    (Triton 3.6 to 3.9), half a unit too small on average. There the rounding is done in integers:
+    0x3F80_8001 -> 0x3F81, 0x3F80_8000 -> 0x3F80, 0x3F81_8000 -> 0x3F82.
+    """
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = b_x.to(tl.int32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        # Rounding could carry a NaN into infinity; any NaN will do.
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, nearest)
+        b_x = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        b_x = b_x.to(dtype)
+    return b_x
 
 
 @triton.jit

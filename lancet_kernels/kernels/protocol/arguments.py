@@ -33,6 +33,12 @@ class Sizes(NamedTuple):
     limit: Any
 
 
+# Not a variant for each size, and none in which a 1 is a constant.
+NOT_SPECIALIZED = [
+    "rank", "W", "L", "R", "tiles", "chunks", "timeout_us", "num_problems", "dense_tiles", "limit",
+]  # fmt: skip
+
+
 class Constants(NamedTuple):
     """What is known when a variant is compiled.
 

@@ -10,7 +10,17 @@ sees it; and an offset in elements, the same on every PE.
 
 Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table: it
 serves CPU processes in the interpreter, several PEs on one GPU, and NVLink. With NVSHMEM=True a peer whose
-table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions (`nvshmem_device.py`).
+table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions, linked from its bitcode
+(`symmetric/nvshmem.py`). Every thread of a program runs an external function. A `_block` one wants exactly
+that: the threads share the work. The others are for one thread, and here the first one alone calls them:
+
+- a signal sent by 256 threads would be 256 messages, and one that is late could set the word back to an
+  epoch that is over;
+- a fence of 256 threads would be 256 walks over all queue pairs. One is enough: behind the barrier before
+  it, the puts of the whole block have been issued, and over IBGDA the fence waits for all queue pairs.
+
+The interpreter has no external functions, and a kernel that uses one must be given `nvshmemx_cumodule_init`
+once after it is loaded.
 
 Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so flags are never reset.
 
@@ -23,10 +33,10 @@ proxy: call `fence_tma` between the wait and such a load.
 
 import triton
 import triton.language as tl
+from triton.language import core
 from triton.language.extra.cuda import globaltimer
 
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.protocol import nvshmem_device
 from lancet_kernels.kernels.protocol.arguments import Sizes
 from lancet_kernels.kernels.runtime import clock_ns
 
@@ -46,6 +56,72 @@ LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 # Looks at a signal between two at the clock: on a GPU 50 to 100 us.
 LOOKS = tl.constexpr(1 if runtime.INTERPRETED else 64)
+
+
+# nvshmemx_signal_op_t and nvshmemi_cmp_type of NVSHMEM's headers
+SIGNAL_SET = tl.constexpr(9)
+COMPARE_GE = tl.constexpr(5)
+
+
+def _extern(symbol, result, *types):
+    """The device function `symbol`, with arguments of these types, to be called in a kernel."""
+
+    @core.extern
+    def call(*arguments, _semantic=None):
+        symbols = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
+        return core.extern_elementwise("", "", list(arguments), symbols, is_pure=False, _semantic=_semantic)
+
+    return call
+
+
+_putmem_nbi_block = _extern("nvshmemx_putmem_nbi_block", "int32", "int64", "int64", "int64", "int32")
+_fence = _extern("nvshmem_fence", "int32")
+_nvshmem_quiet = _extern("nvshmem_quiet", "int32")
+_signal_op = _extern("nvshmemx_signal_op", "int32", "int64", "uint64", "int32", "int32")
+_signal_wait_until = _extern("nvshmem_signal_wait_until", "uint64", "int64", "int32", "uint64")
+
+
+@triton.jit
+def _is_first_thread():
+    """True in one thread of the program. Only for what holds no barrier: the others walk past it."""
+    thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+    return thread == 0
+
+
+@triton.jit
+def network_put(target_ptr, source_ptr, num_elements, peer):
+    """Start a copy to the same symmetric address on `peer`; `network_signal` stays behind it."""
+    num_bytes = tl.cast(num_elements, tl.int64) * (target_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    _putmem_nbi_block(target_ptr.to(tl.int64), source_ptr.to(tl.int64), num_bytes, tl.cast(peer, tl.int32))
+
+
+@triton.jit
+def network_quiet():
+    """All puts of this PE have arrived. The caller joins the threads before and after."""
+    if _is_first_thread():
+        _nvshmem_quiet()
+
+
+@triton.jit
+def network_signal(signal_ptr, value, peer):
+    """Set the word at this address on `peer`, after all puts. The caller joins the threads before."""
+    if _is_first_thread():
+        _fence()
+        operation = tl.cast(SIGNAL_SET, tl.int32)
+        _signal_op(signal_ptr.to(tl.int64), tl.cast(value, tl.uint64), operation, tl.cast(peer, tl.int32))
+
+
+@triton.jit
+def network_acquire(signal, at_least):
+    """What was put before the signal at this address, seen to be `at_least`, is visible here.
+
+    A look at the flag is not enough for what a network card has written: on GPUs that do not order its
+    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here. The caller
+    joins the threads after.
+    """
+    if _is_first_thread():
+        comparison = tl.cast(COMPARE_GE, tl.int32)
+        _signal_wait_until(tl.cast(signal, tl.int64), comparison, tl.cast(at_least, tl.uint64))
 
 
 @triton.jit
@@ -89,7 +165,7 @@ def send_stored(target_ptr, peers_ptr, peer, stored_ptr, num, NVSHMEM: tl.conste
     if NVSHMEM:
         if tl.load(peers_ptr + peer) == 0:
             tl.debug_barrier()
-            nvshmem_device.put_row(target_ptr, stored_ptr, num, peer)
+            network_put(target_ptr, stored_ptr, num, peer)
 
 
 @triton.jit
@@ -142,7 +218,7 @@ def put_words(
     if i is None:
         i = tl.arange(0, SIZE)
     if NVSHMEM and base == 0:
-        nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
+        network_put(region_ptr + offset, source_ptr, num, peer)
     else:
         value = tl.load(source_ptr + i, mask=i < num)
         tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
@@ -154,7 +230,7 @@ def quiet(NVSHMEM: tl.constexpr):
     which the network, other than a put through a pointer, reads later."""
     tl.debug_barrier()
     if NVSHMEM:
-        nvshmem_device.quiet()
+        network_quiet()
         tl.debug_barrier()
 
 
@@ -165,7 +241,7 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
     base = tl.load(peers_ptr + peer)
     # A fence of NVSHMEM waits for the network: only where the rows took the network, too.
     if NVSHMEM and base == 0:
-        nvshmem_device.set_signal(signals_ptr + index, value, peer)
+        network_signal(signals_ptr + index, value, peer)
     else:
         tl.atomic_xchg(base.to(signals_ptr.dtype) + index, value, sem="release", scope="sys")
 
@@ -239,7 +315,7 @@ def wait(
         if seen < at_least:
             report_failure(report_ptr, rank, peer, op, index, at_least, seen)
     if NVSHMEM and seen >= at_least:
-        nvshmem_device.acquire(signal_ptr, at_least)
+        network_acquire(signal_ptr, at_least)
         tl.debug_barrier()
     return seen
 
@@ -279,7 +355,7 @@ def wait_all(
         # What one word needs to be visible serves for all.
         address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)
         if address != 0:
-            nvshmem_device.acquire(address, at_least)
+            network_acquire(address, at_least)
     # Each thread has acquired its own words; the barrier makes the published data visible to all threads.
     tl.debug_barrier()
     return tl.sum(missing, 0) == 0

@@ -349,11 +349,9 @@ def bias_result(task, B, ptrs):
 
 
 @triton.jit
-def poison_wgrad(task, dw_ptr, A, B, ptrs, const, i_column=None):
+def poison_wgrad(task, dw_ptr, A, B, ptrs, const):
     """NaN into one tile of dw [A, B] and, where m is 0, of its bias: rows of their sums did not come."""
-    if i_column is None:
-        i_column = tl.arange(0, const.BN)
-    i_n = task.n * const.BN + i_column
+    i_n = task.n * const.BN + tl.arange(0, const.BN)
     nan = tl.cast(i_n, tl.float32) + float("nan")
     for i_m in range(task.m * const.BM, tl.minimum(task.m * const.BM + const.BM, A)):
         row_ptr = dw_ptr + tl.cast(i_m, tl.int64) * B

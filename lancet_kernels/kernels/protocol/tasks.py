@@ -126,6 +126,24 @@ def dense_task(j, ptrs, sizes, const):
 
 
 @triton.jit
+def dense_problem(problem, ptrs, const):
+    """-> a, b, c, M, N and K of a row of the table of independent GEMMs; pointers as of rows."""
+    p = ptrs.problems + problem * DENSE_WORDS
+    dtype: tl.constexpr = ptrs.arrivals.rows.dtype
+    a_ptr, b_ptr, c_ptr = tl.load(p).to(dtype), tl.load(p + 1).to(dtype), tl.load(p + 2).to(dtype)
+    M = tl.load(p + 3).to(tl.int32)
+    N = tl.load(p + 4).to(tl.int32)
+    K = tl.load(p + 5).to(tl.int32)
+    if const.TMA:
+        # The launcher has seen to it; not knowing it, a program stores c element by element.
+        N = tl.multiple_of(N, 128 // dtype.element_ty.primitive_bitwidth)
+        a_ptr = tl.multiple_of(a_ptr, 16)
+        b_ptr = tl.multiple_of(b_ptr, 16)
+        c_ptr = tl.multiple_of(c_ptr, 16)
+    return a_ptr, b_ptr, c_ptr, M, N, K
+
+
+@triton.jit
 def wgrad_task(j, sizes, const):
     """-> the j-th tile of weight gradients: dw2 [F, D] of all local experts, then dw1 [D, H]."""
     rows, columns = tl.cdiv(sizes.F, const.BM), tl.cdiv(sizes.D, const.BN)

@@ -16,8 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.hopper.launch import total_warps
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel, total_warps
 from lancet_kernels.kernels.kernel_launch import Launch, recorded
 from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward

@@ -32,7 +32,7 @@ COMPILERS = ("cc", "gcc", "clang")
 PARTS = {
     "Triton's JITFunction.run": ("triton/runtime/jit.py", "run"),
     "  comparing constants": ("triton/language/core.py", "__ne__"),
-    "making descriptors": ("kernels/hopper/launch.py", "descriptors"),
+    "making descriptors": ("kernels/hopper/kernel.py", "descriptors"),
     "checking arguments": ("kernels/overlap_data.py", "check_pass"),
     "opening passes": ("protocol/exchange.py", "begin"),
     "releasing them": ("protocol/exchange.py", "release"),

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lancet_kernels.kernels.hopper.shim import barrier, load_tile
+from lancet_kernels.kernels.hopper.pipeline import barrier, load_tile
 from lancet_kernels.kernels.protocol import device
 
 

@@ -14,7 +14,7 @@ import torch
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import overlap_data
 from lancet_kernels.kernels.config import GemmConfig
-from lancet_kernels.kernels.hopper import launch
+from lancet_kernels.kernels.hopper import kernel as hopper_kernel
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import EmulationError, Emulator
@@ -50,7 +50,7 @@ def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
     """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths."""
     kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "gluon_overlap_kernel", kernel)
+        patch.setattr(hopper_kernel, "gluon_overlap_kernel", kernel)
         patch.setattr(overlap_data, "check_gluon", lambda *_: None)
         yield
 

@@ -151,8 +151,8 @@ MUTANTS = {
          "        mbarrier.arrive(rings.stored.index(j % TASKS), count=1)\n        if kind == TILE_IN:\n"),
     ],
     "a tile is signalled when the next task is there": [
-        (signals.signal, "        if kind == TILE_IN:\n",
-         "        await_task(j + 1, rings, 1)\n        if kind == TILE_IN:\n"),
+        (signals.signal, "        if kind == tasks.TILE_IN:\n",
+         "        await_task(j + 1, rings, 1)\n        if kind == tasks.TILE_IN:\n"),
     ],
     "results are stored before it is known where": [
         (consumer._finish_rest,

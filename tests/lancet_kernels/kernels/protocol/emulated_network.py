@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.protocol import exchange, nvshmem_device
+from lancet_kernels.kernels.protocol import device, exchange
 from lancet_kernels.kernels.symmetric.memory import Region
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory
 
@@ -55,7 +55,7 @@ class Network:
         self.memory, self.under_way, self.unread = memory, [], 0
         self.counts = SimpleNamespace(puts=0, signals=0, acquired=0, quiet=0)
 
-    def put_row(self, target: Any, source: Any, num_elements: Any, peer: Any) -> None:
+    def network_put(self, target: Any, source: Any, num_elements: Any, peer: Any) -> None:
         num_bytes = _number(num_elements) * target.dtype.element_ty.primitive_bitwidth // 8
         offset, bases = self.memory.place(_number(target), num_bytes)
         self.memory.place(_number(source), num_bytes)
@@ -68,18 +68,18 @@ class Network:
             ctypes.memmove(target, source, num_bytes)
         self.under_way.clear()
 
-    def quiet(self) -> None:
+    def network_quiet(self) -> None:
         self.counts.quiet += 1
         self.unread = 0
         self.arrive()
 
-    def set_signal(self, signal: Any, value: Any, peer: Any) -> None:
+    def network_signal(self, signal: Any, value: Any, peer: Any) -> None:
         self.arrive()
         offset, bases = self.memory.place(_number(signal), 8)
         ctypes.c_int64.from_address(bases[_number(peer)] + offset).value = _number(value)
         self.counts.signals += 1
 
-    def acquire(self, signal: Any, at_least: Any) -> None:
+    def network_acquire(self, signal: Any, at_least: Any) -> None:
         assert ctypes.c_int64.from_address(_number(signal)).value >= _number(at_least)
         self.counts.acquired += 1
 
@@ -100,8 +100,8 @@ def network(memory: FarMemory) -> Iterator[Network]:
         assert not made.unread, "a launch has ended, and the network may still read its buffers"
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("put_row", "quiet", "set_signal", "acquire"):
-            patch.setattr(nvshmem_device, name, getattr(made, name))
+        for name in ("network_put", "network_quiet", "network_signal", "network_acquire"):
+            patch.setattr(device, name, getattr(made, name))
         for module in (overlap, exchange):
             patch.setattr(module, "launch", interpret)
         yield made

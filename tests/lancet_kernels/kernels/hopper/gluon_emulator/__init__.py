@@ -14,7 +14,7 @@ no seed has drawn. Not modelled: the threads of a partition (it is one thread; o
 memory and the reads of its mmas are delayed), layouts, registers, sizes of shared memory, swizzling and bank
 conflicts; the order between proxies but for fence.proxy.async, which is asked for between an acquire and a
 TMA load (an mma of what a partition stored itself is refused, and so is all of Gluon that
-`kernels.hopper.shim` does not name); the order of loads; scopes of atomics; clusters. Whether a kernel
+`kernels.hopper` does not name); the order of loads; scopes of atomics; clusters. Whether a kernel
 compiles and what it needs is for the compiler to say.
 """
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lancet_kernels.kernels.hopper import shim
+from lancet_kernels.kernels.hopper import pipeline
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import async_copies, shared_memory
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Misuse
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import Barrier, SharedArray, number
@@ -41,7 +41,7 @@ def table(machine: Any) -> dict[int, Any]:
     put(lambda a, b, acc, is_async: async_copies.start_mma(machine, a, b, acc), hopper.warpgroup_mma)
     put(lambda num_outstanding, deps: async_copies.wait_mmas(machine, num_outstanding, deps),
         hopper.warpgroup_mma_wait)  # fmt: skip
-    put(machine.memory.create_barrier, shim.barrier)
+    put(machine.memory.create_barrier, pipeline.barrier)
     put(lambda element_ty, shape, layout: _allocate(machine, element_ty, shape, layout),
         gl.allocate_shared_memory)  # fmt: skip
     put(lambda parts, num_warps, num_regs=None: machine.specialize(parts, num_warps), gl.warp_specialize)
@@ -99,8 +99,8 @@ def _put_copies(machine: Any, put: Callable[..., None]) -> None:
         return async_copies.Descriptor(number(base), base.dtype.element_ty, *lists, layout, slot)
 
     put(make, tma.make_tensor_descriptor)
-    put(partial(async_copies.load, machine), shim.load_tile)
-    put(partial(async_copies.copy, machine), shim.copy_async)
+    put(partial(async_copies.load, machine), pipeline.load_tile)
+    put(partial(async_copies.copy, machine), pipeline.copy_async)
     put(lambda: machine.scheduler.current.copies.append([]), async_copy.commit_group)
     put(partial(async_copies.wait_copies, machine), async_copy.wait_group)
 
