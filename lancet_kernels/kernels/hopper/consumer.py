@@ -1,8 +1,5 @@
 """The consumers of the Hopper kernel: two warpgroups that multiply, and store what the tasks are for.
 
-    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    R  most rows received                             BM, BN  the tile of the output
-
 A tile is stored a quarter of its columns at a time. The accumulators' layout has 4 bytes of a row in a
 thread, so a quarter goes through shared memory into the layout ROWS, 16 bytes a thread and at least 128
 of a row together: results that go to peers cross NVLink in whole packets.

@@ -1,7 +1,8 @@
 """The overlap kernel for Hopper, in Gluon: the tasks, table and signals of `overlap_kernel`, other bodies.
 
     W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    T  tokens here               K  choices per token    R  most rows received
+    R  most rows received        BM, BN, BK  the tile of the output, and a step along the contraction
+    BN_IN  columns of a tile of the first GEMM           STAGES  steps of operands in shared memory
 
 The warps of a program have four jobs, and go on independently of each other:
 

@@ -1,7 +1,5 @@
 """From global memory to the accumulators: one warp loads operands by TMA, two warpgroups multiply them.
 
-    BM, BN, BK  the tile of the output, and the step along the contraction      STAGES  steps in shared memory
-
 Producer and consumers share two rings in shared memory: operands, one stage for each step, and tasks. A ring
 has two mbarriers for each place: `full`, on which the consumers wait, and `empty`, on which the producer
 waits. Place i % STAGES is used for the i-th time in phase i // STAGES. A place of the ring of tasks has a
@@ -14,7 +12,8 @@ Operands lie in one of three ways:
     across    a [K, rows]    b [K, columns]      dW
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,39 +49,15 @@ NO_TASK = gl.constexpr(-1)
 TASKS = gl.constexpr(2)
 
 
-class Descriptors(NamedTuple):
-    """From the host: of received rows, of hidden (backward: dh), and of the weights of both GEMMs."""
+Descriptors = namedtuple("Descriptors", "rows weight_in hidden weight_out")
+"""From the host: of received rows, of hidden (backward: dh), and of the weights of both GEMMs."""
 
-    rows: Any
-    weight_in: Any
-    hidden: Any
-    weight_out: Any
+Rings = namedtuple("Rings", "a b empty full tasks task_empty task_full stored targets targets_full")
+"""In shared memory: a [STAGES, BM, BK] and b [STAGES, BK, BN], the operands; their mbarriers; words of
+tasks, and their mbarriers; targets int64 [BM], where the rows of a result go, and its mbarriers."""
 
-
-class Rings(NamedTuple):
-    """In shared memory: a [STAGES, BM, BK] and b [STAGES, BK, BN], the operands; their mbarriers; words of
-    tasks, and their mbarriers; targets int64 [BM], where the rows of a result go, and its mbarriers."""
-
-    a: Any
-    b: Any
-    empty: Any
-    full: Any
-    tasks: Any
-    task_empty: Any
-    task_full: Any
-    stored: Any
-    targets: Any
-    targets_full: Any
-
-
-class Views(NamedTuple):
-    """The same bytes for operands that lie as they are or the other way, and for halves of gate and up."""
-
-    a: Any
-    b: Any
-    a_across: Any
-    b_across: Any
-    b_halves: Any
+Views = namedtuple("Views", "a b a_across b_across b_halves")
+"""The same bytes for operands that lie as they are or the other way, and for halves of gate and up."""
 
 
 @gluon.jit

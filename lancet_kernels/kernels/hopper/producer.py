@@ -1,8 +1,5 @@
 """The producer of the Hopper kernel: one warp that claims GEMM tasks, waits, and loads their operands by TMA.
 
-    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    R  most rows received        BM, BN  the tile of the output       BN_IN  columns that TILE_IN makes
-
 A task whose rows do not come in time is not handed to the consumers, except a weight gradient, which they
 then fill with NaN: as in the portable kernel, nobody is told that something is there which is not.
 

@@ -1,7 +1,5 @@
 """The signal warp of the Hopper kernel: where do the rows of a tile go, and who is told that they are there?
 
-    BM  rows of a tile    R  most rows received
-
 It is the fourth warp of the group of the producer and the copy warps, and takes the same tasks in the same
 order as the consumers. While they multiply it looks up where each row of the result goes, and in a backward
 returns the gradients of the rows' weights. When they have stored a tile it signals it, while they are at the

@@ -35,7 +35,7 @@ widths; sm_90, Triton 3.9), and none has said that this spills nowhere.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -55,14 +55,8 @@ DENSE_FIRST = tl.constexpr(6)
 GROUP = tl.constexpr(8)
 
 
-class Task(NamedTuple):
-    """The fields that its kind names above; the others are 0. which: dw2 (0) or dw1 (1), in a backward."""
-
-    kind: Any
-    which: Any
-    index: Any
-    m: Any
-    n: Any
+Task = namedtuple("Task", "kind which index m n")
+"""The fields that its kind names above; the others are 0. which: dw2 (0) or dw1 (1), in a backward."""
 
 
 @triton.jit
