@@ -182,17 +182,23 @@ def launch_gluon(grid: tuple[int, ...], tile: GemmConfig, arguments: dict[str, A
 
 
 def descriptors(arguments: dict[str, Any]) -> dict[str, TensorDescriptor]:
-    """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices."""
-    sizes = (arguments[name] for name in ("BM", "BN", "BN_IN", "BK"))
-    box = boxes(*sizes, backward=arguments["gradients"] is not None)
-    gemms = arguments["gemms"]
-    tensors = {
-        "rows_desc": arguments["arrivals"].rows,
-        "weight_in_desc": gemms.weight_in,
-        "hidden_desc": gemms.hidden,
-        "weight_out_desc": gemms.weight_out,
+    """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices.
+
+    A box is what one load brings; forward with swiglu there are two loads of weight_in, for gate and up.
+    Weights of the backward are multiplied transposed.
+    """
+    gemms, BK = arguments["gemms"], arguments["BK"]
+    rows, transposed = [arguments["BM"], BK], arguments["gradients"] is not None
+
+    def weight(columns: int) -> list[int]:
+        return [columns, BK] if transposed else [BK, columns]
+
+    return {
+        "rows_desc": _descriptor(arguments["arrivals"].rows, rows),
+        "weight_in_desc": _descriptor(gemms.weight_in, weight(arguments["BN_IN"])),
+        "hidden_desc": _descriptor(gemms.hidden, rows),
+        "weight_out_desc": _descriptor(gemms.weight_out, weight(arguments["BN"])),
     }
-    return {name: _descriptor(tensor, box[name]) for name, tensor in tensors.items()}
 
 
 def _descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
@@ -205,28 +211,3 @@ def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
     """Steps of a put that a program has on the way: as many as fit beside operands and epilogue, up to 16."""
     free = SHARED_BYTES - EPILOGUE_BYTES - 2 * stages * stage_elements
     return max(2, min(16, free // (2 * step_elements)))
-
-
-def total_warps(num_warps: int) -> int:
-    """Warps of a program with `num_warps` consumers: the others are one warpgroup."""
-    return num_warps + 4
-
-
-def boxes(
-    block_m: int, block_n: int, columns_in: int, block_k: int, *, backward: bool
-) -> dict[str, list[int]]:
-    """What one load of each descriptor brings. Weights of the backward are multiplied transposed.
-
-    columns_in: of a tile of the first GEMM; forward with swiglu there are two loads, for gate and up.
-    """
-    rows = [block_m, block_k]
-
-    def weight(columns: int) -> list[int]:
-        return [columns, block_k] if backward else [block_k, columns]
-
-    return {
-        "rows_desc": rows,
-        "weight_in_desc": weight(columns_in),
-        "hidden_desc": rows,
-        "weight_out_desc": weight(block_n),
-    }

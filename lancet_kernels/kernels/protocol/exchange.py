@@ -34,8 +34,8 @@ here depends on how many tokens there are, within S and R.
 from __future__ import annotations
 
 import weakref
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -60,15 +60,11 @@ REPORTED = (
 )
 
 
-class Failure(NamedTuple):
-    """PE `rank` waited for `peer`; op: one of the constants above; expected, seen: words at a signal."""
+Failure = namedtuple("Failure", "rank peer op signal expected seen")
+"""PE `rank` waited for `peer`; op: one of the constants above; expected, seen: words at a signal."""
 
-    rank: int
-    peer: int
-    op: int
-    signal: int
-    expected: int
-    seen: int
+Stage = namedtuple("Stage", "rows weights results dots")
+"""Regions from which NVSHMEM sends."""
 
 
 class FailureReport:
@@ -156,15 +152,6 @@ class ResultBuffers:
     def nbytes(self) -> int:
         """Bytes of all regions, on this PE."""
         return sum(region.local.nbytes for region in (self.results, self.dots, *(self.stage or ())))
-
-
-class Stage(NamedTuple):
-    """Symmetric memory from which NVSHMEM sends."""
-
-    rows: Region
-    weights: Region
-    results: Region
-    dots: Region
 
 
 class Exchange:

@@ -1,7 +1,67 @@
-"""Symmetric memory: regions that every PE has, and the addresses by which the others reach them."""
+"""Symmetric memory: regions that every PE has, and the addresses by which the others reach them.
 
-from lancet_kernels.kernels.symmetric.create import create
+`create` chooses the implementation for some ranks on a device, and says why, or what is missing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory, VirtualMemory, virtual_memories
 from lancet_kernels.kernels.symmetric.nvshmem import NvshmemMemory, init_module
 from lancet_kernels.kernels.symmetric.shared import SharedMemory
-from lancet_kernels.kernels.symmetric.torch_memory import TorchMemory
+from lancet_kernels.kernels.symmetric.torch_memory import TorchMemory, unreachable
+
+
+def create(
+    group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", timeout_s: float = 60.0
+) -> SymmetricMemory:
+    """The symmetric memory of the ranks of `group`, on `device`. Collective.
+
+    group: None means all ranks or, without torch.distributed, the one there is.
+    timeout_s: how long any step may wait for a rank.
+
+    | ranks   | device | memory                                                             |
+    |---------|--------|--------------------------------------------------------------------|
+    | one     | any    | `VirtualMemory`: no peers                                          |
+    | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
+    | several | CUDA   | `TorchMemory`: torch alone, GPUs of one machine, all over NVLink   |
+    | several | CUDA   | `NvshmemMemory`: NVSHMEM, where not all peers are so reachable     |
+
+    Raises UserError, on every rank, saying what is missing and what works instead; CommunicationError if a
+    rank stays away.
+    """
+    device = torch.device(device)
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
+    if alone:
+        (memory,) = virtual_memories(1, device)
+        return memory
+    if device.type == "cpu":
+        return SharedMemory(group, timeout_s)
+    if device.type == "cuda":
+        lack = unreachable(group, device, timeout_s)
+        return (
+            _over_nvshmem(group, device, timeout_s, lack) if lack else TorchMemory(group, device, timeout_s)
+        )
+    raise UserError(
+        "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
+    )
+
+
+def _over_nvshmem(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, not_torch: str
+) -> NvshmemMemory:
+    """Args: not_torch: why torch's symmetric memory does not serve."""
+    try:
+        memory = NvshmemMemory(group, device, timeout_s)
+    except UserError as error:
+        raise UserError(
+            "symmetric memory between GPUs",
+            got=not_torch if not_torch == error.got else f"{not_torch}; {error.got}",
+            expected=f"GPUs of one machine with NVLink, or {error.expected}",
+            do=error.do,
+        ) from error
+    memory.reason += f" (not torch: {not_torch})"
+    return memory

@@ -252,8 +252,8 @@ def find_bitcode(arch: int) -> Path | None:
     return None
 
 
-def bitcode(arch: int) -> Path:
-    """As `find_bitcode`. Raises UserError if there is none."""
+def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
+    """The launch option of kernels with NVSHMEM=True. Raises UserError if there is no bitcode."""
     file = find_bitcode(arch)
     if file is None:
         raise UserError(
@@ -262,12 +262,7 @@ def bitcode(arch: int) -> Path:
             expected="libnvshmem_device*.bc",
             do=f"pip install --no-deps {PACKAGE}, or set NVSHMEM_HOME",
         )
-    return file
-
-
-def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
-    """The launch option of kernels with NVSHMEM=True. Raises UserError if there is no bitcode."""
-    return (("libnvshmem_device", str(bitcode(arch))),)
+    return (("libnvshmem_device", str(file)),)
 
 
 def bitcode_version() -> str | None:

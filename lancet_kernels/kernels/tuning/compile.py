@@ -29,7 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, SHARED_MEMORY
+from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, shared_memory
 from lancet_kernels.kernels.symmetric import nvshmem
 from lancet_kernels.kernels.tuning.specimens import Specimen
 
@@ -98,8 +98,6 @@ def serialized(log: str) -> tuple[str, ...]:
     return tuple(sorted(set(SERIALIZED.findall(log))))
 
 
-# Architecture -> maximal shared memory of a thread block, in bytes.
-SHARED_LIMIT = {arch: SHARED_MEMORY[arch] for arch in (80, 90, 100)}
 # At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more.
 FEW_SPILLED_BYTES = 32
 # The first word of the machine instructions for matrix products and TMA.
@@ -146,8 +144,8 @@ class CompiledKernel:
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
     """Compile for sm_`arch` and inspect the machine code.
 
-    Raises: UserError if kernels are interpreted, for an unknown architecture, and if NVSHMEM's bitcode is
-    needed but missing or not readable; Triton's error if the kernel does not compile.
+    Raises: UserError if kernels are interpreted, and if NVSHMEM's bitcode is needed but missing or not
+    readable; Triton's error if the kernel does not compile.
     """
     if runtime.INTERPRETED:
         raise UserError(
@@ -155,11 +153,6 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
             got="TRITON_INTERPRET set",
             expected="kernels that are not interpreted",
             do="unset it, or call lancet kernels, which compiles in other processes",
-        )
-    if arch not in SHARED_LIMIT:
-        supported = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
-        raise UserError(
-            "architecture", got=f"sm_{arch}", expected=f"one of {supported}", do="choose one of these"
         )
     start = time.perf_counter()
     compiled, options = _compile(specimen, arch)
@@ -196,8 +189,8 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
     in_block = -(-compiled.registers // 8) * 8 * compiled.threads
     if in_block > REGISTERS_OF_AN_SM:
         reasons.append(f"{in_block} registers in a program, more than {REGISTERS_OF_AN_SM}")
-    if compiled.shared_bytes > SHARED_LIMIT[arch]:
-        reasons.append(f"{compiled.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT[arch]}")
+    if compiled.shared_bytes > shared_memory(arch):
+        reasons.append(f"{compiled.shared_bytes} bytes of shared memory, more than {shared_memory(arch)}")
     if arch == 90 and specimen.wgmma and not compiled.wgmma:
         reasons.append("no wgmma")
     if arch == 90 and specimen.tma and not compiled.tma:

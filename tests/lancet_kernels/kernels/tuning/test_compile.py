@@ -91,15 +91,6 @@ def test_every_configuration_of_every_kernel(triton, arch):
 
 
 @pytest.mark.long
-@need_bitcode
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_every_configuration_of_the_shim(arch):
-    """Both transports, with and without scaling, TMA behind the wait."""
-    for row in compile_all([*ping.specimens(arch)], arch):
-        assert row.problems == [], row.error
-
-
-@pytest.mark.long
 def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     """One specimen for each thing; the processes that compile are the command's own: this one interprets."""
     monkeypatch.setattr(specimens, "all_specimens", bad_kernels.specimens)
@@ -180,10 +171,10 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     (tmp_path / "lib").mkdir()
     with pytest.raises(UserError, match=r"none for sm_90 in .*NVSHMEM_HOME"):
-        nvshmem.bitcode(90)
+        nvshmem.extern_libs(90)
     for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_80.bc", "libnvshmem_device_sm_100.bc"):
         (tmp_path / "lib" / name).touch()
-    found = {arch: nvshmem.bitcode(arch).name for arch in (75, 80, 90, 100, 120)}
+    found = {arch: nvshmem.find_bitcode(arch).name for arch in (75, 80, 90, 100, 120)}
     assert found == {
         75: "libnvshmem_device.bc",
         80: "libnvshmem_device_sm_80.bc",
