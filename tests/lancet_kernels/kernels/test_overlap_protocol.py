@@ -6,7 +6,6 @@ What comes too late is an error or NaN, never a wrong number; delays of all kind
 import os
 import signal
 from dataclasses import dataclass, replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -306,28 +305,3 @@ def test_a_killed_rank_is_named(pool):
         f"layer {PARTS.value}.forward: PE 0 waited for PE 1 to return results (combine) more than"
     )
     assert all("seen 1; PE 1 is late, dead, or in another layer" in each for each in told)
-
-
-def disagree_on_rank() -> list[str]:
-    """The ranks ask for different exchanges. -> what each is told."""
-    told = []
-    sizes = {"local_experts": 1, "send_rows": 8, "receive_rows": 8, "width": 16, "dtype": torch.float32}
-    sizes["chunk_rows"] = 16
-    with SharedMemory(timeout_s=20) as memory:
-        for number, (name, other) in enumerate(
-            (("receive_rows", 9), ("width", 32), ("dtype", torch.float16), ("room", 40), ("local_experts", 2))
-        ):
-            mine = sizes | ({name: other} if memory.rank == 1 else {})
-            told.append(refusal(partial(Exchange, memory, f"exchange {number}", **mine)))
-        # Still usable: everybody was told the same.
-        assert Exchange(memory, "the last", **sizes).world == 2
-    return told
-
-
-def test_ranks_that_disagree_are_told(pool):
-    told = pool.run(disagree_on_rank)
-    assert told[0] == told[1]
-    assert told[0][0].startswith(
-        "symmetric memory: got allocate 'exchange 0.rows' [16, 16] float32 (rank 0), "
-        "allocate 'exchange 0.rows' [18, 16] float32 (rank 1)"
-    )

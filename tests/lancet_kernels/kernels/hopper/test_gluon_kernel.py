@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels.runtime import INTERPRETED
 
@@ -21,7 +22,8 @@ from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer, signals
 from lancet_kernels.kernels.protocol import device, steps, tasks
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
+from tests.lancet_kernels.kernels.hopper.gluon_emulator import Deadlock, Emulator
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import offsets
 from tests.lancet_kernels.kernels.hopper.gluon_passes import (
     PAIR_TILE,
     differences,
@@ -130,6 +132,9 @@ def test_passes_that_reuse_banks_give_the_same_bits():
         assert not differences(play(TINY, seed, passes=4), plain), f"seed {seed}"
 
 
+LAST_ARRIVE = (
+    "mbarrier.arrive(rings.empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=steps > 0)\n"
+)
 # (function, old text, new text): what is wrong, and must not pass unseen.
 MUTANTS = {
     "rows are counted as sent before the barrier": [
@@ -186,6 +191,31 @@ MUTANTS = {
         (pipeline.multiply_steps, "empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=k > 0",
          "empty.index(place), count=1, pred=k < steps - 1"),
     ],
+    "a stage is never released": [
+        (pipeline.multiply_steps, "    " + LAST_ARRIVE, ""),
+    ],
+    "a stage is released twice": [
+        (pipeline.multiply_steps, "    " + LAST_ARRIVE, 2 * ("    " + LAST_ARRIVE)),
+    ],
+    "nobody waits for the loads": [
+        (pipeline.multiply_steps, "mbarrier.wait(rings.full.index(place), (it // const.STAGES) & 1)", "pass"),
+    ],
+    "the wrong phase of full": [
+        (pipeline.multiply_steps, "(it // const.STAGES) & 1)", "((it // const.STAGES) & 1) ^ 1)"),
+    ],
+    "nobody waits for an empty stage": [
+        (pipeline.load_steps, "mbarrier.wait(rings.empty.index(place), ((it // const.STAGES) & 1) ^ 1)",
+         "pass"),
+    ],
+    "the wrong phase of empty": [
+        (pipeline.load_steps, "((it // const.STAGES) & 1) ^ 1", "(it // const.STAGES) & 1"),
+    ],
+    "more bytes are expected than come": [
+        (pipeline.load_steps, "* const.BK * element_bytes", "* const.BK * 2 * element_bytes"),
+    ],
+    "fewer bytes are expected than come": [
+        (pipeline.load_steps, "(const.BM + const.BN) * const.BK", "const.BM * const.BK"),
+    ],
     "a task is handed over into a place that is taken": [
         (pipeline.hand_over, "mbarrier.wait(rings.task_empty.index(place), ((j // TASKS) & 1) ^ 1)", "pass"),
     ],
@@ -204,11 +234,13 @@ MUTANTS = {
 }  # fmt: skip
 
 
-DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
+# four steps
+DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)
 # What only another case, or more programs, can show.
 CASES = {
     "rows are counted as sent before the barrier": (TINY, {"programs": 2}),
     "a stage is released before its product has been waited for": (DEEP, {}),
+    "nobody waits for an empty stage": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
 }
 
@@ -226,3 +258,27 @@ def test_a_mutant_is_caught(name):
     plain = play(case, 0, **options | {"bodies": "triton"})
     found = (verdict(plain, case, seed, edits=MUTANTS[name], **options) for seed in range(20))
     assert next(filter(None, found), ""), f"unseen: {name}"
+
+
+def test_a_deadlock_says_who_waits_for_what_and_an_order_is_reproducible():
+    told = set()
+    for _ in range(2):
+        with pytest.raises(Deadlock) as caught:
+            play(TINY, 0, edits=MUTANTS["the wrong phase of empty"])
+        told.add(str(caught.value))
+    (told,) = told
+    assert "produce waits for parity 0 of empty[0] (phase 0: 1 of 1 arrivals missing" in told
+    assert "consume waits for parity 0 of full[0]" in told
+    assert "pipeline.py:" in told
+    assert "mbarrier.wait(rings.full.index(place)" in told
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_halves_of_a_tile_are_the_tile_where_each_has_whole_chunks(width):
+    """As on a GPU: 64 columns of 2 bytes are a chunk; narrower halves have a swizzle of their own."""
+    whole, half = [16, 2 * width], [2, 16, width]
+    layouts = [gl.NVMMASharedLayout.get_default_for(shape[-2:], gl.float16) for shape in (whole, half)]
+    tile, halves = (offsets(shape, layout) for shape, layout in zip((whole, half), layouts, strict=True))
+    assert sorted(tile.ravel()) == sorted(halves.ravel()) == list(range(32 * width))
+    same = torch.equal(torch.tensor(tile), torch.cat([torch.tensor(h) for h in halves], dim=1))
+    assert same == (width == 64)
