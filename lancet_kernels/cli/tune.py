@@ -15,7 +15,7 @@ from lancet_kernels.cli.options import add_options, option, positive_float, posi
 from lancet_kernels.kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.kernels.tuning.candidates import Place
+    from lancet_kernels.kernels.tuning.tuned import Place
     from lancet_kernels.measure.tuner import Outcome
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -79,8 +79,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     import torch
     from tqdm import tqdm
 
-    from lancet_kernels.kernels.tuning.candidates import Place, Task
-    from lancet_kernels.kernels.tuning.tuned import TunedCache, default_cache
+    from lancet_kernels.kernels.tuning.tuned import Place, Task, TunedCache, default_cache
     from lancet_kernels.measure.ranks import start_ranks, under_launcher
     from lancet_kernels.measure.tuner import check_has_gpu, tune
 

@@ -11,8 +11,7 @@ import lancet_kernels
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.candidates import Place, Task, candidates
-from lancet_kernels.kernels.tuning.tuned import TunedCache
+from lancet_kernels.kernels.tuning.tuned import Place, Task, TunedCache, candidates
 from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 from lancet_kernels.measure.tuner import tune
 from lancet_kernels.timing import Clock
