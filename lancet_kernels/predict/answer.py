@@ -65,8 +65,8 @@ ASSUMED = (
     "without recomputation",
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
     "routing weights are applied inside the experts, so that the rows that come back are not kept",
-    "strategies are planned by the planner of optimize(), on the graph that it would run; each microbatch takes "
-    "as long, and the last one sums gradients; of many layers alike, a few are captured, at two depths",
+    "strategies are planned by the planner of optimize(), on the graph that it would run; each microbatch "
+    "takes as long, and the last one sums gradients; of many layers alike, few are captured, at two depths",
     "none: nothing overlaps an all-to-all; gathers and sums of parameters do overlap",
     "microbatches: the backward of a microbatch and the forward of the next, in the best order",
     "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
