@@ -254,6 +254,7 @@ class Transfer:
         """Where a shift comes from: the place of a rank."""
         self._place = group.rank() if link.gbps is not None else 0
         self._starts: torch.Tensor | None = None
+        self._has_arrived = False
         self._done: list[float] = []
         self.started = time.monotonic()
         if link.gbps is not None:
@@ -296,8 +297,10 @@ class Transfer:
     def pace(self) -> float:
         """Until a wire would have carried the bytes. -> when that was.
 
-        What was really sent has arrived: so every rank, of a shift the source, has entered and has said when.
+        What was really sent has arrived: so every rank, of a shift the source, has entered and has said when,
+        but for ranks that neither send to this one nor receive of it.
         """
+        self._has_arrived = True
         end = self._link._put_on_wire(self)
         remaining = end - time.monotonic()
         if remaining > 0:
@@ -310,7 +313,7 @@ class Transfer:
         starts = self._starts.tolist()
         if self.source is not None:
             starts = [starts[self._place], starts[self.source]]
-        return max(starts) if all(starts) else None
+        return max(starts) if all(starts) or self._has_arrived else None
 
 
 link = Link()
