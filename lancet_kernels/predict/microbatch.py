@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lancet_kernels.graph.capture.captured_graph import copy_of
+from torch import Tensor
+
+from lancet_kernels.graph.capture.captured_graph import copy_of, state_name
 from lancet_kernels.graph.costs.kernel_costs import LAUNCHES
 from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.meta import UNIT
@@ -98,7 +100,7 @@ class Microbatch:
         cost, program = question.cost, step.program
         if question.sharding == "optimizer":
             program = _without_copies(program, step)
-        program, kernels = Kernels(cost.carrier, cost.top_k).of(program)
+        program, kernels = Kernels(cost.carrier, cost.top_k).of(_with_tied_once(program, step))
         experts = set(expert_parameters(step.model))
         of_experts = sum(p.numel() for p in experts)
         numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
@@ -135,6 +137,18 @@ class Microbatch:
     def pair(self) -> PairOfMicrobatches:
         """The backward of one beside the forward of the next."""
         return PairOfMicrobatches.of(self)
+
+
+def _with_tied_once(program: Program, step: ModelStep) -> Program:
+    """The Program in which a parameter with several names, each an input of the graph, takes memory once."""
+    first: dict[Tensor, str] = {}
+    for name, parameter in step.model.named_parameters(remove_duplicate=False):
+        first.setdefault(parameter, name)
+    names = set(first.values())
+    placeholders = step.module.graph.find_nodes(op="placeholder")
+    again = [n.name for n in placeholders if n.name in program.parameter_set and state_name(n) not in names]
+    sizes = {t: replace(program.tensors[t], bytes=0) for t in again}
+    return replace(program, tensors={**program.tensors, **sizes})
 
 
 def _without_copies(program: Program, step: ModelStep) -> Program:

@@ -56,6 +56,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
         step = _Loss(model)
         with without_contents():
             step.to_empty(device="cpu")
+            model.tie_weights()  # to_empty gives each name a tensor of its own
             ids = torch.zeros(question.microbatch, question.sequence, dtype=torch.int64)
         if question.sharding != "none" and question.gpus > 1:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
