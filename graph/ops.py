@@ -209,9 +209,11 @@ OPS: dict[str, OpFacts] = {
         is_recomputed=False,
         parts_are_measured=True,
     ),
-    # expert[T, K], used[E] -> slot[T, K], used'[E]
+    # expert[T, K], used[E] (, real[T, 1]) -> slot[T, K], used'[E]
     "lancet.assign_slots": OpFacts(
-        Rule(("t k!, - -> t k!, -",), carries=((1, "used_E"),)), is_recomputed=False, parts_are_measured=True
+        Rule(("t k!, - -> t k!, -", "t k!, -, t 1 -> t k!, -"), carries=((1, "used_E"),)),
+        is_recomputed=False,
+        parts_are_measured=True,
     ),
     # used'[E] -> counts[W, E_l]: after a gate that is cut, or for a part of the routing of an uncut gate
     "lancet.kept_counts": OpFacts(

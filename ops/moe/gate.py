@@ -138,18 +138,18 @@ gate.register_autograd(_backward, setup_context=_setup_context)
 
 
 @op("lancet::assign_slots")
-def assign_slots(expert_TK: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
+def assign_slots(expert_TK: Tensor, used_E: Tensor, real_T1: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Slots of choices that a router outside of this library has made, by order of tokens.
 
     Example: expert = [[2, 0], [2, 1]], used = [5, 0, 1] -> slot = [[1, 5], [2, 0]], used' = [6, 1, 3].
 
-    Args: expert_TK int64. used_E: as of `gate`.
+    Args: expert_TK int64. used_E, real_T1: as of `gate`.
     Returns: slot_TK int64 (>= the capacity: dropped), used'_E int64.
     """
-    return slots_in_token_order(expert_TK, used_E)
+    return slots_in_token_order(expert_TK, used_E, real_T1)
 
 
 @assign_slots.register_fake
-def _(expert_TK, used_E):
+def _(expert_TK, used_E, real_T1=None):
     contiguous = torch.contiguous_format
     return torch.empty_like(expert_TK, memory_format=contiguous), torch.empty_like(used_E)
