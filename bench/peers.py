@@ -12,7 +12,6 @@ from lancet_kernels import MoELayer
 from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.kernels.tuning.workloads import Workload
 from lancet_kernels.ops.moe.expert_activation import activate
-from lancet_kernels.transformers.family import layout_of
 
 
 class Absent(Exception):
@@ -109,10 +108,8 @@ def same_weights(
             return layer
         block = _mixtral(w, name.removeprefix("transformers ")).to(device, dtype)
         block.get_parameter("gate.weight").copy_(router)
-        experts = block.get_submodule("experts")
-        layout = layout_of(experts)
-        for weight, value in (("w1", w1), ("w2", w2)):
-            experts.load_state_dict(dict(layout.restore(weight, value)), strict=False)
+        for name, value in (("experts.gate_up_proj", w1), ("experts.down_proj", w2)):
+            block.get_parameter(name).copy_(value.transpose(1, 2))
         return _Called(lambda x: block(x[None])[0], block)
 
     layers = {name: make(name) for name in names}

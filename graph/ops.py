@@ -161,7 +161,8 @@ OPS: dict[str, OpFacts] = {
     **_derived(derived.permute, "permute transpose t"),
     **_derived(derived.squeeze, "squeeze"),
     **_derived(derived.unflatten, "unflatten"),
-    **_derived(derived.gather, "gather"),
+    **_derived(derived.gather, "gather scatter scatter_add"),
+    "aten.topk": OpFacts(Rule(derived=derived.top_k), is_recomputed=False),
     **_derived(derived.repeat, "repeat"),
     **_derived(derived.pad, "constant_pad_nd"),
     **_derived(derived.last_two, "tril triu"),
@@ -205,6 +206,12 @@ OPS: dict[str, OpFacts] = {
             ),
             carries=((3, "used_E"),),
         ),
+        is_recomputed=False,
+        parts_are_measured=True,
+    ),
+    # expert[T, K], used[E] (, real[T, 1]) -> slot[T, K], used'[E]
+    "lancet.assign_slots": OpFacts(
+        Rule(("t k!, - -> t k!, -", "t k!, -, t 1 -> t k!, -"), carries=((1, "used_E"),)),
         is_recomputed=False,
         parts_are_measured=True,
     ),

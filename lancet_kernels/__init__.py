@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
     from lancet_kernels.transformers.causal_lm import CausalLMStep
+    from lancet_kernels.transformers.checkpoints import export_state_dict, load_safetensors
     from lancet_kernels.transformers.convert import ConversionReport, convert
-    from lancet_kernels.transformers.export import export_state_dict
-    from lancet_kernels.transformers.load import load_safetensors
 else:
     # Imported on first use, because they import torch's tracer.
     _HOMES = {
@@ -49,9 +48,9 @@ else:
         "SquareLinear": "parallelization.square_layer",
         "convert": "transformers.convert",
         "ddp": "layer.ddp",
-        "export_state_dict": "transformers.export",
+        "export_state_dict": "transformers.checkpoints",
         "fsdp": "layer.fsdp",
-        "load_safetensors": "transformers.load",
+        "load_safetensors": "transformers.checkpoints",
         "optimize": "optimization.optimize",
         "overlap_pass": "optimization.overlap_pass",
         "parallelize": "parallelization.parallelize",

@@ -19,7 +19,7 @@ from lancet_kernels.ops.comm.shift import shift, start_shift
 from lancet_kernels.ops.moe.combine import combine, combine_dweight
 from lancet_kernels.ops.moe.dispatch import dispatch, kept_counts, send_rows
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.gate import gate, gate_backward, router_logits
+from lancet_kernels.ops.moe.gate import assign_slots, gate, gate_backward, router_logits
 from lancet_kernels.ops.moe.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_dbias,

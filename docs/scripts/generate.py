@@ -64,7 +64,6 @@ def _escaped(text: str) -> str:
 
 def support() -> str:
     """Tables: what may be done around `optimize`, by the tests that show it; model families."""
-    from lancet_kernels.transformers.registry import FAMILIES
 
     sys.path.insert(0, str(ROOT))
     from tests.lancet_kernels.optimization import test_setups
@@ -80,7 +79,6 @@ def support() -> str:
         for outcome, tests in outcomes.items()
         for test in tests
     ]
-    families = [(f.name, ", ".join(f"`{block}`" for block in f.blocks), "works") for f in FAMILIES]
     planned = {family for family, *_ in PLANNED}
     sharded = [(family, "works", "works" if family in planned else "untested") for family in EXPERT_PARALLEL]
     return "\n".join(
@@ -96,10 +94,8 @@ def support() -> str:
             "",
             "## Models of transformers",
             "",
-            "`convert`: loss and all gradients are compared with the original's on 1 and 2 ranks, and the "
-            "exported weights bit by bit, in `tests/lancet_kernels/transformers/`.",
-            "",
-            *_table(("family", "block", "outcome"), families),
+            "`convert`: [all families of transformers](families.md), with loss and all gradients beside the "
+            "original's.",
             "",
             '`ep_implementation="lancet"`: loss and all gradients are compared with those of `"all_to_all"` '
             "on 2 and 4 ranks, with FSDP, in `tests/lancet_kernels/transformers/`.",

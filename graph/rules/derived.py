@@ -126,13 +126,21 @@ def along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str
 
 
 def gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Inputs: source and index. Dimensions other than `dim` may be cut if both have the same size there."""
-    if len(inputs) != 2 or "dim" not in attributes or len(inputs[0]) != len(inputs[1]):
+    """Inputs: source (of scatter: target), index, perhaps what is scattered. Dimensions other than `dim` may
+    be cut if all have the same size there."""
+    if len(inputs) < 2 or "dim" not in attributes or len({*map(len, inputs)}) > 1:
         return None
     dim = attributes["dim"] % max(len(inputs[0]), 1)
     sizes = enumerate(zip(*inputs, strict=True))
-    names = _names(len(inputs[0]), [n for n, (a, b) in sizes if n == dim or a != b])
-    return _equation([names, names], [names])
+    names = _names(len(inputs[0]), [n for n, of_all in sizes if n == dim or len({*of_all}) > 1])
+    return _equation([names] * len(inputs), [names])
+
+
+def top_k(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Values and indices of the largest along `dim`, by default the last: others may be cut."""
+    rank = len(inputs[0])
+    names = _names(rank, {attributes.get("dim", -1) % max(rank, 1)})
+    return _equation([names], [names] * len(outputs))
 
 
 def last_two(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:

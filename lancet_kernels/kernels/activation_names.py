@@ -17,5 +17,6 @@ GATED = ("swiglu", *CLAMPED)
 def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
     """Raise UserError unless `kind` is one of `supported`."""
     if kind not in supported:
-        do = 'use backend="torch"' if kind in ALL_ACTIVATIONS else "check the name"
+        is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
+        do = 'use backend="torch"' if is_other else "check the name"
         raise UserError(what, got=repr(kind), expected=f"one of {', '.join(supported)}", do=do)

@@ -6,6 +6,7 @@
     optimizer.state        exp_avg [L, D, F]       of the experts on this rank
     its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, a shard of all experts' one
 
+Experts of converted models keep transformers' names: in state dicts their parameters are such DTensors, too.
 So torch.distributed.checkpoint saves the experts and an optimizer's state of them, and loads both at any
 number of ranks. Every optimizer is told in its first step.
 """
@@ -33,10 +34,10 @@ State = dict[str, Any]
 _OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
-class ExpertsByGlobalId(nn.Module):
+class ShardedExperts(nn.Module):
     """A module that holds the experts `expert_ids()` of `num_experts` in parameters [L, ...]."""
 
-    layers: ClassVar[WeakSet[ExpertsByGlobalId]] = WeakSet()
+    layers: ClassVar[WeakSet[ShardedExperts]] = WeakSet()
     """All that there are in this process."""
     rank: int
     num_experts: int
@@ -46,26 +47,15 @@ class ExpertsByGlobalId(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers.add(self)
-        self.register_state_dict_post_hook(_by_global_id)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As a copy."""
         super().__setstate__(state)
         self.layers.add(self)
 
-    @property
-    def experts(self) -> _Experts:
-        """The experts of this rank by their names in checkpoints: `experts.7.w1`, where 7 is an attribute.
-
-        torch.distributed.checkpoint.state_dict looks for attributes of these names.
-        """
-        return _Experts(self)
-
     def expert_names(self) -> list[str]:
         """Names of the parameters [L, ...] that hold the experts of this rank; parametrized ones, too."""
-        return [
-            n for n in ("w1", "b1", "w2", "b2") if is_parametrized(self, n) or getattr(self, n) is not None
-        ]
+        raise NotImplementedError
 
     def expert_tensors(self) -> dict[str, Tensor]:
         """The parameters of experts by name; in place of a parametrized one, those it is computed from."""
@@ -81,6 +71,27 @@ class ExpertsByGlobalId(nn.Module):
     def expert_ids(self) -> range:
         """Global ids of the experts on this rank."""
         return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
+
+
+class ExpertsByGlobalId(ShardedExperts):
+    """Experts that state dicts name one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_by_global_id)
+
+    @property
+    def experts(self) -> _Experts:
+        """The experts of this rank by their names in checkpoints: `experts.7.w1`, where 7 is an attribute.
+
+        torch.distributed.checkpoint.state_dict looks for attributes of these names.
+        """
+        return _Experts(self)
+
+    def expert_names(self) -> list[str]:
+        return [
+            n for n in ("w1", "b1", "w2", "b2") if is_parametrized(self, n) or getattr(self, n) is not None
+        ]
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -111,17 +122,43 @@ class ExpertsByGlobalId(nn.Module):
         missing_keys += [key for key in own_missing if key not in not_stacked]
 
 
+def save_as_shards(layer: ShardedExperts) -> None:
+    """From now on state dicts of the layer hold experts under the names of their parameters: as DTensors with
+    a row for each expert of all ranks; where one rank has all, as they are. Whole tensors load, too."""
+    layer.layers.add(layer)
+    layer.register_state_dict_post_hook(_with_shards)
+    layer.register_load_state_dict_pre_hook(_with_own_rows)
+
+
+def _with_shards(layer: ShardedExperts, state_dict: State, prefix: str, _metadata: object) -> None:
+    for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
+        value = state_dict[prefix + name]
+        _check_rows(layer, value, prefix + name)
+        state_dict[prefix + name] = _as_shard(value, tensor, layer)
+
+
+def _with_own_rows(layer: ShardedExperts, state_dict: State, prefix: str, *_: object) -> None:
+    for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
+        if (key := prefix + name) in state_dict:
+            state_dict[key] = _own(state_dict[key], tensor, layer)
+
+
+def _check_rows(layer: ShardedExperts, value: Tensor, name: str) -> None:
+    """Raise UserError unless a tensor has a row for each expert of this rank."""
+    if not value.dim() or len(value) != layer.local_experts:
+        raise UserError(
+            f"state of {name}",
+            got=f"a tensor {tuple(value.shape)} that belongs to {layer.local_experts} experts together",
+            expected=f"{layer.local_experts} rows, one for each expert of this rank",
+            do="give it such rows, or call torch.nn.utils.parametrize.remove_parametrizations first",
+        )
+
+
 def _by_global_id(layer: ExpertsByGlobalId, state_dict: State, prefix: str, _metadata: object) -> None:
     """Name the experts of a state dict one by one. Raises: UserError for a tensor without a row for each."""
     for name in layer.expert_tensors():
         stacked = state_dict.pop(prefix + name)
-        if not stacked.dim() or len(stacked) != layer.local_experts:
-            raise UserError(
-                f"state of {prefix}{name}",
-                got=f"a tensor {tuple(stacked.shape)} that belongs to {layer.local_experts} experts together",
-                expected=f"{layer.local_experts} rows, one for each expert of this rank",
-                do="give it such rows, or call torch.nn.utils.parametrize.remove_parametrizations first",
-            )
+        _check_rows(layer, stacked, prefix + name)
         for local, expert in enumerate(layer.expert_ids()):
             state_dict[f"{prefix}experts.{expert}.{name}"] = stacked[local]
 
@@ -160,12 +197,12 @@ def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> 
 register_optimizer_step_pre_hook(_before_step)
 
 
-def _layers(optimizer: Optimizer) -> dict[Tensor, ExpertsByGlobalId]:
+def _layers(optimizer: Optimizer) -> dict[Tensor, ShardedExperts]:
     """The layers whose experts an optimizer updates, by parameter; where one rank has all experts, none."""
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return {
         parameter: layer
-        for layer in ExpertsByGlobalId.layers
+        for layer in ShardedExperts.layers
         if layer.expert_group
         for parameter in layer.expert_tensors().values()
         if parameter in given
@@ -186,18 +223,19 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
     return {**state_dict, "state": states}
 
 
-def _as_shard(value: object, parameter: Tensor, layer: ExpertsByGlobalId) -> object:
+def _as_shard(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
     """A tensor with a row for each expert of this rank as the shard of one with a row for each expert."""
     if not isinstance(value, Tensor) or not value.dim() or len(value) != layer.local_experts:
         return value
     if isinstance(value, DTensor):  # sharded over the ranks that hold the same experts, too
         mesh, placements = _with_experts(value)
         return DTensor.from_local(value.to_local(), mesh, placements, run_check=False)
-    mesh = DeviceMesh.from_group(group_of(layer.expert_group), value.device.type)
+    kind = "cpu" if value.is_meta else value.device.type
+    mesh = DeviceMesh.from_group(group_of(layer.expert_group), kind)
     return DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
 
 
-def _own(value: object, parameter: Tensor, layer: ExpertsByGlobalId) -> object:
+def _own(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
     """This rank's part of such a tensor. Collective over the ranks of a DTensor that is sharded otherwise."""
     if isinstance(parameter, DTensor):
         return _own_shard(value, parameter, layer)
@@ -210,7 +248,7 @@ def _own(value: object, parameter: Tensor, layer: ExpertsByGlobalId) -> object:
     return value
 
 
-def _own_shard(value: object, parameter: DTensor, layer: ExpertsByGlobalId) -> object:
+def _own_shard(value: object, parameter: DTensor, layer: ShardedExperts) -> object:
     """The same for experts that are sharded over the ranks that hold the same ones."""
     mesh, placements = _with_experts(parameter)
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.expert_states import ExpertsByGlobalId
+from lancet_kernels.layer.expert_states import ShardedExperts
 from lancet_kernels.ops.moe.gates import GATES, Gate
 
 # Layers whose experts a DistributedDataParallel module leaves alone.
-_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ExpertsByGlobalId]] = WeakKeyDictionary()
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ShardedExperts]] = WeakKeyDictionary()
 
 
 def is_number(value: object, kind: type = Real) -> bool:
@@ -43,6 +43,12 @@ def check_sizes(
         raise UserError(
             "shared_expert_d_ff", got=shared_d_ff, expected="at least 1 or None", do="leave it out"
         )
+    check_experts(num_experts, ranks)
+    gate.check(num_experts, top_k)
+
+
+def check_experts(num_experts: int, ranks: int) -> None:
+    """Raise UserError unless the ranks can share the experts."""
     if num_experts % ranks:
         raise UserError(
             "num_experts",
@@ -50,7 +56,6 @@ def check_sizes(
             expected=f"a multiple of the {ranks} ranks of the group",
             do="change the number of experts or of ranks",
         )
-    gate.check(num_experts, top_k)
 
 
 def check_factory(device: torch.device | str | int | None, dtype: object) -> None:
@@ -93,6 +98,12 @@ def check_exchange_options(backend: str, **options: float | None) -> None:
 
 def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
     """Raise UserError unless it is a positive number, or None where the gate may be dropless."""
+    check_factor(capacity_factor)
+    gate.check_capacity_factor(capacity_factor)
+
+
+def check_factor(capacity_factor: float | None) -> None:
+    """Raise UserError unless it is a positive number or None."""
     if capacity_factor is not None and not (is_number(capacity_factor) and 0 < capacity_factor < math.inf):
         raise UserError(
             "capacity_factor",
@@ -100,7 +111,6 @@ def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
             expected="a positive number, or None for dropless",
             do="use 1.25, say",
         )
-    gate.check_capacity_factor(capacity_factor)
 
 
 def check_input(
@@ -160,7 +170,7 @@ def check_input(
         )
 
 
-def check_data_parallel(layer: ExpertsByGlobalId) -> None:
+def check_data_parallel(layer: ShardedExperts) -> None:
     """Raise UserError inside a DistributedDataParallel that would average different experts."""
     if torch.compiler.is_compiling() or not layer.expert_group:
         return

@@ -10,20 +10,21 @@ from torch.nn.utils.parametrize import is_parametrized
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.dropout_layer import Dropout
+from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.losses import RoutingSums
 
 
-def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """All MoE layers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, MoELayer)]
+def moe_layers(model: nn.Module) -> list[ExpertLayer]:
+    """All MoE layers of a model, in order: each `MoELayer`, and the experts of each converted block."""
+    return [module for module in model.modules() if isinstance(module, ExpertLayer)]
 
 
 def name_layers(model: nn.Module) -> None:
     """Give each MoE layer its name in the model, for messages about failed collectives."""
     for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
+        if isinstance(module, ExpertLayer):
             module.name = name or module.name
 
 
@@ -64,7 +65,7 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
 
 def _expert_names(module: nn.Module) -> list[str]:
     """The parameters of a module that hold experts, by their names; parametrized ones, too."""
-    if isinstance(module, MoELayer):
+    if isinstance(module, ExpertLayer):
         return module.expert_names()
     if EXPERT_GROUP not in module.__dict__:
         return []
@@ -85,7 +86,7 @@ def check_placement(model: nn.Module, placed: Collection[nn.Parameter]) -> None:
     was told the ranks.
     """
     for path, layer in model.named_modules():
-        if not isinstance(layer, MoELayer) or layer.ranks == 1:
+        if not isinstance(layer, ExpertLayer) or layer.ranks == 1:
             continue
         for name, parameter in layer.named_parameters():
             if parameter not in placed and name.partition(".")[0] not in layer.equal_on_all_ranks:
@@ -122,7 +123,7 @@ def set_routing_step(model: nn.Module, step: int) -> None:
         sites.add((module.seed, module.site))
         module.step.fill_(step)
     for layer in moe_layers(model):
-        if layer.gate.key == "index":
+        if isinstance(layer, MoELayer) and layer.gate.key == "index":
             layer.routing_step.fill_(step)
 
 

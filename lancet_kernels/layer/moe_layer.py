@@ -6,50 +6,35 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lancet_kernels import ops
-from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import is_fake
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer.checkpointed_run import CheckpointedRun, checkpointed_run
+from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
 from lancet_kernels.layer.expert_states import ExpertsByGlobalId
 from lancet_kernels.layer.layer_checks import (
     check_capacity_factor,
     check_data_parallel,
-    check_exchange_options,
     check_factory,
     check_input,
     check_sizes,
 )
-from lancet_kernels.ops.comm.groups import (
-    AnyGroups,
-    Groups,
-    expert_group_name,
-    group_name,
-    group_rank,
-    group_size,
-    without_mesh,
-)
+from lancet_kernels.ops.comm.groups import AnyGroups, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.context import now
-from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
+from lancet_kernels.ops.moe.eager_experts import eager_experts
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
 from lancet_kernels.ops.moe.losses import RoutingSums
 
-if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.ops.moe.fused_experts import LayerMemory
 
-BACKENDS = ("torch", "fused")
-
-
-class MoELayer(ExpertsByGlobalId):
+class MoELayer(ExpertLayer, ExpertsByGlobalId):
     """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
 
     Experts are divided among the ranks of `groups`; everything else is replicated. `ops.comm.groups` says
@@ -105,7 +90,6 @@ class MoELayer(ExpertsByGlobalId):
     correction_bias: Tensor | None
     routing_step: Tensor
     equal_on_all_ranks: ClassVar[tuple[str, ...]] = ("router", "gate", "shared_up", "shared_down")
-    """Attributes whose parameters are the same on all ranks."""
 
     def __init__(
         self,
@@ -128,38 +112,19 @@ class MoELayer(ExpertsByGlobalId):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
-        given = without_mesh(groups)
-        self.groups = given if isinstance(given, Groups) else None
-        self.expert_group = expert_group_name(given)
+        self._set_groups(groups)
         # Whose tokens are numbered through, for gates that are keyed by the token's global index.
         # An expert group alone does not say which ranks have tokens of their own: then all have.
         self._data_group = group_name(None) if self.groups is None else self.groups.data
-        self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
         check_capacity_factor(self.gate, capacity_factor)
         check_factory(device, dtype)
-        fused = backend == "fused"
-        what = "activation of a fused layer" if fused else "activation"
-        check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)
-        self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
-        self.capacity_factor, self.activation = capacity_factor, activation
-        self.local_experts = num_experts // self.ranks
-
-        check_name("backend", backend, BACKENDS)
-        self.backend = backend
-        self.exchange = None
-        check_exchange_options(backend, timeout=timeout, max_tokens=max_tokens, receive_factor=receive_factor)
-        if fused:
-            # Only here: the kernels need Triton, which not every machine has.
-            from lancet_kernels.ops.moe.fused_experts import LayerExchange
-
-            self.exchange = LayerExchange(
-                self.expert_group, self.local_experts, d_model, d_ff, activation,
-                timeout_s=timeout, max_tokens=max_tokens, receive_factor=receive_factor,
-            )  # fmt: skip
-
+        self.top_k = top_k
+        self._set_up(
+            d_model, d_ff, num_experts, activation, backend, capacity_factor,
+            timeout=timeout, max_tokens=max_tokens, receive_factor=receive_factor,
+        )  # fmt: skip
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)
         self.router = (
@@ -221,26 +186,9 @@ class MoELayer(ExpertsByGlobalId):
                 if linear.bias is not None:
                     linear.bias.zero_()
 
-    def memory(self) -> LayerMemory:
-        """What fused layers of this size take on this rank, after a first pass.
-
-        Raises: UserError before, and for backend="torch", which keeps no memory between passes.
-        Example: `print(layer.memory())`; less is taken with receive_factor or max_tokens.
-        """
-        if self.exchange is None:
-            raise UserError(
-                "memory()",
-                got="a layer with backend='torch'",
-                expected="backend='fused'",
-                do="look at what torch allocates",
-            )
-        return self.exchange.memory()
-
     def capacity(self, num_tokens: int) -> int:
         """C for T tokens on this rank: ceil(capacity_factor * T * K / E), at least 1; T if dropless."""
-        if self.capacity_factor is None:
-            return num_tokens
-        return max(1, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))
+        return self._capacity(num_tokens, self.top_k)
 
     def forward(
         self,
@@ -266,18 +214,6 @@ class MoELayer(ExpertsByGlobalId):
         such a token).
         Raises: UserError (wrong shape or dtype, ranks that disagree), CommunicationError.
         """
-        return self._forward(x, mask, token_ids, return_sums, logits_TE)
-
-    def _forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        token_ids: Tensor | None,
-        return_sums: bool,
-        logits_TE: Tensor | None,
-        choices: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, RoutingSums]:
-        """As `forward`; choices: experts and weights [T, K] that the gate would give, if they are there."""
         mask = now.padding_mask if mask is None else mask
         check_input(x, mask, token_ids, self.d_model, self.w1.dtype)
         check_data_parallel(self)
@@ -295,13 +231,14 @@ class MoELayer(ExpertsByGlobalId):
         elif self.router is not None:
             logits_TE = ops.router_logits(x_TD, self.router)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        key_T, bias_E = self._keys(x_TD, token_ids), self._selection_bias()
-        if self._runs_eagerly(x_TD, real_T1):
-            if choices is None or run is not None:
-                expert_TK = self._select(run, logits_TE, key_T, bias_E)
-                choices = expert_TK, self.gate.weights(logits_TE, expert_TK, torch.float32)
+        key_T, bias_E = self._keys(x_TD, token_ids), self.correction_bias
+        # `eager_experts` has slots by order of tokens.
+        weights = None if self._slots_follow_logits() else self._eager_weights(x_TD, real_T1)
+        if weights is not None:
+            expert_TK = self._select(run, logits_TE, key_T, bias_E)
+            weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
             y_TD, used_out_E = eager_experts(
-                x_TD, *choices, self.w1, self.w2,
+                x_TD, expert_TK, weight_TK, *weights,
                 self.num_experts, self.activation, self.expert_group, real_T1,
             )  # fmt: skip
         else:
@@ -341,75 +278,18 @@ class MoELayer(ExpertsByGlobalId):
         expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
         return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
 
-    def _runs_eagerly(self, x_TD: Tensor, real_T1: Tensor | None) -> bool:
-        """Is this a dropless call whose ops nobody has to see one by one, in slots by order of tokens?"""
-        return (
-            not torch.compiler.is_compiling()
-            and self.capacity_factor is None
-            and self.exchange is None
-            and self.b1 is None
-            and not self._slots_follow_logits()
-            and not torch.is_autocast_enabled(x_TD.device.type)
-            and runs_eagerly(x_TD, self.w1, self.w2)
-            and (real_T1 is None or bool(real_T1.any()))
-        )
-
     def _slots_follow_logits(self) -> bool:
         """Or do they follow from the choices alone, by order of tokens?"""
         return type(self.gate).assign_slots is not Gate.assign_slots
 
-    def _selection_bias(self) -> Tensor | None:
-        """What the gate adds to the scores to select, [E]; None for gates without one."""
-        return self.correction_bias
+    def weights(self) -> Weights:
+        return self.w1, self.b1, self.w2, self.b2
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor | None:
         """Output of the shared expert, [T, D]; None without one."""
         if self.shared_up is None or self.shared_down is None:
             return None
         return self.shared_down(activate(self.shared_up(x_TD), self.activation))
-
-    def _experts(
-        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
-    ) -> Tensor:
-        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D].
-
-        Args: is_dropless: every choice of every token is a row.
-        """
-        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
-        if self.exchange is not None and not torch.compiler.is_compiling():
-            from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
-
-            check_fused(x_TD)
-            # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
-            # below are grouped GEMMs on the same compact rows, and need no regions.
-            if self.ranks > 1:
-                return fused_experts(
-                    x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity,
-                    self._cast(self.w1), self._cast(self.b1), self._cast(self.w2), self._cast(self.b2),
-                    self.exchange,
-                )  # fmt: skip
-        row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
-        received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
-        num_choices = row_TK.numel()
-        most_rows = self._most_rows(num_choices, capacity)
-        num_rows = num_choices if is_dropless else None
-        sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
-        rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
-        hidden_RH = ops.grouped_gemm(rows_RD, received_WL, self._cast(self.w1), self._cast(self.b1))
-        hidden_RF = ops.expert_activation(hidden_RH, received_WL, self.activation)
-        rows_RD = ops.grouped_gemm(hidden_RF, received_WL, self._cast(self.w2), self._cast(self.b2))
-        back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
-        return ops.combine(back_SD, row_TK, weight_TK)
-
-    def _most_rows(self, num_choices: int, capacity: int) -> int:
-        """How many of these choices can be kept; `simulation` has a router of its own."""
-        return min(num_choices, self.num_experts * capacity)
-
-    def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
-        """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
-        if not self.expert_group and not torch.compiler.is_compiling():
-            return rows
-        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
         """What a keyed gate routes by, int64 [T]: token ids, or global indices mixed with the step."""
@@ -421,19 +301,13 @@ class MoELayer(ExpertsByGlobalId):
         index_T = ops.token_index(x_TD.shape[0], self._data_group, x_TD.device)
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
 
-    def _cast(self, tensor):
-        """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
-        if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
-            return tensor
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
     @torch.no_grad()
     def update_correction_bias(self, assigned_E: Tensor, rate: float) -> None:
         """After a step, push under-used experts up and over-used ones down (DeepSeek-V3, section 2.1.2).
 
         Args: assigned_E: assignments over all ranks (`MoELosses.assigned[layer]`), so that ranks stay equal.
         """
-        bias_E = self._selection_bias()
+        bias_E = self.correction_bias
         if bias_E is None:
             raise UserError(
                 "gate", got=self.gate.name, expected="sigmoid", do="only that gate has a correction bias"

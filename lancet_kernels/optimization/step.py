@@ -182,7 +182,7 @@ class ModelStep(Step):
         parameters = dict(self.captured.module.named_parameters(remove_duplicate=False))
         parameter = parameters.get(state_name(node) or "")
         for module in moe_layers(self.model):
-            if module.w1 is parameter and module.exchange is not None:
+            if module.exchange is not None and parameter in {*module.expert_tensors().values()}:
                 return copy.deepcopy(module.exchange)
         local_experts, hidden, width = layer.w2.meta["val"].shape
         return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)

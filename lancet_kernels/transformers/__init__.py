@@ -1,12 +1,10 @@
-"""MoE blocks of transformers models become `MoELayer`s, and their weights go back under the original names.
+"""The experts of transformers models on the ops of this library: in two ways, by one mechanism.
 
-    layouts    how a block stores its experts, and how `MoELayer` does
-    family     what conversion must know about the MoE block of a model family
-    registry   the families
-    block      the layer that replaces a block
-    convert, export, load, causal_lm    what users call
+    experts            the experts module, made expert-parallel
+    convert            for groups of this library
+    expert_parallel    for transformers' own expert parallelism, `ep_implementation="lancet"`
+    checkpoints        under transformers' names
+    causal_lm          a training step, for `optimize`
 
-    expert_parallel    transformers' own expert parallelism with `lancet`'s experts
-
-Conversion never imports transformers: families are recognised by class names and attributes.
+Only `expert_parallel` and `checkpoints` import transformers: experts are known by their attributes.
 """

@@ -1,27 +1,29 @@
-"""`convert`: the MoE blocks of a transformers model become expert-parallel `MoELayer`s, in place."""
+"""`convert`: the experts of a transformers model become expert-parallel, in place."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.comm.groups import AnyGroups
-from lancet_kernels.transformers.block import ConvertedMoE
-from lancet_kernels.transformers.family import Unsupported
-from lancet_kernels.transformers.registry import BY_BLOCK, FAMILIES
+from lancet_kernels.transformers.checkpoints import guard_save_pretrained
+from lancet_kernels.transformers.experts import expert_parallel, has_interface, reason_against
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Which blocks were converted, and which were not. Printable."""
+    """Which experts were converted, and which were not. Printable."""
 
     converted: dict[str, str]
-    """Name of the module in the model -> family and sizes."""
+    """Name of the module in the model -> its class and sizes."""
     left_alone: dict[str, str]
     """Name of the module -> why it stays as it was."""
 
@@ -40,84 +42,91 @@ def convert(
     capacity_factor: float | None = None,
     strict: bool = False,
 ) -> ConversionReport:
-    """Replace the MoE blocks of a transformers model by `MoELayer`s with their weights and routing, in place.
+    """Divide the experts of a transformers model among ranks, and compute them as `MoELayer` does, in place.
 
-    Each rank keeps its share of every block's experts. Everything else stays: routers, shared experts and
-    attention with their parameters, and the model's own loss, including that of its router logits
-    (`output_router_logits`). Convert before an optimizer is made and before anything wraps the model.
-    Beside the model, memory is needed for one weight of one block's experts.
+    Each rank keeps its share of every block's experts. Everything else stays the model's own code: routers,
+    shared experts, attention, and its loss, including that of its router logits (`output_router_logits`).
+    Convert before an optimizer is made and before anything wraps the model. Beside the model, memory is
+    needed for one weight of one block's experts.
 
     Args:
         model: any module with transformers' blocks in it, for example from `from_pretrained`; parameters may
             be on the meta device.
         groups: as for `MoELayer`.
         backend, capacity_factor: as for `MoELayer`; capacity_factor None is dropless, as transformers is.
-        strict: raise if a block is left alone, or if there is none.
+        strict: raise if experts are left alone, or if there are none.
     Raises: UserError, before anything is changed.
     """
     report = ConversionReport({}, {})
-    replacements: list[tuple[nn.Module, str, nn.Module, ConvertedMoE]] = []
-    for parent, attribute, name, block in _moe_blocks(model):
-        family = BY_BLOCK.get(type(block).__name__)
-        if family is None:
-            supported = ", ".join(family.name for family in FAMILIES)
-            report.left_alone[name] = f"{type(block).__name__} is not a block of {supported}"
-            continue
-        _refuse_sharded(name, block)
-        try:
-            layer = ConvertedMoE(
-                block, family, groups=groups, backend=backend, capacity_factor=capacity_factor
-            )
-        except Unsupported as error:
-            report.left_alone[name] = f"{family.name}, but {error}"
-            continue
-        layer.name = name
-        experts = f"{layer.local_experts} of {layer.num_experts} experts here"
-        report.converted[name] = f"{family.name}, {experts}, gate {layer.gate}, top_k {layer.top_k}"
-        replacements.append((parent, attribute, block, layer))
-    if strict and (report.left_alone or not report.converted):
-        left = "; ".join(f"{name} ({why})" for name, why in report.left_alone.items())
+    chosen: dict[str, nn.Module] = {}
+    for name, experts in _experts_of(model):
+        why = reason_against(experts) if has_interface(experts) else _outside(experts)
+        if why:
+            report.left_alone[name] = f"{type(experts).__name__}: {why}"
+        else:
+            _refuse_sharded(name, experts)
+            chosen[name] = experts
+    if strict and (report.left_alone or not chosen):
+        left = "; ".join(dict.fromkeys(report.left_alone.values()))
         raise UserError(
             "model to convert",
             got=left or f"a {type(model).__name__} without MoE blocks",
-            expected="blocks that can be converted and no others",
+            expected="experts that can be converted and no others",
             do="convert with strict=False to leave the others alone",
         )
-    for parent, attribute, block, layer in replacements:
-        layer.take_weights(block)
-        setattr(parent, attribute, layer)
+    for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
+        expert_parallel(copy.copy(experts), groups, backend, capacity_factor)
+    for name, experts in chosen.items():
+        own = type(experts).__name__
+        layer = expert_parallel(experts, groups, backend, capacity_factor)
+        layer.name = name
+        _keep_own_experts(layer)
+        save_as_shards(layer)
+        of_all = f"{layer.local_experts} of {layer.num_experts} experts here"
+        report.converted[name] = f"{own}, {of_all}, activation {layer.activation}"
+    guard_save_pretrained(model)
     return report
 
 
-def _moe_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
-    """Parent, attribute, name in the model, and module of every block of experts that is no MoELayer."""
-    if isinstance(getattr(model, "experts", None), nn.Module) and not isinstance(model, MoELayer):
-        raise UserError(
-            "model to convert",
-            got=f"a {type(model).__name__}, which is an MoE block itself",
-            expected="a model that contains MoE blocks",
-            do="give the model, or torch.nn.Sequential(block)",
-        )
-
-    def below(parent: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
-        for attribute, child in parent.named_children():
-            if isinstance(child, MoELayer):
-                continue
-            if isinstance(getattr(child, "experts", None), nn.Module):
-                yield parent, attribute, prefix + attribute, child
-            else:
-                yield from below(child, f"{prefix}{attribute}.")
-
-    yield from below(model, "")
+def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of all experts of transformers in a model, those outside of its interface, too."""
+    outermost = ""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertLayer) or (outermost and name.startswith(outermost)):
+            continue
+        if has_interface(module) or name.rpartition(".")[2] == "experts":
+            outermost = f"{name}."
+            yield name, module
 
 
-def _refuse_sharded(name: str, block: nn.Module) -> None:
-    """Raise UserError for a block that FSDP or tensor parallelism has sharded already."""
-    for own, parameter in block.named_parameters():
+def _outside(experts: nn.Module) -> str:
+    """Why experts without transformers' interface are not converted."""
+    if isinstance(experts, nn.ModuleList):
+        return "a list of modules, as transformers before 5.0 has experts: install transformers>=5"
+    return "its class has no `use_experts_implementation` of transformers, which says how its weights lie"
+
+
+def _refuse_sharded(name: str, experts: nn.Module) -> None:
+    """Raise UserError for experts that FSDP or tensor parallelism has sharded already."""
+    for own, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(
-                f"block {name}",
+                f"experts {name}",
                 got=f"{own} as a DTensor",
                 expected="parameters that are whole on every rank, or on the meta device",
                 do="convert the model before it is sharded",
             )
+
+
+@torch.no_grad()
+def _keep_own_experts(layer: ExpertLayer) -> None:
+    """Keep the rows of this rank's experts; each parameter is freed before the next one is read."""
+    if layer.ranks == 1:
+        return
+    own = slice(layer.expert_ids().start, layer.expert_ids().stop)
+    for name in layer.expert_names():
+        whole = layer._parameters.pop(name)
+        assert whole is not None
+        part = nn.Parameter(whole[own].clone(), whole.requires_grad)
+        del whole
+        layer.register_parameter(name, part)

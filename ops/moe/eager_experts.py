@@ -19,16 +19,19 @@ from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.rows import group_ends
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
+from lancet_kernels.ops.moe.grouped_gemm import is_by_column
 from lancet_kernels.ops.registration import is_traced
 
 
 def runs_eagerly(x_TD: Tensor, w1: Tensor, w2: Tensor) -> bool:
-    """Can `eager_experts` take these tokens and weights? Float32 on a CPU, nobody watches, and weights are
-    contiguous, in rows of a multiple of 16 bytes (for torch's grouped_mm)."""
+    """Can `eager_experts` take these tokens and weights? Float32 on a CPU, nobody watches, and weights lie by
+    rows or by columns, in a multiple of 16 bytes (for torch's grouped_mm)."""
     return (
         x_TD.numel() > 0
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x_TD, w1, w2))
-        and all(w.is_contiguous() and not w.shape[1] % 4 and not w.shape[2] % 4 for w in (w1, w2))
+        and all(
+            (w.is_contiguous() or is_by_column(w)) and not any(n % 4 for n in w.shape[1:]) for w in (w1, w2)
+        )
         and not is_traced((x_TD, w1, w2))
     )
 
@@ -65,8 +68,11 @@ def _times_weights(x_RA: Tensor, weight_LAB: Tensor, ends_L: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=ends_L)
 
 
-def _times_rows(x_RA: Tensor, dy_RB: Tensor, ends_L: Tensor) -> Tensor:
-    """-> [L, A, B]; zero for experts without rows, whose part grouped_mm leaves as it was."""
+def _times_rows(x_RA: Tensor, dy_RB: Tensor, ends_L: Tensor, like: Tensor) -> Tensor:
+    """-> [L, A, B], in memory `like` the weight; zero for experts without rows, whose part grouped_mm leaves
+    as it was."""
+    if is_by_column(like):
+        return _times_rows(dy_RB, x_RA, ends_L, like.transpose(1, 2)).transpose(1, 2)
     if not len(x_RA):
         return x_RA.new_zeros(len(ends_L), x_RA.shape[1], dy_RB.shape[1])
     dw_LAB = torch.nn.functional.grouped_mm(x_RA.t(), dy_RB, offs=ends_L)
@@ -126,15 +132,15 @@ class _EagerExperts(torch.autograd.Function):
         if needs_weight:
             dweight = (d * back).sum(1)[row_TK]
         if needs_x or needs_w1 or needs_w2:
-            d.mul_(weight_TK.view(-1)[choice_S].unsqueeze(1))
+            d.mul_(weight_TK.reshape(-1)[choice_S].unsqueeze(1))
             if group:
                 enter_layer(ctx.layer)
                 d = all_to_all(d, count_WL, received_WL, group, True)
-            dw2 = _times_rows(activated, d, ends_L) if needs_w2 else None
+            dw2 = _times_rows(activated, d, ends_L, w2) if needs_w2 else None
         if needs_x or needs_w1:
             d = _times_weights(d, w2.transpose(1, 2), ends_L)
             d = expert_activation_backward.function(d, hidden, received_WL, activation)
-            dw1 = _times_rows(rows, d, ends_L) if needs_w1 else None
+            dw1 = _times_rows(rows, d, ends_L, w1) if needs_w1 else None
         if needs_x:
             d = _times_weights(d, w1.transpose(1, 2), ends_L)
             if group:

@@ -6,9 +6,13 @@ R  rows received      F  hidden width (gated: input is [gate | up], 2F wide; int
     clamped-swiglu    gate' * sigmoid(1.702 gate') * (up' + 1),  gate' = min(gate, 7), up' = clamp(up, -7, 7)
                       (GPT-OSS; in plain torch on every device)
     interleaved-clamped-swiglu    the same
+
+Others are expressions: functions of rows, [R, H] -> [R, F], that a converted model brings along.
+They are differentiated by autograd, in plain torch on every device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +23,9 @@ from lancet_kernels.ops.registration import op
 
 SLOPE, CLAMP = 1.702, 7.0
 """Constants of the clamped ones."""
+Expression = Callable[[Tensor], Tensor]
+EXPRESSIONS: dict[str, Expression] = {}
+"""Activations that are not built in. Equal names stand for equal functions, on all ranks."""
 
 
 def input_width(kind: str, hidden_width: int) -> int:
@@ -35,7 +42,9 @@ def _gate_and_up(h: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def activate(h: Tensor, kind: str) -> Tensor:
-    """The activation in plain torch, differentiable: gelu (exact, erf), silu, or a gated one."""
+    """The activation in plain torch, differentiable: gelu (exact, erf), silu, a gated one, an expression."""
+    if kind in EXPRESSIONS:
+        return EXPRESSIONS[kind](h)
     if kind == "gelu":
         return torch.nn.functional.gelu(h)
     if kind == "silu":
@@ -84,7 +93,7 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
         return activation(h_RF.contiguous(), count_WL.sum().view(1), kind)
     h_RF = h_RF.contiguous()
     if kind not in GATED:
-        return activate(h_RF, kind)
+        return activate(h_RF, kind).contiguous()
     gate, up = h_RF.chunk(2, -1)
     dtype = torch.promote_types(h_RF.dtype, torch.float32)
     if dtype == h_RF.dtype:
@@ -97,6 +106,8 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
 @expert_activation.register_fake
 def _(h_RF, count_WL, kind):
     width = h_RF.shape[1] // 2 if kind in GATED else h_RF.shape[1]
+    if kind in EXPRESSIONS:
+        width = EXPRESSIONS[kind](h_RF.new_empty(1, h_RF.shape[1])).shape[1]
     return h_RF.new_empty(h_RF.shape[0], width)
 
 
@@ -112,6 +123,28 @@ def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) 
     return out
 
 
+def _differentiated(da_RF: Tensor, h_RF: Tensor, expression: Expression) -> Tensor:
+    with _recording():
+        h_RF = h_RF.detach().requires_grad_()
+        (dh_RF,) = torch.autograd.grad(expression(h_RF), h_RF, da_RF)
+    return dh_RF.contiguous()
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record inside an op, which torch runs below it (private API, alike in 2.11 to 2.13)."""
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+    try:
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, before in zip(keys, excluded, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
 @op("lancet::expert_activation_backward", like="h_RF")
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
@@ -119,6 +152,8 @@ def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, ki
         from lancet_kernels.kernels.moe.activation import activation_backward
 
         return activation_backward(da_RF.contiguous(), h_RF.contiguous(), count_WL.sum().view(1), kind)
+    if kind in EXPRESSIONS:
+        return _differentiated(da_RF, h_RF, EXPRESSIONS[kind])
     dtype = torch.promote_types(h_RF.dtype, torch.float32)
     dh_RF = torch.empty_like(h_RF, memory_format=torch.contiguous_format)
     if dtype == h_RF.dtype:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.ops.moe.gates import parse_gate
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from lancet_kernels.ops.registration import op
 
 TOKENS_AT_ONCE = 4096
@@ -134,3 +135,21 @@ def _backward(ctx, _grad_expert, _grad_slot, grad_weight_TK, _grad_used):
 
 
 gate.register_autograd(_backward, setup_context=_setup_context)
+
+
+@op("lancet::assign_slots")
+def assign_slots(expert_TK: Tensor, used_E: Tensor, real_T1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Slots of choices that a router outside of this library has made, by order of tokens.
+
+    Example: expert = [[2, 0], [2, 1]], used = [5, 0, 1] -> slot = [[1, 5], [2, 0]], used' = [6, 1, 3].
+
+    Args: expert_TK int64. used_E, real_T1: as of `gate`.
+    Returns: slot_TK int64 (>= the capacity: dropped), used'_E int64.
+    """
+    return slots_in_token_order(expert_TK, used_E, real_T1)
+
+
+@assign_slots.register_fake
+def _(expert_TK, used_E, real_T1=None):
+    contiguous = torch.contiguous_format
+    return torch.empty_like(expert_TK, memory_format=contiguous), torch.empty_like(used_E)

@@ -60,6 +60,12 @@ def _for_fast_path(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def is_by_column(weight_LAB: Tensor) -> bool:
+    """Is each matrix stored by columns: a transposed view of what torch.nn.Linear would have?"""
+    _, rows, columns = weight_LAB.shape
+    return weight_LAB.stride() == (rows * columns, 1, rows) and not weight_LAB.is_contiguous()
+
+
 def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> Tensor:
     """-> [R, B]: each expert's rows times its weight."""
     if _has_fast_path(x_RA, weight_LAB):
@@ -117,8 +123,13 @@ def _(dy_RB, count_WL, weight_LAB):
 
 
 @op("lancet::grouped_gemm_dw")
-def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
-    """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
+def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor, by_column: bool = False) -> Tensor:
+    """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row.
+
+    Args: by_column: each [A, B] by columns in memory, as torch.nn.Linear has the gradient of its weight.
+    """
+    if by_column:
+        return grouped_gemm_dw.function(dy_RB, x_RA, count_WL).transpose(1, 2)
     if _has_fast_path(x_RA, dy_RB):
         x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
         dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL).int())
@@ -137,7 +148,9 @@ def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
 
 
 @grouped_gemm_dw.register_fake
-def _(x_RA, dy_RB, count_WL):
+def _(x_RA, dy_RB, count_WL, by_column=False):
+    if by_column:
+        return x_RA.new_empty(count_WL.shape[1], dy_RB.shape[1], x_RA.shape[1]).transpose(1, 2)
     return x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
 
 
@@ -163,13 +176,15 @@ def _setup_context(ctx, inputs, output) -> None:
     x_RA, count_WL, weight_LAB, _ = inputs
     needs_dx, _, needs_dw = ctx.needs_input_grad[:3]
     ctx.save_for_backward(x_RA if needs_dw else None, count_WL, weight_LAB if needs_dx else None)
+    ctx.by_column = is_by_column(weight_LAB)
 
 
 def _backward(ctx, dy_RB):
     x_RA, count_WL, weight_LAB = ctx.saved_tensors
     needs_dx, _, needs_dw, needs_dbias = ctx.needs_input_grad[:4]
     dx = grouped_gemm_dx(dy_RB, count_WL, weight_LAB) if needs_dx else None
-    dw = grouped_gemm_dw(x_RA, dy_RB, count_WL) if needs_dw else None
+    by_column = (True,) if ctx.by_column else ()
+    dw = grouped_gemm_dw(x_RA, dy_RB, count_WL, *by_column) if needs_dw else None
     dbias = grouped_gemm_dbias(dy_RB, count_WL) if needs_dbias else None
     return dx, None, dw, dbias
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.ops import rule_for
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.schedules.cut.pipeline import IMPOSSIBLE, PipelineCosts
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 
@@ -180,8 +181,14 @@ def program_gates(program: Program, length: int) -> int:
     """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no
     gate."""
     instructions = program.instructions[:length]
-    gates = sum(i.op == "lancet.gate" for i in instructions)
+    gates = sum(map(_is_gate, instructions))
     return gates or sum(i.kind is Kind.ALL_TO_ALL for i in instructions) // 2
+
+
+def _is_gate(instruction: Instruction) -> bool:
+    """Does it give slots, and hand on how many are used?"""
+    rule = rule_for(instruction)
+    return rule is not None and bool(rule.carries)
 
 
 def group_instructions(program: Program, ms: list[float], group_ms: float) -> list[tuple[int, int]]:
@@ -192,7 +199,7 @@ def group_instructions(program: Program, ms: list[float], group_ms: float) -> li
     groups: list[tuple[int, int]] = []
     first, total = 0, 0.0
     instructions = program.instructions[: len(ms)]
-    alone = [i.kind is Kind.ALL_TO_ALL or i.op == "lancet.gate" for i in instructions]
+    alone = [i.kind is Kind.ALL_TO_ALL or _is_gate(i) for i in instructions]
     for i, one_ms in enumerate(ms):
         total += one_ms
         if any(alone[i : i + 2]) or i + 1 == len(ms) or total >= group_ms:

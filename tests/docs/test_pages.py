@@ -28,7 +28,7 @@ from tests.processes import ROOT, printed
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Others wait for optimize(), which measures, or for transformers.
 QUICK = (
-    "capacity.md capacity-passing.md add-a-gate.md add-a-partition-rule.md add-a-model-family.md "
+    "capacity.md capacity-passing.md add-a-gate.md add-a-partition-rule.md "
     "plan-without-a-cluster.md square-linear.md"
 ).split()
 BLOCK = re.compile(r"^(<!-- not run: .* -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -29,8 +29,8 @@ EXACT = frozenset(
     zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy expand
     view reshape _unsafe_view unsqueeze flatten cat split split_with_sizes slice select chunk unbind
     permute transpose t amax amin all any argmax argmin tril triu squeeze unflatten stack gather repeat
-    constant_pad_nd embedding""".split()
-) | {"lancet.all_to_all", "lancet.dropout", "lancet.gate"}
+    constant_pad_nd embedding topk scatter scatter_add""".split()
+) | {"lancet.all_to_all", "lancet.dropout", "lancet.gate", "lancet.assign_slots"}
 """Ops whose parts do the very same arithmetic. Of the others, sums may be taken in another order, or a
 vectorized function may round otherwise at the end of an array."""
 

@@ -218,6 +218,25 @@ def _gather(d: Draw) -> Sample:
     return aten.gather.default, (d.real(*shape), dim, d.whole(shape[dim], *index)), {}
 
 
+def _scatter(d: Draw) -> Sample:
+    _, (target, dim, index), _ = _gather(d)
+    if d.one_of(True, False):
+        return aten.scatter.value, (target, dim, index, 0.5), {}
+    return aten.scatter.src, (target, dim, index, d.real(*index.shape)), {}
+
+
+def _scatter_add(d: Draw) -> Sample:
+    _, (target, dim, index), _ = _gather(d)
+    return aten.scatter_add.default, (target, dim, index, d.real(*index.shape)), {}
+
+
+def _top_k(d: Draw) -> Sample:
+    shape = d.shape()
+    dim = d.dim(len(shape))
+    place = () if dim == len(shape) - 1 else (dim,)
+    return aten.topk.default, (d.real(*shape), d.size(1, shape[dim]), *place), {}
+
+
 def _embedding(d: Draw) -> Sample:
     rows = d.size(2, 9)
     return aten.embedding.default, (d.real(rows, d.size()), d.whole(rows, *d.shape(1, 3))), {}
@@ -366,6 +385,12 @@ def _gate(d: Draw) -> Sample:
     return lancet.gate.default, (logits, used, key, bias, spec, top_k, d.size(1, 4), real), {}
 
 
+def _assign_slots(d: Draw) -> Sample:
+    experts = d.size(2, 5)
+    choices = d.whole(experts, d.size(1, 9), d.size(1, 3))
+    return lancet.assign_slots.default, (choices, d.whole(3, experts)), {}
+
+
 def _dropout(d: Draw) -> Sample:
     *tokens, width = d.shape()
     element = d.whole(1000, *tokens), d.whole(1000, width)
@@ -473,6 +498,9 @@ SAMPLES: dict[str, Make] = {
     "aten.select": _select,
     "aten.select_backward": _select_backward,
     "aten.gather": _gather,
+    "aten.scatter": _scatter,
+    "aten.scatter_add": _scatter_add,
+    "aten.topk": _top_k,
     "aten.sum": _sum,
     "aten.mean": _reduction(aten.mean.dim),
     **{f"aten.{op}": _reduction(getattr(aten, op).default) for op in ("logsumexp", "amax", "amin")},
@@ -498,6 +526,7 @@ SAMPLES: dict[str, Make] = {
     "lancet.dropout": _dropout,
     "lancet.gate": _gate,
     "lancet.gate_backward": _gate_backward,
+    "lancet.assign_slots": _assign_slots,
     "lancet.all_to_all": _all_to_all,
     "lancet.grouped_gemm": _grouped_gemm,
     "lancet.grouped_gemm_dx": _experts(lancet.grouped_gemm_dx.default, "h counts w"),

@@ -18,8 +18,8 @@ from lancet_kernels.cli.options import (
     probability,
 )
 from lancet_kernels.errors import UserError
+from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, BENCH_VOCAB, MODELS, ModelConfig, model_config
-from lancet_kernels.layer.moe_layer import BACKENDS
 from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from lancet_kernels.schedules import STRATEGY_NAMES
 

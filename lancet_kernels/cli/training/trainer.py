@@ -21,6 +21,7 @@ from lancet_kernels.cli.training.train_options import TrainOptions, build_config
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients
 from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
+from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.measure.ranks import Rank
 from lancet_kernels.ops.comm.groups import Groups, over_ranks
@@ -111,7 +112,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for layer, assigned_E in zip(moe_layers(self.model), result.assigned, strict=True):
-            if layer.correction_bias is not None:
+            if isinstance(layer, MoELayer) and layer.correction_bias is not None:
                 layer.update_correction_bias(assigned_E, options.bias_rate)
         traffic = link.read()
         of_rank = {

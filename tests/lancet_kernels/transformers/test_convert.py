@@ -1,18 +1,17 @@
 """Converted models of transformers on one process against the originals: outputs, gradients, weights."""
 
 import copy
-import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lancet_kernels import MoELayer, UserError, convert, export_state_dict, load_safetensors, moe_layers
-from lancet_kernels.transformers.layouts import Stacked, take_experts
+from lancet_kernels import UserError, convert, export_state_dict, load_safetensors, moe_layers
 from tests.grids import few_of
 from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+safetensors = pytest.importorskip("safetensors.torch")
 
 FEW = few_of(FAMILIES, *map([*FAMILIES].index, ("Mixtral", "DeepSeek-V3", "GPT-OSS")))
 """Those with the least in common by default."""
@@ -24,7 +23,7 @@ def test_like_the_original(family: str) -> None:
     original = copy.deepcopy(model)
     report = convert(model, strict=True)
     assert len(report.converted) == len(moe_layers(model)) > 0
-    assert all(family in what for what in report.converted.values())
+    assert all("Experts, 8 of 8 experts here" in what for what in report.converted.values())
 
     theirs, ours = original(**tiny_batch()), model(**tiny_batch())
     assert distance(ours.logits, theirs.logits) < BOUND
@@ -38,7 +37,7 @@ def test_like_the_original(family: str) -> None:
     gradients = exported_gradients(model)
     for name, parameter in original.named_parameters():
         assert parameter.grad is not None, name
-        assert distance(gradients[name], parameter.grad) < 10 * BOUND, name
+        assert distance(gradients[name], parameter.grad) < 100 * BOUND, name
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -58,38 +57,33 @@ def test_round_trip(family: str, tmp_path) -> None:
         assert torch.equal(value, before[name].to(value.dtype)), name
 
 
-def test_experts_are_not_kept_twice() -> None:
+def test_one_rank_keeps_the_parameters_that_are_there() -> None:
     model = tiny_model("Mixtral")
-    originals = [weakref.ref(p) for name, p in model.named_parameters() if ".experts." in name]
+    originals = [p for name, p in model.named_parameters() if ".experts." in name]
     convert(model)
+    after = [p for name, p in model.named_parameters() if ".experts." in name]
     assert len(originals) == 4
-    assert all(one() is None for one in originals)
+    assert all(own is other for own, other in zip(after, originals, strict=True))
 
 
-def test_each_weight_is_freed_before_the_next_is_read() -> None:
-    experts = tiny_model("Mixtral").model.layers[0].mlp.experts
-    gate_up, down = weakref.ref(experts.gate_up_proj), weakref.ref(experts.down_proj)
-    taken = take_experts(Stacked(), experts, range(2, 4))
-    name, parameter = next(taken)
-    assert name == "w1"
-    assert parameter.shape == (2, 16, 24)
-    assert gate_up() is None
-    assert down() is not None
-
-
-def test_the_correction_bias_is_the_routers_own() -> None:
-    model = tiny_model("DeepSeek-V3")
+def test_the_module_stays_what_it_was(tmp_path) -> None:
+    """Its class is still the model's; copies and pickles compute the same."""
+    model = tiny_model("Mixtral")
+    own = type(model.model.layers[0].mlp.experts)
     convert(model)
-    (layer,) = moe_layers(model)
-    before = layer.block.gate.e_score_correction_bias.clone()
-    layer.update_correction_bias(torch.arange(8), 0.5)
-    change = torch.tensor([0.5] * 4 + [-0.5] * 4, dtype=before.dtype)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    torch.testing.assert_close(export_state_dict(model)[name], before + change)
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, own)
+    torch.save(model, tmp_path / "model.pt")
+    expected = model(**tiny_batch()).loss
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert type(other.model.layers[0].mlp.experts) is type(experts)
+        assert torch.equal(other(**tiny_batch()).loss, expected)
 
 
 def test_fused_layers_refuse_the_activation_of_gpt_oss() -> None:
-    with pytest.raises(UserError, match=r"activation of a fused layer: got 'clamped-swiglu'.*use backend="):
+    with pytest.raises(
+        UserError, match=r"activation of a fused layer: got 'inter.*-clamped-swiglu'.*use backend="
+    ):
         convert(tiny_model("GPT-OSS"), backend="fused")
 
 
@@ -98,114 +92,93 @@ def test_meta_device() -> None:
         model = FAMILIES["OLMoE"]()
     convert(model)
     assert all(p.is_meta for p in model.parameters())
-    assert moe_layers(model)[0].w1.shape == (8, 16, 24)
+    assert moe_layers(model)[0].gate_up_proj.shape == (8, 24, 16)
 
 
-def test_unknown_blocks_are_named_and_left_alone() -> None:
-    class SomeMoE(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([nn.Linear(4, 4)])
+class Listed(nn.Module):
+    """A block as transformers 4.5x has it."""
 
-    model = nn.ModuleDict({"known": tiny_model("Mixtral"), "other": SomeMoE()})
-    with pytest.raises(UserError, match=r"model to convert: got other \(SomeMoE is not a block of Mixtral"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4)])
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(4, 4)
+
+
+def test_other_experts_are_named_and_left_alone() -> None:
+    model = nn.ModuleDict({"known": tiny_model("Mixtral"), "old": Listed(), "other": Unknown()})
+    with pytest.raises(UserError, match=r"got ModuleList: .*transformers>=5; Linear: its cl"):
         convert(model, strict=True)
     assert not moe_layers(model)
     report = convert(model)
-    assert "2 MoE blocks converted, 1 left alone" in str(report)
-    assert list(report.left_alone) == ["other"]
-    assert isinstance(model["other"], SomeMoE)
+    assert "2 MoE blocks converted, 2 left alone" in str(report)
+    assert list(report.left_alone) == ["old.experts", "other.experts"]
     assert len(moe_layers(model)) == 2
 
 
-def test_settings_that_change_results_are_refused() -> None:
+def test_quantized_experts_are_named() -> None:
+    model = tiny_model("Mixtral").to(torch.float8_e4m3fn)
+    assert "quantized (float8_e4m3fn)" in str(convert(model))
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "activation"),
+    [(nn.functional.silu, "swiglu"), (nn.SiLU(), "swiglu"), (nn.GELU(), "MixtralExperts(")],
+)
+def test_activations_are_told_by_what_they_compute(act_fn, activation) -> None:
     model = tiny_model("Mixtral")
-    model.model.layers[0].mlp.jitter_noise = 0.1
+    for layer in model.model.layers:
+        del layer.mlp.experts.act_fn
+        layer.mlp.experts.act_fn = act_fn
+    original = copy.deepcopy(model)
+    convert(model, strict=True)
+    assert all(layer.activation.startswith(activation) for layer in moe_layers(model))
+    theirs, ours = original(**tiny_batch()), model(**tiny_batch())
+    assert distance(ours.loss, theirs.loss) < BOUND
+    theirs.loss.backward()
+    ours.loss.backward()
+    for (name, own), other in zip(model.named_parameters(), original.parameters(), strict=True):
+        assert distance(own.grad, other.grad) < 100 * BOUND, name
+
+
+def test_fused_layers_refuse_other_activations_by_name() -> None:
+    model = tiny_model("Mixtral")
     model.model.layers[1].mlp.experts.act_fn = nn.GELU()
-    report = convert(model)
-    assert not report.converted
-    assert "router_jitter_noise=0.1" in report.left_alone["model.layers.0.mlp"]
-    assert "activation GELU" in report.left_alone["model.layers.1.mlp"]
+    with pytest.raises(UserError, match=r"activation of a fused layer: got 'MixtralExperts\(.*use backend="):
+        convert(model, backend="fused")
+    assert not moe_layers(model), "something was changed"
+
+
+def test_capacity() -> None:
+    """Choices that find no slot contribute nothing: those of the last tokens."""
+    model = nn.Sequential(tiny_model("Mixtral").model.layers[0].mlp)
+    original = copy.deepcopy(model)[0]
+    convert(model, capacity_factor=0.5)
+    x = torch.randn(1, 14, 16, dtype=torch.float64)
+    _, weight_TK, expert_TK = original.gate(x)
+    kept_TK = torch.zeros_like(weight_TK)
+    used = [0] * 8
+    for t, choices in enumerate(expert_TK.tolist()):
+        for k, expert in enumerate(choices):
+            kept_TK[t, k], used[expert] = used[expert] < 3, used[expert] + 1  # ceil(0.5 * 14 * 3 / 8)
+    expected = original.experts(x[0], expert_TK, weight_TK * kept_TK)
+    assert 0 < kept_TK.sum() < kept_TK.numel()
+    assert distance(model(x)[0], expected) < BOUND
 
 
 def test_bad_input_is_refused() -> None:
     block = tiny_model("Mixtral").model.layers[0].mlp
-    with pytest.raises(UserError, match="which is an MoE block itself"):
-        convert(block)
     with pytest.raises(UserError, match="without MoE blocks"):
         convert(nn.Linear(2, 2), strict=True)
     with pytest.raises(UserError, match="backend"):
         convert(nn.Sequential(block), backend="other")
-    assert not isinstance(block, MoELayer)
-
-
-class ExpertMLP(nn.Module):
-    """One expert as transformers 4.5x has it."""
-
-    def __init__(self, width: int, hidden: int, names: tuple[str, str, str]) -> None:
-        super().__init__()
-        for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
-            setattr(self, name, nn.Linear(*shape, bias=False))
-        self.names, self.act_fn = names, nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = (getattr(self, name) for name in self.names)
-        return down(self.act_fn(gate(x)) * up(x))
-
-
-class ListedBlock(nn.Module):
-    """A block as transformers 4.5x has it: a list of experts, settings on the block, logits returned."""
-
-    renormalize = True
-    names = ("w1", "w3", "w2")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_k, self.norm_topk_prob = 2, self.renormalize
-        self.gate = nn.Linear(16, 4, bias=False)
-        self.experts = nn.ModuleList(ExpertMLP(16, 12, self.names) for _ in range(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.reshape(-1, x.shape[-1])
-        logits = self.gate(rows)
-        weight, chosen = logits.softmax(-1).topk(self.top_k)
-        weight = weight / weight.sum(-1, keepdim=True) if self.renormalize else weight
-        every = torch.stack([expert(rows) for expert in self.experts], 1)
-        own = every.gather(1, chosen[..., None].expand(-1, -1, rows.shape[-1]))
-        return (own * weight[..., None]).sum(1).view(x.shape), logits
-
-
-class MixtralSparseMoeBlock(ListedBlock):
-    """Found by its class name."""
-
-
-class OlmoeSparseMoeBlock(ListedBlock):
-    """Found by its class name."""
-
-    renormalize = False
-    names = ("gate_proj", "up_proj", "down_proj")
-
-
-@pytest.mark.parametrize("kind", [MixtralSparseMoeBlock, OlmoeSparseMoeBlock])
-def test_listed_experts(kind: type[ListedBlock]) -> None:
-    """Blocks in the layout of transformers 4.5x, as a model of their own."""
-    torch.manual_seed(0)
-    model = nn.Sequential(kind()).double()
-    original = copy.deepcopy(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    convert(model, strict=True)
-    after = export_state_dict(model)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    (y, logits), (y_original, logits_original) = model(x), original(x)
-    torch.testing.assert_close(y, y_original)
-    torch.testing.assert_close(logits, logits_original)
-    (y.square().sum() + logits.square().sum()).backward()
-    (y_original.square().sum() + logits_original.square().sum()).backward()
-    gradients = exported_gradients(model)
-    for name, parameter in original.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+    with pytest.raises(UserError, match="capacity_factor"):
+        convert(nn.Sequential(block), capacity_factor=0)
+    assert not moe_layers(block)
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -225,11 +198,54 @@ def test_load_on_the_meta_device(family: str, tmp_path) -> None:
     assert distance(model.eval()(**tiny_batch()).loss, original.eval()(**tiny_batch()).loss) < BOUND
 
 
+def test_loading_fills_the_parameters_that_are_there(tmp_path) -> None:
+    model = tiny_model("Mixtral")
+    model.save_pretrained(tmp_path)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    convert(model)
+    model.model.norm.weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in before.values():
+            parameter.zero_()
+    load_safetensors(model, tmp_path)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not model.model.norm.weight.requires_grad
+
+
+def test_another_head_loads_what_is_common(tmp_path) -> None:
+    model = tiny_model("Qwen3-MoE")
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        classifier = transformers.Qwen3MoeForSequenceClassification(model.config).double()
+    convert(classifier, strict=True)
+    report = load_safetensors(classifier, tmp_path)
+    assert str(report) == "initialized anew: score.weight\nleft in the checkpoint: lm_head.weight"
+    exported = export_state_dict(classifier)
+    assert exported["score.weight"].isfinite().all()
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(exported[f"model.{name}"], value), name
+
+
+def test_save_pretrained_of_one_rank_is_the_original(tmp_path) -> None:
+    model = tiny_model("Mixtral")
+    convert(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     model = tiny_model("OLMoE")
     convert(model)
     with pytest.raises(UserError, match=r"checkpoint: got .*without model\.safetensors"):
         load_safetensors(model, tmp_path)
     tiny_model("GPT-OSS").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"got no tensor model\.layers\.0\.self_attn\.q_norm\.weight, exp"):
+    with pytest.raises(UserError, match=r"checkpoint .*: got .*, expected the weights of a OlmoeForCausalLM"):
+        load_safetensors(model, tmp_path)
+    state = {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2, dtype=torch.uint8)}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"gate_up_proj_blocks in the checkpoint: got U8, quantized, exp"):
         load_safetensors(model, tmp_path)

@@ -5,27 +5,41 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import CausalLMStep, convert, export_state_dict, fsdp, moe_layers
+from lancet_kernels import CausalLMStep, convert, export_state_dict, fsdp, load_safetensors, moe_layers
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
+from tests.refusals import refusal
 from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-def compare(model: nn.Module, loss: Tensor, original: nn.Module, case: str) -> None:
+PLANNED_BOUND = 2e-6
+"""Some routers compute in float32, also in a float64 model: parts of a batch round otherwise than the whole
+batch."""
+
+
+def compare(model: nn.Module, loss: Tensor, original: nn.Module, case: str, bound: float = BOUND) -> None:
     """The loss of this rank, and all gradients summed over the ranks, are those of the original."""
     theirs = CausalLMStep(original)(**tiny_batch(dist.get_rank()))
     theirs.backward()
-    assert distance(loss, theirs) < BOUND, case
+    assert distance(loss, theirs) < bound, case
     ours = exported_gradients(model)
     for name, parameter in original.named_parameters():
         dist.all_reduce(parameter.grad)
-        assert distance(ours[name], parameter.grad) < 10 * BOUND, f"{case}: {name}"
+        assert distance(ours[name], parameter.grad) < 100 * bound, f"{case}: {name}"
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum the gradients over the ranks that hold the same parameters. Collective."""
+    summed = sum_over_ranks(model, gradients(model))
+    for name, parameter in model.named_parameters():
+        parameter.grad = summed.get(name)
 
 
 def all_families(families: list[str]) -> None:
@@ -33,22 +47,72 @@ def all_families(families: list[str]) -> None:
         model = tiny_model(family)
         original, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
         convert(model, strict=True)
-        assert all(layer.w1.shape[0] == 4 for layer in moe_layers(model))
+        assert all(layer.down_proj.shape[0] == 4 for layer in moe_layers(model))
         after = export_state_dict(model)
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], value) for name, value in before.items()), family
 
         loss = CausalLMStep(model)(**tiny_batch(dist.get_rank()))
         loss.backward()
-        summed = sum_over_ranks(model, gradients(model))
-        for name, parameter in model.named_parameters():
-            parameter.grad = summed.get(name)
+        sum_gradients(model)
         compare(model, loss, original, family)
 
 
 @pytest.mark.long
 def test_every_family(pool: RankPool) -> None:
     pool.run(all_families, list(FAMILIES), timeout_s=240)
+
+
+def saved_and_loaded(folder: str) -> str:
+    """State dicts have the names and sizes of the original, load whole tensors, and go through a checkpoint
+    that one rank alone reads. -> what save_pretrained says."""
+    model = tiny_model("GPT-OSS")
+    before = copy.deepcopy(model.state_dict())
+    convert(model, strict=True)
+    state = model.state_dict()
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in before.items()}
+    checkpoint.save(state, checkpoint_id=folder)
+    for whole in (before, None):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        if whole is None:
+            checkpoint.load(model.state_dict(), checkpoint_id=folder)
+        else:
+            model.load_state_dict(whole)
+        after = export_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    return refusal(lambda: model.save_pretrained(folder))
+
+
+def test_state_dicts_and_checkpoints(pool: RankPool, tmp_path) -> None:
+    for message in pool.run(saved_and_loaded, str(tmp_path)):
+        assert "save_pretrained of a converted GptOssForCausalLM: got experts that are on several" in message
+    alone = tiny_model("GPT-OSS")
+    before = copy.deepcopy(alone.state_dict())
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.zero_()
+    state = alone.state_dict()
+    checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def loaded_from_files(folder: str) -> None:
+    """Each rank reads its own experts, into a model that had no memory before."""
+    original = tiny_model("Mixtral")
+    with torch.device("meta"):
+        model = FAMILIES["Mixtral"]().double()
+    convert(model, strict=True)
+    load_safetensors(model, folder)
+    assert all(layer.gate_up_proj.shape[0] == 4 for layer in moe_layers(model))
+    after = export_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in original.state_dict().items())
+
+
+def test_ranks_load_their_own_experts(pool: RankPool, tmp_path) -> None:
+    tiny_model("Mixtral").save_pretrained(tmp_path)
+    pool.run(loaded_from_files, str(tmp_path))
 
 
 def sharded(family: str) -> None:
@@ -81,7 +145,7 @@ def planned(family: str, tied_and_checkpointed: bool = False) -> None:
     step = optimized(CausalLMStep(model), batch)
     loss = step(**batch)
     loss.backward()
-    compare(model, loss, original, family)
+    compare(model, loss, original, family, PLANNED_BOUND)
     assert not step.fallbacks
     assert step.plan.ranges, "nothing is cut"
     assert (step.plan.report.recomputation is not None) == tied_and_checkpointed

@@ -3,6 +3,7 @@ loss and all gradients, for each family, with FSDP, expert-FSDP and tensor paral
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import CausalLMStep
+from lancet_kernels import CausalLMStep, moe_layers
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.ranks import RankPool
@@ -120,23 +121,17 @@ def test_equals_all_to_all(pool, saved):
     check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2})
 
 
-def names_and_kinds(folder: str) -> list[tuple[str, bool, str]]:
-    from lancet_kernels.transformers.expert_parallel import LancetEP, activation_of, has_plain_weights
-
+def names_and_kinds(folder: str) -> list[tuple[str, str]]:
     loaded(folder, "all_to_all", {"fsdp_size": 2, "ep_size": 2})  # that others were built does not matter
     model = loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2})
-    closures = [
-        c.cell_contents for m in model.modules() for c in getattr(m.forward, "__closure__", None) or ()
-    ]
-    layers = [value for value in closures if isinstance(value, LancetEP)]
-    return [(one.name, has_plain_weights(one.experts), activation_of(one.experts)) for one in layers]
+    return [(one.name, one.activation) for one in moe_layers(model)]
 
 
 @pytest.mark.parametrize(
     ("family", "activation"), few_of([("Mixtral", "swiglu"), ("GPT-OSS", "interleaved-clamped-swiglu")], 1)
 )
 def test_plain_weights_run_in_grouped_products(pool, saved, family, activation):
-    expected = [(f"experts {i}", True, activation) for i in range(2)]
+    expected = [(f"experts {i}", activation) for i in range(2)]
     assert pool.run(names_and_kinds, str(saved(family))) == [expected] * 2
 
 
@@ -152,15 +147,15 @@ def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strat
         assert experts
 
 
-def refusal_of_a_plan(folder: str) -> str:
-    return refusal(lambda: planned(folder, {"fsdp_size": 2, "ep_size": 2}, "none", swiglu_limit=6.0))
+def planned_with_own_limit(folder: str) -> tuple[int, float, bool]:
+    return planned(folder, {"fsdp_size": 2, "ep_size": 2}, "lancet", swiglu_limit=6.0)
 
 
 @pytest.mark.long
-def test_experts_with_an_activation_of_their_own_are_not_planned(pool, saved):
-    messages = pool.run(refusal_of_a_plan, str(saved("GPT-OSS")))
-    assert messages[0] == messages[1]
-    assert "GptOssExperts: got an activation" in messages[0]
+def test_planned_experts_with_an_activation_of_their_own(pool, saved):
+    for _, worst, experts in pool.run(planned_with_own_limit, str(saved("GPT-OSS")), timeout_s=240):
+        assert worst < 1e-4
+        assert experts
 
 
 class OwnExperts(nn.Module):
@@ -198,9 +193,24 @@ def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
     return torch.allclose(y, reference), same
 
 
+def refusal_of_a_plan() -> str:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from lancet_kernels.transformers.expert_parallel import LancetEP
+
+    experts, alone = OwnExperts(), DeviceMesh("cpu", [dist.get_rank()])
+    layer = LancetEP(experts, init_device_mesh("cpu", (2,)), alone)
+    return refusal(lambda: layer.forward_of(experts))
+
+
+def test_other_experts_are_not_planned(pool):
+    message, other = pool.run(refusal_of_a_plan)
+    assert message == other
+    assert "experts OwnExperts: got no `use_experts_implementation`" in message
+
+
 @pytest.mark.parametrize("all_to_rank", [None, 1])
 def test_other_experts_run_their_own_forward(pool, all_to_rank):
-    """Also where a rank receives no row: then its experts run on a row of zeros, for their gradients."""
     assert pool.run(own_forward, all_to_rank) == [(True, True)] * 2
 
 
@@ -242,16 +252,16 @@ def grouped_on_one_rank(*kind: bool) -> float:
     """The largest difference of results and gradients between ours and transformers' grouped products."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lancet_kernels.transformers.expert_parallel import LancetEP, has_plain_weights
+    from lancet_kernels.transformers.expert_parallel import LancetEP
 
     torch.manual_seed(1)
     experts, mesh = of_kind(*kind), init_device_mesh("cpu", (1,))
-    assert has_plain_weights(experts)
+    theirs = copy.copy(experts)
     x, weight = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     index = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
     inputs = [x, weight, *experts.parameters()]
     results = []
-    for run in (LancetEP(experts, mesh, mesh), experts):
+    for run in (LancetEP(experts, mesh, mesh), theirs):
         y = run(x, index, weight)
         results.append([y, *torch.autograd.grad(y.sin().sum(), inputs)])
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
@@ -269,9 +279,10 @@ def other_layers(names: list[str]) -> str:
 
     from lancet_kernels.transformers.expert_parallel import LancetEP
 
-    layer = LancetEP(OwnExperts(), init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
-    layer.name = names[dist.get_rank()]
-    return refusal(lambda: layer(torch.ones(3, 4), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
+    experts = of_kind(True, False, False, True)
+    layer = LancetEP(experts, init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
+    experts.name = names[dist.get_rank()]
+    return refusal(lambda: layer(torch.ones(3, 8), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
 
 
 def test_ranks_in_other_layers_are_named(pool):

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import ALL_ACTIVATIONS, GATED, check_activation
-from lancet_kernels.ops.moe.expert_activation import activate, input_width
+from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS, activate, input_width
 from tests.grids import few_of
 from tests.ops.op_cases import (
     QUICK,
@@ -103,3 +103,21 @@ def test_names() -> None:
         assert activate(torch.zeros(2, input_width(kind, 6)), kind).shape == (2, 6)
     with pytest.raises(UserError, match="got 'relu', expected one of gelu, silu, swiglu"):
         check_activation("relu")
+
+
+def softcapped(h_RH: Tensor) -> Tensor:
+    gate, up = h_RH.chunk(2, -1)
+    return 4 * torch.tanh(gate / 4) * up
+
+
+def test_expressions() -> None:
+    EXPRESSIONS["softcapped"] = softcapped
+    h, da = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    h.requires_grad_()
+    ours = ops.expert_activation(h, COUNTS, "softcapped")
+    torch.testing.assert_close(ours, softcapped(h))
+    (dh,) = torch.autograd.grad(ours, h, da)
+    torch.testing.assert_close(dh, torch.autograd.grad(softcapped(h), h, da)[0])
+    opcheck(torch.ops.lancet.expert_activation.default, (h, COUNTS, "softcapped"))
+    opcheck(torch.ops.lancet.expert_activation_backward.default, (da, h.detach(), COUNTS, "softcapped"))
+    del EXPRESSIONS["softcapped"]

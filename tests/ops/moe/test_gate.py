@@ -136,3 +136,17 @@ def test_opcheck_backward(spec: str, relayout) -> None:
     expert_TK, _, weight_TK, _ = ops.gate(*args)
     backward_args = (torch.ones_like(weight_TK), relayout(args[0]), relayout(expert_TK), spec)
     opcheck(torch.ops.lancet.gate_backward.default, backward_args)
+
+
+def test_slots_of_choices_from_outside() -> None:
+    """Part by part, with `used` handed on, they are those of the whole batch; and those of the gate."""
+    expert_TK, slot_TK, _, used_E = ops.gate(*gate_args("topk"))
+    no_use = torch.zeros_like(used_E)
+    assert all(map(torch.equal, ops.assign_slots(expert_TK, no_use), (slot_TK, used_E)))
+    slots, used = [], no_use
+    for part in expert_TK.split([3, len(expert_TK) - 3]):
+        slot, used = ops.assign_slots(part, used)
+        slots.append(slot)
+    assert torch.equal(torch.cat(slots), slot_TK)
+    assert torch.equal(used, used_E)
+    opcheck(torch.ops.lancet.assign_slots.default, (expert_TK, used_E))

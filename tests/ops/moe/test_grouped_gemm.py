@@ -234,3 +234,15 @@ def test_rows_behind_the_last_one_are_not_read(widths: tuple[int, int]) -> None:
     actual = run_all(x_more, weight, bias, dy_more, COUNTS)
     for a, expected in zip(actual, run_all(x, weight, bias, dy, COUNTS), strict=True):
         torch.testing.assert_close(a[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_gradient_of_a_transposed_weight_lies_as_the_weight(width: int) -> None:
+    """Weights as torch.nn.Linear has them, [L, out, in]: their gradients lie alike without a copy."""
+    x, weight, _, dy = operands(COUNTS, width, 5)
+    linear = weight.transpose(1, 2).contiguous().requires_grad_()
+    ops.grouped_gemm(x, COUNTS, linear.transpose(1, 2), None).backward(dy)
+    expected = ops.grouped_gemm_dw(x, dy, COUNTS)
+    torch.testing.assert_close(linear.grad, expected.transpose(1, 2))
+    assert linear.grad.is_contiguous()
+    torch.library.opcheck(torch.ops.lancet.grouped_gemm_dw.default, (x, dy, COUNTS, True))

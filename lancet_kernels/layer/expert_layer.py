@@ -1,0 +1,177 @@
+"""The expert part of an MoE layer: tokens with their choices to the experts' ranks, through them, and back.
+
+T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
+D  d_model                  F  d_ff                 K  choices per token        C  capacity
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
+from lancet_kernels.layer.expert_states import ShardedExperts
+from lancet_kernels.layer.layer_checks import check_exchange_options
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    Groups,
+    expert_group_name,
+    group_rank,
+    group_size,
+    without_mesh,
+)
+from lancet_kernels.ops.moe.eager_experts import runs_eagerly
+from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS
+
+if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
+    from lancet_kernels.ops.moe.fused_experts import LayerMemory
+
+BACKENDS = ("torch", "fused")
+Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""w1 [L, D, H], b1 [L, H], w2 [L, F, D], b2 [L, D]; H is F, or 2F of a gated activation."""
+
+
+class ExpertLayer(ShardedExperts):
+    """Experts that are divided among the ranks of a group. Subclasses say who chooses among them."""
+
+    name = "an MoE layer"
+    """For messages; `name_layers` knows it better."""
+    equal_on_all_ranks: ClassVar[tuple[str, ...]] = ()
+    """Attributes whose parameters are the same on all ranks."""
+
+    def _set_groups(self, groups: AnyGroups | None) -> None:
+        given = without_mesh(groups)
+        self.groups = given if isinstance(given, Groups) else None
+        self.expert_group = expert_group_name(given)
+        self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
+
+    def _set_up(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        activation: str,
+        backend: str,
+        capacity_factor: float | None,
+        *,
+        timeout: float | None = None,
+        max_tokens: int | None = None,
+        receive_factor: float | None = None,
+    ) -> None:
+        """After `_set_groups`. Args: as of `MoELayer`. Raises: UserError."""
+        fused = backend == "fused"
+        what = "activation of a fused layer" if fused else "activation"
+        if fused or activation not in EXPRESSIONS:
+            check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)
+        self.d_model, self.d_ff, self.num_experts = d_model, d_ff, num_experts
+        self.capacity_factor, self.activation = capacity_factor, activation
+        self.local_experts = num_experts // self.ranks
+        check_name("backend", backend, BACKENDS)
+        self.backend = backend
+        self.exchange = None
+        check_exchange_options(backend, timeout=timeout, max_tokens=max_tokens, receive_factor=receive_factor)
+        if fused:
+            # Only here: the kernels need Triton, which not every machine has.
+            from lancet_kernels.ops.moe.fused_experts import LayerExchange
+
+            self.exchange = LayerExchange(
+                self.expert_group, self.local_experts, d_model, d_ff, activation,
+                timeout_s=timeout, max_tokens=max_tokens, receive_factor=receive_factor,
+            )  # fmt: skip
+
+    def weights(self) -> Weights:
+        """The experts of this rank."""
+        raise NotImplementedError
+
+    def memory(self) -> LayerMemory:
+        """What fused layers of this size take on this rank, after a first pass.
+
+        Raises: UserError before, and for backend="torch", which keeps no memory between passes.
+        Example: `print(layer.memory())`; less is taken with receive_factor or max_tokens.
+        """
+        if self.exchange is None:
+            raise UserError(
+                "memory()",
+                got="a layer with backend='torch'",
+                expected="backend='fused'",
+                do="look at what torch allocates",
+            )
+        return self.exchange.memory()
+
+    def _capacity(self, num_tokens: int, top_k: int) -> int:
+        if self.capacity_factor is None:
+            return num_tokens
+        return max(1, math.ceil(self.capacity_factor * num_tokens * top_k / self.num_experts))
+
+    def _eager_weights(self, x_TD: Tensor, real_T1: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """w1 and w2 for `eager_experts`, in a dropless call whose ops nobody has to see one by one; else
+        None."""
+        if (
+            torch.compiler.is_compiling()
+            or self.capacity_factor is not None
+            or self.exchange is not None
+            or torch.is_autocast_enabled(x_TD.device.type)
+        ):
+            return None
+        if real_T1 is not None and not bool(real_T1.any()):
+            return None
+        w1, b1, w2, _ = self.weights()
+        return (w1, w2) if b1 is None and runs_eagerly(x_TD, w1, w2) else None
+
+    def _experts(
+        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
+    ) -> Tensor:
+        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D].
+
+        Args: is_dropless: every choice of every token is a row.
+        """
+        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
+        if self.exchange is not None and not torch.compiler.is_compiling():
+            from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
+
+            check_fused(x_TD)
+            # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
+            # below are grouped GEMMs on the same compact rows, and need no regions.
+            if self.ranks > 1:
+                w1, b1, w2, b2 = map(self._cast, self.weights())
+                return fused_experts(
+                    x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, self.exchange
+                )
+        row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
+        received_WL = ops.exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, self.expert_group)
+        num_choices = row_TK.numel()
+        most_rows = self._most_rows(num_choices, capacity)
+        num_rows = num_choices if is_dropless else None
+        sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
+        rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
+        rows_RD = self._run(rows_RD, received_WL)
+        back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
+        return ops.combine(back_SD, row_TK, weight_TK)
+
+    def _run(self, rows_RD: Tensor, count_WL: Tensor) -> Tensor:
+        """The experts of this rank on the rows that they received. -> [R, D]"""
+        w1, b1, w2, b2 = self.weights()
+        hidden_RH = ops.grouped_gemm(rows_RD, count_WL, self._cast(w1), self._cast(b1))
+        hidden_RF = ops.expert_activation(hidden_RH, count_WL, self.activation)
+        return ops.grouped_gemm(hidden_RF, count_WL, self._cast(w2), self._cast(b2))
+
+    def _most_rows(self, num_choices: int, capacity: int) -> int:
+        """How many of these choices can be kept; `simulation` has a router of its own."""
+        return min(num_choices, self.num_experts * capacity)
+
+    def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
+        """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
+        if not self.expert_group and not torch.compiler.is_compiling():
+            return rows
+        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
+
+    def _cast(self, tensor):
+        """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
+        if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))

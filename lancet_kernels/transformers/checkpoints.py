@@ -1,0 +1,156 @@
+"""Checkpoints of converted models, under transformers' names: `export_state_dict`, `load_safetensors`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.ops.comm.waiting import waiting
+
+_QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+"""Dtypes in safetensors files. Their scales are tensors of their own, which no parameter takes."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint and a model do not have in common. Printable."""
+
+    new: tuple[str, ...]
+    """Parameters that it has no value for, initialized anew."""
+    left: tuple[str, ...]
+    """Its tensors that no parameter takes."""
+
+    def __str__(self) -> str:
+        told = [f"initialized anew: {', '.join(self.new)}"] if self.new else []
+        told += [f"left in the checkpoint: {', '.join(self.left)}"] if self.left else []
+        return "\n".join(told) or "all weights loaded"
+
+
+def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict that the model would have without `convert`, with its current weights; bitwise.
+
+    Collective over the expert group: every rank gathers all experts. Of a sharded model (`fsdp`) every rank
+    gathers all parameters: collective over all its ranks.
+    `model.save_pretrained(folder, state_dict=export_state_dict(model))` writes a checkpoint that
+    transformers loads. With several ranks call export_state_dict on all of them, save_pretrained on one.
+
+    Args: model: after `convert`; any other one gives what `model.state_dict()` gives, whole.
+    Raises: CommunicationError.
+    """
+    return {name: _whole(name, value) for name, value in model.state_dict().items()}
+
+
+def _whole(name: str, value: Tensor) -> Tensor:
+    """A tensor of which each rank has a part, gathered; others as they are."""
+    if not isinstance(value, DTensor):
+        return value
+    mesh = value.device_mesh
+    with waiting(f"export of {name}", mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD):
+        return value.full_tensor()
+
+
+def load_safetensors(
+    model: nn.Module, folder: str | Path, *, device: torch.device | str = "cpu"
+) -> LoadReport:
+    """Read the weights of a converted model from a checkpoint of the original, by transformers' own loader.
+
+    Every rank reads only what it holds, so a model that was built and converted on the meta device is never
+    complete in the memory of one rank. What the checkpoint lacks (a new head) is initialized as transformers
+    does: seed the ranks alike. Not collective.
+
+    Args: folder: as save_pretrained writes it, or a download. device: for parameters on the meta device.
+    Returns: what was not in the checkpoint, and what is in it and in no parameter.
+    Raises: UserError (no such folder, quantized weights, shapes that differ, experts that are missing).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    files, own = _files(Path(folder)), cast(Any, model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder), device_map={"": device},
+        weight_mapping=cast(Any, get_model_conversion_mapping(own)), ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    try:
+        info, _ = own._load_pretrained_model(own, None, files, config)
+        experts = {name for name, module in model.named_modules() if isinstance(module, ExpertLayer)}
+        wrong = [f"{name} {list(shape)}, not {list(own)}" for name, shape, own in info.mismatched_keys]
+        wrong += [f"no {name}" for name in info.missing_keys if name.rpartition(".")[0] in experts]
+        if wrong := sorted([*wrong, *info.conversion_errors]):
+            raise UserError(
+                f"checkpoint {folder}", got=wrong[0], expected=f"the weights of a {type(model).__name__}",
+                do="check that it is a checkpoint of this model",
+            )  # fmt: skip
+        info = own._finalize_model_loading(own, config, info)
+    finally:
+        _into_own_memory(model, before)
+    return LoadReport(tuple(sorted(info.missing_keys)), tuple(sorted(info.unexpected_keys)))
+
+
+def _files(folder: Path) -> list[str]:
+    """The safetensors files of a checkpoint. Raises: UserError for none, and for quantized weights."""
+    from safetensors import safe_open
+
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    elif single.exists():
+        names = [single.name]
+    else:
+        raise UserError(
+            "checkpoint",
+            got=f"{folder} without {single.name} and {index.name}",
+            expected="a folder that save_pretrained wrote",
+            do="give the folder of the original model",
+        )
+    for name in names:
+        with safe_open(folder / name, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (it is no dict)
+                if (dtype := opened.get_slice(key).get_dtype()) in _QUANTIZED:
+                    raise UserError(
+                        f"{key} in the checkpoint", got=f"{dtype}, quantized", expected="unquantized weights",
+                        do="load it with from_pretrained and dequantize it, then convert the model",
+                    )  # fmt: skip
+    return [str(folder / name) for name in names]
+
+
+@torch.no_grad()
+def _into_own_memory(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """The loader gives a model new parameters. Those that were on a device stay, with the new values."""
+    for name, old in before.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        new = module.get_parameter(own)
+        new.requires_grad_(old.requires_grad)
+        if new is not old and not old.is_meta:
+            old.copy_(new)
+            module.register_parameter(own, old)
+
+
+def guard_save_pretrained(model: nn.Module) -> None:
+    """Let `save_pretrained` of a converted model refuse to write a part of the experts."""
+    for module in model.modules():
+        has_experts = any(isinstance(m, ExpertLayer) and m.ranks > 1 for m in module.modules())
+        if has_experts and hasattr(type(module), "save_pretrained"):
+            cast(Any, module).save_pretrained = MethodType(_save_pretrained, module)
+
+
+def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
+    if by_name.get("state_dict") is None:
+        raise UserError(
+            f"save_pretrained of a converted {type(model).__name__}",
+            got="experts that are on several ranks",
+            expected="state_dict=, with all of them",
+            do="call export_state_dict(model) on every rank, and save what it gives on one",
+        )
+    return type(model).save_pretrained(model, *arguments, **by_name)

@@ -1,0 +1,182 @@
+"""The experts module of a transformers model, with the experts of this rank.
+
+Since version 5, the MoE blocks of transformers call `experts(hidden_states, top_k_index, top_k_weights)`, and
+the classes of their experts say how the weights lie (`use_experts_implementation`):
+
+    has_gate       gate_up_proj; else up_proj      is_transposed    [E, in, out]; else as nn.Linear has them
+    has_bias       ..._bias [E, out]               _apply_gate      [R, 2F] -> [R, F]
+
+The module stays, with its names, hooks and the layout of its parameters, of which it keeps the rows of this
+rank's experts. Its class becomes one derived from its own, in which only the computation differs: rows,
+slots, counts, capacity and kernels are those of `MoELayer`. What chooses the experts, and what surrounds
+them, is the model's own code.
+
+    T  tokens on this rank      E  experts in all       K  choices per token
+    R  rows received            D  model width          F, H  hidden width, width of the activation's input
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lancet_kernels import ops
+from lancet_kernels.kernels.activation_names import ALL_ACTIVATIONS, GATED
+from lancet_kernels.layer.checkpointed_run import checkpointed_run
+from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
+from lancet_kernels.layer.layer_checks import check_data_parallel, check_experts, check_factor
+from lancet_kernels.ops.comm.groups import AnyGroups
+from lancet_kernels.ops.comm.waiting import enter_layer
+from lancet_kernels.ops.context import now
+from lancet_kernels.ops.moe.eager_experts import eager_experts
+from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS, Expression, activate
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""By the experts' own class."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class ConvertedExperts(ExpertLayer):
+    """Base of the classes that `expert_parallel` makes."""
+
+    down_proj: Tensor
+
+    def expert_names(self) -> list[str]:
+        return [*_weights(self), *_biases(self)]
+
+    def weights(self) -> Weights:
+        (w1, w2), biases = (getattr(self, name) for name in _weights(self)), _biases(self)
+        b1, b2 = (getattr(self, name) for name in biases) if biases else (None, None)
+        if not _flag(self, "is_transposed"):
+            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+        return w1, b1, w2, b2
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, D], top_k_index [T, K] (of E), top_k_weights [T, K] -> [T, D].
+
+        Raises: UserError (ranks that disagree), CommunicationError.
+        """
+        check_data_parallel(self)
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
+        expert_TK, dtype = top_k_index.to(torch.int64), self.down_proj.dtype
+        mask, run = now.padding_mask, checkpointed_run(hidden_states)
+        # Experts that get other tokens than those of the batch treat all alike, as transformers does.
+        is_batch = mask is not None and mask.numel() == len(expert_TK)
+        real_T1 = mask.reshape(-1, 1).to(torch.bool) if is_batch else None
+        if run is not None:
+            expert_TK, real_T1 = run.as_at_first(self, (expert_TK, real_T1))
+        x_TD = self._cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))
+        weights = self._eager_weights(x_TD, real_T1) if top_k_weights.dtype == dtype else None
+        if weights is not None:
+            y_TD, _ = eager_experts(
+                x_TD, expert_TK, top_k_weights, *weights,
+                self.num_experts, self.activation, self.expert_group, real_T1,
+            )  # fmt: skip
+        else:
+            capacity = self._capacity(*expert_TK.shape)
+            used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TD.device)
+            slot_TK, used_E = ops.assign_slots(expert_TK, used_E, real_T1)
+            count_WL = ops.kept_counts(used_E, capacity, self.ranks)
+            is_dropless = self.capacity_factor is None and real_T1 is None
+            y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, count_WL, capacity, is_dropless)
+        return y_TD.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """A class that was made cannot be found by its name: copies and pickles make it again."""
+        made = next(c for c in type(self).__mro__ if c.__bases__[0] is ConvertedExperts)
+        return _new, (made.__bases__[1],), self.__dict__
+
+
+def _new(own: type[nn.Module]) -> nn.Module:
+    module = object.__new__(_class_of(own))
+    nn.Module.__init__(module)
+    return module
+
+
+def _class_of(own: type[nn.Module]) -> type[nn.Module]:
+    if own not in _CLASSES:
+        place = {"__module__": own.__module__}
+        _CLASSES[own] = type(f"Lancet{own.__name__}", (ConvertedExperts, own), place)
+    return _CLASSES[own]
+
+
+def _flag(experts: nn.Module, name: str) -> bool:
+    """What the class says; else what is usual."""
+    return getattr(experts, name, name == "has_gate")
+
+
+def _weights(experts: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if _flag(experts, "has_gate") else "up_proj"), "down_proj"
+
+
+def _biases(experts: nn.Module) -> tuple[str, ...]:
+    return tuple(f"{name}_bias" for name in _weights(experts)) if _flag(experts, "has_bias") else ()
+
+
+def has_interface(module: nn.Module) -> bool:
+    """Is it experts as transformers 5 has them?"""
+    return hasattr(module, "_apply_gate") and hasattr(module, "down_proj")
+
+
+def reason_against(experts: nn.Module) -> str:
+    """Why such experts cannot be converted; "" if they can."""
+    if _flag(experts, "has_post_expert_norm"):
+        return "a norm behind each expert"
+    parameters = dict(experts.named_parameters())
+    if parameters.keys() != {*_weights(experts), *_biases(experts)}:
+        return f"its parameters are {', '.join(sorted(parameters)) or 'none'}"
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.dtype not in DTYPES}
+    return f"its weights are quantized ({', '.join(dtypes)}): dequantize them first" if dtypes else ""
+
+
+def expert_parallel(
+    experts: Any, groups: AnyGroups | None, backend: str = "torch", capacity_factor: float | None = None
+) -> ConvertedExperts:
+    """Make experts a layer of this library, in place; their parameters stay as they are.
+
+    Args: groups, backend, capacity_factor: as of `MoELayer`.
+    Raises: UserError.
+    """
+    num_experts, *widths = experts.down_proj.shape
+    d_ff, d_model = widths if _flag(experts, "is_transposed") else reversed(widths)
+    activation = _activation_of(experts)
+    experts.__class__ = _class_of(type(experts))
+    experts._set_groups(groups)
+    check_experts(num_experts, experts.ranks)
+    check_factor(capacity_factor)
+    experts._set_up(d_model, d_ff, num_experts, activation, backend, capacity_factor)
+    return experts
+
+
+def _activation_of(experts: Any) -> str:
+    """The activation as `ops.expert_activation` knows it: the one that gives the same numbers, whatever the
+    model calls it; else an expression."""
+    own = object.__new__(type(experts))
+    own.__dict__ = {**experts.__dict__, "_parameters": {}}  # the weights must not live as long as it does
+    gated = _flag(experts, "has_gate")
+    expression = own._apply_gate if gated else own.act_fn
+    for kind in ALL_ACTIVATIONS:
+        if (kind in GATED) == gated and _agree(expression, partial(activate, kind=kind)):
+            return kind
+    # The name is the class with its numbers.
+    numbers = {**getattr(getattr(experts, "act_fn", None), "__dict__", {}), **experts.__dict__}
+    settings = ", ".join(f"{name}={n}" for name, n in numbers.items() if type(n) in (int, float))
+    for number in count(1):
+        name = f"{type(experts).__name__}({settings}){f'#{number}' if number > 1 else ''}"
+        if _agree(EXPRESSIONS.setdefault(name, expression), expression):
+            return name
+    raise AssertionError
+
+
+def _agree(one: Expression, other: Expression) -> bool:
+    """Do they give the same for numbers of a size from 0.1 to 1000, beyond what anybody clamps to?"""
+    index = torch.arange(1024, dtype=torch.float64)
+    sample = (index.sin() * 10 ** (index % 5 - 1)).view(16, 64)
+    with torch.no_grad():
+        a, b = one(sample), other(sample)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
