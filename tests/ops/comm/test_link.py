@@ -170,7 +170,7 @@ def test_emulation_can_be_turned_off() -> None:
 
 
 def test_a_rank_that_neither_sends_nor_receives_holds_nobody_up(clock: FakeTime) -> None:
-    """What was sent has arrived although the second rank, which has no tokens, has not entered: 100 to 103."""
+    """What was sent has arrived before the second rank, which has no tokens, enters: 100 to 103."""
     link = Link()
     transfer = paced_transfer(link, 3, 100.0, 0.0)
     transfer.finish(FakeWork(clock))
