@@ -12,10 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from lancet_kernels.graph.ops import OPS, OpFacts
-from lancet_kernels.graph.rules import derived
-from lancet_kernels.graph.rules.rules import Rule
-
 IMPLEMENTATION = "lancet_prediction"
 OP = "lancet_prediction.attention"
 OP_BACKWARD = "lancet_prediction.attention_backward"
@@ -93,8 +89,3 @@ def _forward_flops(query, key, value, window, *, out_shape=None) -> float:
 @register_flop_formula(torch.ops.lancet_prediction.attention_backward)
 def _backward_flops(gradient, query, key, value, out, lse, window, *, out_shape=None) -> float:
     return _causal_flops(query, value, window, (3, 2))
-
-
-# Cut along the batch and the heads, as torch's own.
-OPS[OP] = OpFacts(Rule(derived=derived.attention))
-OPS[OP_BACKWARD] = OpFacts(Rule(derived=derived.attention_backward))

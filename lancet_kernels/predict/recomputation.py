@@ -106,19 +106,21 @@ def recompute_as(joint: fx.GraphModule, policy: str) -> None:
     """Make what the backward recomputes part of a captured joint graph. Args: policy: one of `POLICIES`."""
     program = program_from_fx(joint)
     viewless = without_views(program)
-    saved = set() if policy == "full" else kept_tensors(viewless, policy)
+    # "full" is said of layers; what is outside of them is as without it.
+    of_ops = "none" if policy == "full" else policy
+    saved = kept_tensors(viewless, of_ops)
     owner, instruction_of = program.storage, program.index
     for node in joint.graph.nodes:
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
         layer = layer_of(node)
-        if policy == "full":
-            is_recomputed = bool(layer)
+        if policy == "full" and layer:
+            is_recomputed = True
         else:
             source = node.args[0] if is_element(node) else node
             instruction = program.instructions[instruction_of[source.name]]
             is_recomputed = (instruction.is_free and program.is_view(instruction)) or (
-                _recomputable(policy)(instruction) and not saved & {owner[t] for t in instruction.outputs}
+                _recomputable(of_ops)(instruction) and not saved & {owner[t] for t in instruction.outputs}
             )
         node.meta["ac_graph_id"] = layer
         if is_recomputed:

@@ -66,8 +66,9 @@ class ConvertedExperts(ExpertLayer):
         expert_TK, dtype = top_k_index.to(torch.int64), self.down_proj.dtype
         mask, run = now.padding_mask, checkpointed_run(hidden_states)
         # Experts that get other tokens than those of the batch treat all alike, as transformers does.
-        is_batch = mask is not None and mask.numel() == len(expert_TK)
-        real_T1 = mask.reshape(-1, 1).to(torch.bool) if is_batch else None
+        real_T1 = None
+        if mask is not None and mask.numel() == len(expert_TK):
+            real_T1 = mask.reshape(-1, 1).to(torch.bool)
         if run is not None:
             expert_TK, real_T1 = run.as_at_first(self, (expert_TK, real_T1))
         x_TD = self._cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))

@@ -35,7 +35,7 @@ def test_every_op_of_a_model_as_its_rule_says(name):
 
 def test_every_rule_has_a_proof():
     assert SAMPLES.keys() | ONLY_ON_CUDA | IRREGULAR_ONLY | FUSED == {
-        op for op, row in OPS.items() if row.rule
+        op for op, row in OPS.items() if row.rule and not op.startswith("lancet_prediction.")
     }
 
 

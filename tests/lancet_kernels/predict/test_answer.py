@@ -33,7 +33,7 @@ pytest.importorskip("transformers")
 
 
 NUMBERS = 512 * 64 * 2 + 64 + 3 * (64 * 64 * 2 + 64 * 32 * 2 + 2 * 16 + 16 * 64 + 2 * 64)
-"""Of all parameters of QWEN3 but its experts'."""
+"""The numbers in all parameters of QWEN3 but its experts'."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,8 @@ def test_a_pair_is_a_backward_with_the_next_forward(question, sharding):
     pair, single = one.pair, one.program
     first = pair.program.instructions[0]
     # Views that nothing reads are gone.
-    busy = {i.name for i in single.instructions if not i.is_free} - {"optimizer"}
+    read = {t for i in single.instructions for t in i.inputs} | single.output_set
+    busy = {i.name for i in single.instructions if not i.is_free and read.intersection(i.outputs)}
     assert busy <= set(pair.original.values())
     # What the first forward kept dies in the pair, what the second keeps does not.
     assert not set(first.outputs) & pair.program.output_set
@@ -141,8 +142,8 @@ def test_small_kernels_wait_for_the_host(question):
 
 
 def test_what_runs_beside_messages_is_slower(question):
-    result = answer(question)
-    assert result.strategies["megatron"].compute_ms > result.strategies["none"].compute_ms
+    result = answer(question, ("none", "lancet-dw"))
+    assert result.strategies["lancet-dw"].compute_ms > result.strategies["none"].compute_ms
 
 
 def test_memory_by_hand(question):
