@@ -32,7 +32,8 @@ def load_config(path: str | Path) -> Any:
         data.pop("quantization_config", None)
         return AutoConfig.for_model(**data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # transformers lists all models that it knows.
+        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise UserError(
             "--hf", got=f"{path} ({text})", expected="the config.json of a model of transformers",
             do="give the file of the model's repository",
@@ -40,7 +41,8 @@ def load_config(path: str | Path) -> Any:
 
 
 def number_of_experts(config: Any) -> int:
-    """Experts in all of an MoE layer; 0: a dense model."""
+    """Experts in all of an MoE layer; 0: a dense model. Of a multimodal model, those of its text model."""
+    config = config.get_text_config()
     for name in ("n_routed_experts", "num_local_experts", "num_experts"):
         if getattr(config, name, None):
             return int(getattr(config, name))
@@ -89,7 +91,13 @@ def kinds_of_layers(model: Any) -> list[int]:
     seen: dict[object, int] = {}
     types = getattr(model.config, "layer_types", None)
     kinds = []
-    for index, layer in enumerate(model.get_decoder().layers):
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise UserError(
+            "--hf", got=f"{type(model).__name__}, whose decoder has no `layers`",
+            expected="a decoder with a list of layers of that name", do="plan your own step with --module",
+        )  # fmt: skip
+    for index, layer in enumerate(layers):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         modules = tuple(type(m).__name__ for m in layer.modules())
         kinds.append(seen.setdefault((shapes, modules, types[index] if types else None), len(seen)))

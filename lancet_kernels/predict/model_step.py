@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.layer.fsdp import fsdp
@@ -23,6 +24,7 @@ from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.transformers.convert import convert
+from lancet_kernels.transformers.experts import has_interface
 
 
 class _Loss(nn.Module):
@@ -51,8 +53,19 @@ def model_step(question: Question, layers: int) -> ModelStep:
             Groups.of_consecutive(question.gpus, question.expert_ranks) if question.gpus > 1 else Groups()
         )
         model = meta_model(config)
+        if not question.experts and any(map(has_interface, model.modules())):
+            raise UserError(
+                "--hf", got=f"{type(model).__name__}, whose config.json does not say how many experts it has",
+                expected="num_experts, num_local_experts or n_routed_experts", do="name it like that",
+            )  # fmt: skip
         if question.experts:
-            convert(model, groups, strict=True)
+            report = convert(model, groups)
+            if report.left_alone or not report.converted:
+                why = next(iter(report.left_alone.values()), "no experts that it knows")
+                raise UserError(
+                    "--hf", got=f"{type(model).__name__}, which cannot be converted: {why}",
+                    expected="a family that `convert` takes", do="plan your own step with --module",
+                )  # fmt: skip
         step = _Loss(model)
         with without_contents():
             step.to_empty(device="cpu")

@@ -66,7 +66,7 @@ class Question:
                 "--experts-over", got=self.expert_ranks, expected=f"up to {node}, or a multiple of it",
                 do="use whole nodes",
             )  # fmt: skip
-        config = self.config
+        config = self.config.get_text_config()
         costs = KernelCosts(
             self.hardware,
             self.gpus,

@@ -35,11 +35,18 @@ def test_layers_alike_are_of_one_kind(tmp_path):
     assert kinds_of_layers(meta_model(load_config(written(tmp_path, DEEPSEEK)))) == [0, 1, 1, 1]
 
 
+def test_a_decoder_without_layers_is_one_line(tmp_path):
+    config = written(tmp_path, {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4})
+    with pytest.raises(UserError, match="GPT2LMHeadModel, whose decoder has no `layers`"):
+        kinds_of_layers(meta_model(load_config(config)))
+
+
 def test_no_such_config():
     with pytest.raises(UserError, match=r"--hf: got nothing\.json"):
         load_config("nothing.json")
 
 
 def test_unknown_model(tmp_path):
-    with pytest.raises(UserError, match=r"--hf: got .*config\.json"):
+    with pytest.raises(UserError, match=r"--hf: got .*config\.json") as error:
         load_config(written(tmp_path, {"model_type": "no-such-model"}))
+    assert len(str(error.value)) < 500
