@@ -91,20 +91,27 @@ def measure_nodes(
     return times
 
 
+def run_as_a_whole(
+    module: fx.GraphModule, inputs: Sequence[object], device: torch.device
+) -> Callable[[], float]:
+    """Runs a graph in its own order, with its collectives over the link as it is, and returns milliseconds of
+    wall time. The states of the random generators are restored. Args: as of `measure_nodes`."""
+    runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
+
+    def run() -> float:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            elapsed_ms = _total_ms(lambda _: runner(list(inputs)), 0, device)
+        link.read()
+        return elapsed_ms
+
+    return run
+
+
 def milliseconds_as_it_runs(
     module: fx.GraphModule, inputs: Sequence[object], group: str, device: torch.device, repeats: int = 3
 ) -> float:
-    """Wall time of a whole graph in its own order, with its collectives over the link as it is: the median
-    over runs (without the first), the mean over the ranks. The states of the random generators are restored.
-
-    Args: as of `measure_nodes`.
-    """
-
-    runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        elapsed_ms = _median_ms(partial(_total_ms, lambda _: runner(list(inputs)), 0, device), group, repeats)
-    link.read()
-    return elapsed_ms
+    """The time of `run_as_a_whole`: the median over runs (without the first), the mean over the ranks."""
+    return _median_ms(run_as_a_whole(module, inputs, device), group, repeats)
 
 
 @contextlib.contextmanager
