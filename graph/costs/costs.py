@@ -13,8 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from lancet_kernels.graph.costs.clusters import Cluster
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import Cluster, CommunicationModel
 from lancet_kernels.graph.costs.device_costs import DeviceCosts
 from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import Cluster, CommunicationModel, Dispatcher, Kernels
 from lancet_kernels.graph.costs.costs import communication_ms
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec

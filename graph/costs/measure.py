@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from lancet_kernels.graph.capture.captured_graph import copy_of, with_any_strides
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_functional_collective, is_instruction
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.program.reachability import Reachability
+from lancet_kernels.graph.program.phases import Reachability
 
 ITEM_BYTES = {
     dtype: size

@@ -46,8 +46,7 @@ from lancet_kernels.optimization.planning import predicted
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
-from lancet_kernels.schedules.time.clock import COMPUTE, LINK
-from lancet_kernels.schedules.time.simulate import Event, Timeline
+from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, Timeline
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.capture.captured_graph import output_node, state_name
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import output_node, state_name, without_garbage_collection
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names

@@ -21,9 +21,8 @@ from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.copy_fillers import add_fillers, choose_fillers
-from lancet_kernels.schedules.rewrite.cut import Values, cut_range
-from lancet_kernels.schedules.rewrite.cut_wholes import JOIN_STEP
+from lancet_kernels.schedules.rewrite.cut import JOIN_STEP, Values, cut_range
+from lancet_kernels.schedules.rewrite.fused import add_fillers, choose_fillers
 
 
 def cut_ranges(

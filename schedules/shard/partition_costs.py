@@ -18,7 +18,7 @@ import numpy as np
 
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import roofline_ms
-from lancet_kernels.graph.costs.grouping import (
+from lancet_kernels.graph.costs.part_instruction import (
     Boxes,
     all_reduce_ms,
     boxes,

@@ -8,7 +8,7 @@ import pytest
 from bench.papers.primepar_settings import partition_program
 from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem, spatial
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.grouping import all_reduce_ms
+from lancet_kernels.graph.costs.part_instruction import all_reduce_ms
 from lancet_kernels.schedules.shard.segments import borders_of, megatron, solve
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.grids import few_of

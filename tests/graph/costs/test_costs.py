@@ -7,8 +7,7 @@ from importlib import resources
 import pytest
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel, cluster_names, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel, roofline_ms
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from lancet_kernels.graph.costs.profiler import MeasuredTimes

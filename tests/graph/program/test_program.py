@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.phases import Reachability, bitset
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.program.program_json import fingerprint, program_from_json, program_to_json
-from lancet_kernels.graph.program.reachability import Reachability, bitset
 from tests.examples import examples
 from tests.schedules.made_programs import tiny_step
 

@@ -10,8 +10,8 @@ from lancet_kernels.graph.capture.capture import capture, split_joint
 from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.forms import cut_along
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.schedules.rewrite.apply import write_in_place
 from lancet_kernels.schedules.rewrite.cut import cut_range
-from lancet_kernels.schedules.rewrite.in_place import write_in_place
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 

@@ -10,7 +10,7 @@ import pytest
 from bench.papers.transformer_blocks import EDGES, BlockSizes, block, problem
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.grouping import (
+from lancet_kernels.graph.costs.part_instruction import (
     all_reduce_ms,
     boxes,
     redistributions_ms,
