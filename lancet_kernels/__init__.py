@@ -13,8 +13,7 @@ from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
 
 if TYPE_CHECKING:
     from lancet_kernels.graph.capture.capture import CaptureError
-    from lancet_kernels.layer.ddp import ddp, prepare_data_parallel
-    from lancet_kernels.layer.fsdp import fsdp
+    from lancet_kernels.layer.data_parallel import ddp, fsdp, prepare_data_parallel
     from lancet_kernels.ops.moe.fused_experts import reset_exchanges
     from lancet_kernels.optimization.graphed import GraphedStep
     from lancet_kernels.optimization.optimize import optimize

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.cache_file import CacheFile
+from lancet_kernels.files import CacheFile
 from lancet_kernels.graph.costs.clusters import Points, interpolated
 from lancet_kernels.graph.costs.measure import timed_on_gpu, unpaced
 from lancet_kernels.graph.costs.part_instruction import part_instruction

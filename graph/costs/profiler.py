@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lancet_kernels.cache_file import CacheFile, cache_folder
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import CacheFile, cache_folder
 from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.costs.device_costs import (

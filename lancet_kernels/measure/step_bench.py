@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.ddp import ddp
+from lancet_kernels.layer.data_parallel import ddp
 from lancet_kernels.layer.gradients import groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks

@@ -36,7 +36,7 @@ from lancet_kernels.graph.costs.measure import run_as_a_whole
 from lancet_kernels.graph.from_fx import host_waits
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.layer.replicas import Replicas
+from lancet_kernels.layer.gradients import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.context import during

@@ -5,8 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.primepar_settings import partition_program
-from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem, spatial
+from bench.papers.primepar_settings import (
+    BlockSizes,
+    best_megatron,
+    fixed,
+    partition_program,
+    problem,
+    spatial,
+)
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.part_instruction import all_reduce_ms
 from lancet_kernels.schedules.shard.segments import borders_of, megatron, solve

@@ -6,7 +6,7 @@ import pytest
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
-from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 
 H100 = load_cluster("dgx-h100")

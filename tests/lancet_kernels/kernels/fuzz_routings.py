@@ -35,7 +35,7 @@ from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol import tasks
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.base import slots_in_token_order
 from tests.lancet_kernels.kernels.overlap_cases import make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, same_bits
 from tests.poisoned_buffers import poisoned_buffers

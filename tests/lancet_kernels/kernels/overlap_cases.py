@@ -13,7 +13,7 @@ from torch import Tensor
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
-from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.base import slots_in_token_order
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, UserError
-from lancet_kernels.layer import replicas
-from lancet_kernels.layer.replicas import Replicas, digest
+from lancet_kernels.layer import gradients
+from lancet_kernels.layer.gradients import Replicas, digest
 from tests.grids import few_of
 from tests.ops.op_cases import QUICK
 from tests.optimized import optimized
@@ -38,7 +38,7 @@ def test_a_digest_sees_what_cancels_in_a_sum(monkeypatch: pytest.MonkeyPatch) ->
     other.view(torch.int32)[:2] += torch.tensor([1, -1], dtype=torch.int32)
     assert digest(tensor) != digest(other)
     turned = tensor.view(3, 4).T.contiguous().T
-    monkeypatch.setitem(replicas._PIECE, "cpu", 5)
+    monkeypatch.setitem(gradients._PIECE, "cpu", 5)
     assert digest(turned) == digest(tensor)
     assert digest(torch.empty(0)) == 0
 

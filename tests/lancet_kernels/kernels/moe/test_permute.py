@@ -1,4 +1,4 @@
-"""Permute, combine and their gradients against `ops.moe.dispatch`, `ops.moe.combine` and their references."""
+"""Permute, combine and their gradients against `ops.moe.dispatch` and its references."""
 
 import pytest
 import torch
