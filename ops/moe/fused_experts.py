@@ -46,7 +46,7 @@ from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.dispatch import send_rows
 from lancet_kernels.ops.moe.expert_activation import input_width
-from lancet_kernels.ops.moe.fused_graph import ForwardPass, take_pass, ticket_of
+from lancet_kernels.ops.moe.fused_passes import ForwardPass, take_pass, ticket_of
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.symmetric import SharedMemory
-from lancet_kernels.ops.moe import fused_experts, fused_graph
+from lancet_kernels.ops.moe import fused_experts, fused_passes
 from lancet_kernels.ops.moe.fused_experts import LayerExchange, SharedExchanges
 from tests.grids import few_of
 from tests.refusals import refusal
@@ -276,7 +276,7 @@ def memory_kept(options: dict) -> dict[str, int]:
         y = layer(x)
     ((_, shared, _),) = layer.exchange._shared.values()
     (forward,), backward = shared.forward, shared.backward
-    (waiting,) = fused_graph._passes.values()
+    (waiting,) = fused_passes._passes.values()
     sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
     found = {
         "rows": sizes(forward.rows),
