@@ -214,9 +214,10 @@ class ModelStep(Step):
     def at_speed(self, run_ms: float) -> ModelStep:
         """A step that was measured here, on ranks that now take `run_ms` for its graph (`run_as_a_whole`)."""
         assert isinstance(self.cost, MeasuredCosts)
-        op_by_op = self.profiler.program(self.module, self.inputs, self.program)
+        program = replace(self, timed=None).program
+        op_by_op = self.profiler.program(self.module, self.inputs, program)
         costs = self._as_it_runs(op_by_op, replace(self.cost, slowdown=1.0), run_ms)
-        return replace(self, timed=self._timed(self.module, costs, self.program), cost=costs)
+        return replace(self, timed=self._timed(self.module, costs, program), cost=costs)
 
     def _as_it_runs(self, op_by_op: Program, costs: MeasuredCosts, run_ms: float) -> MeasuredCosts:
         beside_ms = self.profiler.other_threads_ms(op_by_op)

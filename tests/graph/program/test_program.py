@@ -153,7 +153,7 @@ def test_reachability_equals_search(data):
 
 
 PLAIN = {
-    "graph/program": "program program_json reachability forms",
+    "graph/program": "program program_json phases forms",
     "graph/rules": "equations rules",
     "graph/costs": "clusters communication costs device_costs kernel_costs part_instruction",
     "schedules/time": "clock simulate peak_memory timeline",
