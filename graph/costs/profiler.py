@@ -27,19 +27,18 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.files import CacheFile, cache_folder
 from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
-from lancet_kernels.graph.costs.device_costs import (
-    DeviceCosts,
-    DeviceCostsFile,
+from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.costs.measure import (
+    measure_communication,
+    measure_nodes,
+    milliseconds_as_it_runs,
+)
+from lancet_kernels.graph.costs.measure_device import (
     cuts_to_measure,
     measure_copies,
     measure_counting,
     measure_launch,
     measure_parts,
-)
-from lancet_kernels.graph.costs.measure import (
-    measure_communication,
-    measure_nodes,
-    milliseconds_as_it_runs,
 )
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.ops import rule_for

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from lancet_kernels.graph.program.phases import bitset
-from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.program.program import Kind, Phase, Program, bitset
 from lancet_kernels.schedules.order.ordering import Ready
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages

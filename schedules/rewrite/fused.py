@@ -34,8 +34,7 @@ from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, WORK
-from lancet_kernels.graph.program.phases import bitset
-from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.program.program import Kind, Program, bitset
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.cut.ranges import LaunchFillers
 from lancet_kernels.schedules.plan import FusedGroup, LaunchWork, best_fit

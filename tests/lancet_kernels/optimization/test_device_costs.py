@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancet_kernels.graph.costs import device_costs
+from lancet_kernels.graph.costs import measure_device
 from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel, MeasuredCosts, source_of
 from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile, cut_key
@@ -55,13 +55,13 @@ def fake_gpu(monkeypatch):
     def milliseconds_of(call, device):
         calls.append(call())
         # A launch is measured as several, which return nothing.
-        launches = device_costs._LAUNCHES if calls[-1] is None else 1
+        launches = measure_device._LAUNCHES if calls[-1] is None else 1
         return launches * LAUNCH_MS + 2 * result_bytes(calls[-1]) / GIGABYTES_PER_S / 1e6
 
     def no_cluster(name):
         raise AssertionError(f"priced by cluster file {name}")
 
-    monkeypatch.setattr(device_costs, "milliseconds_of", milliseconds_of)
+    monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
     monkeypatch.setattr(library, "slowdown", lambda *_: 1.0)
     monkeypatch.setattr(library, "load_cluster", no_cluster)
     return calls
@@ -140,10 +140,10 @@ def test_measured_once_per_device_model(fake_gpu, tmp_path, step) -> None:
 @pytest.mark.long
 def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     """A part's result has the shape that its rule says; the counts of experts are those of a part."""
-    wanted = device_costs.cuts_to_measure(step.program)
+    wanted = measure_device.cuts_to_measure(step.program)
     assert {k for cut in wanted for k in cut.parts} == {2, 4, 8}
     fake_gpu.clear()
-    device_costs.measure_parts(step.joint, step.values, wanted, torch.device("cpu"))
+    measure_device.measure_parts(step.joint, step.values, wanted, torch.device("cpu"))
     results = iter(fake_gpu)
     for node, cuts in groupby(sorted(wanted, key=lambda p: step.program.index[p.node]), lambda p: p.node):
         instruction = step.program.instructions[step.program.index[node]]
@@ -174,10 +174,10 @@ def test_measuring_on_this_machine(step, tmp_path) -> None:
     """The very functions, on the CPU."""
     cost = costs_of(step, tmp_path, "cpu of this machine")
     assert "parts and joining them measured on cpu of this machine" in source_of(cost)
-    assert cost.device.shares.keys() >= {p.key for p in device_costs.cuts_to_measure(step.program)}
+    assert cost.device.shares.keys() >= {p.key for p in measure_device.cuts_to_measure(step.program)}
     device = torch.device("cpu")
-    assert device_costs.measure_launch(device) > 0
-    points = device_costs.measure_copies(device)
+    assert measure_device.measure_launch(device) > 0
+    points = measure_device.measure_copies(device)
     assert [size for size, _ in points] == [4.0**n * 1024 for n in range(1, 9)]
     assert points[-1][1] > points[0][1] > 0
     assert cost.device.counting.keys() >= {"lancet.part_rows", "lancet.merge_rows"}
