@@ -2,7 +2,9 @@
 
 Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
 every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
-tests.
+tests. They compile in processes of their own, because an error in LLVM ends the process, which must cost one
+row and not the table, and because the caller may interpret its kernels. (A `ProcessPoolExecutor` fails all
+futures when a process dies, and one that hangs cannot be ended.)
 
 On Hopper a matrix product (HGMMA) runs by itself, and a loop should start one while the one before still
 runs. It does where its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. ptxas may decide
@@ -14,11 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import triton
@@ -100,6 +106,9 @@ def serialized(log: str) -> tuple[str, ...]:
 
 # At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more.
 FEW_SPILLED_BYTES = 32
+# Of one specimen.
+TIMEOUT_S = 600.0
+SPAWN = multiprocessing.get_context("spawn")
 # The first word of the machine instructions for matrix products and TMA.
 WGMMA = re.compile(r"\b[HIQ]GMMA\b")
 TCGEN05 = re.compile(r"\bUTC\w*MMA\b")
@@ -275,3 +284,113 @@ def _spills(log: str) -> int:
     functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert functions, log
     return sum(max(int(stores), int(loads)) for stores, loads in functions)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result for one specimen: the compiled kernel, or the error."""
+
+    specimen: Specimen
+    compiled: CompiledKernel | None
+    error: str | None
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems of the kernel; empty if there are none."""
+        if self.compiled is None:
+            return ["does not compile"]
+        return problems(self.specimen, self.compiled)
+
+
+def compile_all(
+    specimens: Sequence[Specimen],
+    arch: int,
+    *,
+    workers: int = 2,
+    timeout_s: float = TIMEOUT_S,
+    on_done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Compile them all in `workers` processes. -> rows in the order of the specimens.
+
+    The kernel of a specimen must be importable by its name. A specimen may take `timeout_s`.
+    """
+    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
+    left = sorted(range(len(specimens)), key=lambda i: specimens[i].nvshmem)
+    idle: list[_Worker] = []
+    busy: dict[connection.Connection, tuple[_Worker, int, float]] = {}
+    rows: dict[int, Row] = {}
+    try:
+        while left or busy:
+            while left and len(busy) < workers:
+                worker, i = idle.pop() if idle else _Worker(arch), left.pop()
+                busy[worker.pipe] = worker, i, time.monotonic() + timeout_s
+                worker.begin(specimens[i])
+            soonest = min(deadline for _, _, deadline in busy.values())
+            ready = connection.wait(busy, max(0.0, soonest - time.monotonic()))
+            for pipe, (worker, i, deadline) in list(busy.items()):
+                if pipe in ready or time.monotonic() >= deadline:
+                    del busy[pipe]
+                    rows[i] = Row(specimens[i], *worker.answer(timeout_s))
+                    on_done(rows[i])
+                    if worker.process.is_alive():
+                        idle.append(worker)
+        return [rows[i] for i in range(len(specimens))]
+    finally:
+        for worker in (*idle, *(worker for worker, _, _ in busy.values())):
+            worker.process.kill()
+
+
+class _Worker:
+    """A process that compiles one specimen after another."""
+
+    def __init__(self, arch: int) -> None:
+        self._log = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_serve, args=(theirs, arch, self._log.name), daemon=True)
+        interpret = os.environ.pop("TRITON_INTERPRET", None)
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+            if interpret is not None:
+                os.environ["TRITON_INTERPRET"] = interpret
+
+    def begin(self, specimen: Specimen) -> None:
+        self._log.truncate(0)
+        # Of a process that has died `answer` says it.
+        with contextlib.suppress(OSError):
+            self.pipe.send(specimen)
+
+    def answer(self, timeout_s: float) -> tuple[CompiledKernel | None, str | None]:
+        """What came; or, of a process that died or has had `timeout_s`, the reason."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                return self.pipe.recv()
+        self.process.join(timeout=1.0)
+        self.process.kill()
+        self.process.join()
+        self._log.seek(0)
+        last = self._log.read().strip()[-2000:]
+        reason = f"the compiler died (exit code {self.process.exitcode}) or took more than {timeout_s:g} s"
+        return None, f"{reason}: {last}" if last else reason
+
+
+def _serve(pipe: connection.Connection, arch: int, log: str) -> None:
+    """The process of a worker: for each specimen that comes, (compiled kernel, error)."""
+    # When the assembler fails, Triton prints whole programs; these go to the log.
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    with contextlib.suppress(EOFError):
+        while True:
+            specimen, compiled, reason = pipe.recv(), None, None
+            try:
+                compiled = compile_specimen(specimen, arch)
+            except Exception as error:
+                # The original one, which Triton wraps once for each calling function.
+                cause: BaseException = error
+                while not isinstance(cause, UserError) and cause.__cause__ is not None:
+                    cause = cause.__cause__
+                kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__}: "
+                reason = f"{kind}{cause}"[:4000]
+            pipe.send((compiled, reason))

@@ -18,10 +18,10 @@ from lancet_kernels.kernels.tuning import specimens
 from lancet_kernels.kernels.tuning.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
+    compile_all,
     compile_specimen,
     problems,
 )
-from lancet_kernels.kernels.tuning.compile_pool import compile_all
 from lancet_kernels.kernels.tuning.specimens import all_specimens
 from tests.lancet_kernels.kernels.protocol import ping
 from tests.lancet_kernels.kernels.tuning import bad_kernels

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lancet_kernels.kernels.tuning.compile_pool import compile_all
+from lancet_kernels.kernels.tuning.compile import compile_all
 from lancet_kernels.kernels.tuning.specimens import all_specimens
 from tests.lancet_kernels.kernels.tuning import bad_kernels
 from tests.lancet_kernels.kernels.tuning.test_compile import TRITONS, kernels_command, printed_with
