@@ -16,7 +16,8 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.config import Cut, GemmConfig, OverlapConfig, most_registers
-from lancet_kernels.kernels.hopper.kernel import launch_gluon
-from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel, launch_gluon
 from lancet_kernels.kernels.overlap_data import (
     DenseGemm,
     ExpertGradients,
@@ -42,10 +42,16 @@ from lancet_kernels.kernels.protocol import combine
 from lancet_kernels.kernels.protocol.arguments import Gemms, Gradients, Sending, Stages
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
+from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, write_dense_row_kernel
+from lancet_kernels.kernels.runtime import compile_together, launch, recorded
 
 # More than any launch has: a limit that is none.
 ALL_TASKS = 2**31 - 1
+# Kernels of a pass that wait for peers, or for each other.
+WAITING = (
+    overlap_kernel, gluon_overlap_kernel, combine_results_kernel, exchange_counts_kernel, schedule_kernel,
+)  # fmt: skip
 
 
 def moe_forward(
@@ -233,3 +239,46 @@ def dense_table(
         )  # fmt: skip
         tiles += triton.cdiv(c.shape[0], tile.block_m) * triton.cdiv(c.shape[1], tile.block_n)
     return table, tiles
+
+
+@contextmanager
+def warming_up(*others: Any) -> Iterator[None]:
+    """Inside, launches of a pass (and of `others`) that wait are recorded, and do not run; all others do.
+
+    On leaving, their kernels are compiled side by side, and loaded.
+    """
+    if runtime.INTERPRETED:
+        yield
+        return
+    with recorded(*WAITING, *others) as launches:
+        yield
+    compile_together(launches)
+
+
+def variants() -> dict[str, int]:
+    """How many variants of each of `WAITING` this process has; in the interpreter there are none."""
+    caches = {kernel.fn.__name__: getattr(kernel, "device_caches", {}) for kernel in WAITING}
+    return {name: sum(len(of_device[0]) for of_device in cache.values()) for name, cache in caches.items()}
+
+
+def warm_up(
+    forward: Exchange,
+    backward: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+) -> None:
+    """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
+
+    A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
+    would be taken for a dead one. To the exchanges this is a pass that all PEs skip: nothing is sent, its
+    bank is released. In the interpreter there is nothing to compile.
+    """
+    if runtime.INTERPRETED:
+        return
+    with warming_up():
+        out, saved = moe_forward(forward, x, routing, experts, config)
+        moe_backward(forward, saved, backward, out, routing, experts, config)
+    forward.release(saved.opened)
+    forward.memory.barrier()

@@ -221,7 +221,7 @@ def check_gluon(
 
     Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
     """
-    if config.bodies != "gluon" or runtime.recording:
+    if config.bodies != "gluon" or runtime.records_all():
         return
     arch = runtime.architecture(device) if device.type == "cuda" else 0
     for what, got, expected in config.refusals(width, hidden, dtype, arch, nvshmem):

@@ -22,8 +22,8 @@ import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.overlap import warming_up
 from lancet_kernels.kernels.tuning.tuned import Entry, Place, Task, TunedCache, candidates
-from lancet_kernels.kernels.warmup import warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
 from lancet_kernels.ops.comm.waiting import waiting

@@ -74,12 +74,12 @@ from lancet_kernels.kernels.hopper.copies import COPY_WARPS, copy
 from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings
 from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.hopper.signals import signal
-from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import NOT_SPECIALIZED, Constants, Pointers, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES
 from lancet_kernels.kernels.protocol.steps import is_sound, num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
+from lancet_kernels.kernels.runtime import launch
 
 # Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
 # More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses

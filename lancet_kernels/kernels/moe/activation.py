@@ -19,10 +19,9 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
-from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.moe.permute import UNFUSED, round_to
 from lancet_kernels.kernels.portable.gemm import activate, dgelu, dsilu, silu
-from lancet_kernels.kernels.runtime import check_tensor
+from lancet_kernels.kernels.runtime import check_tensor, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program's tile: 16 values a thread, so that a few loads of 16 bytes are in flight.

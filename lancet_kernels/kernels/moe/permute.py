@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.protocol.device import INTERPRETED
-from lancet_kernels.kernels.runtime import check_tensor
+from lancet_kernels.kernels.runtime import check_tensor, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.

@@ -43,11 +43,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
 from lancet_kernels.kernels.protocol.device import REPORT_WORDS, TOO_MANY_ROWS, WAIT_READY
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.runtime import launch, small_kernel
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".

@@ -1,7 +1,7 @@
 """Which variants of which kernels must compile? Those of launches that are recorded here, with small sizes.
 
 Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded
-(`kernel_launch.recorded`). So nothing of a launch is said a second time.
+(`runtime.recorded`). So nothing of a launch is said a second time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.kernel_launch import Launch, recorded
 from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.runtime import Launch, recorded
 from lancet_kernels.kernels.symmetric import virtual_memories
 
 

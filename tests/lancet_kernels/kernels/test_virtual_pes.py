@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels.kernel_launch import recorded
-from lancet_kernels.kernels.warmup import warming_up
+from lancet_kernels.kernels.overlap import warming_up
+from lancet_kernels.kernels.runtime import recorded
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import check_dense, check_same, same_bits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lancet_kernels.kernels import runtime, warmup
+from lancet_kernels.kernels import overlap, runtime
 from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import check_same, make_layer
@@ -14,13 +14,13 @@ def test_exchanges_are_prepared_by_a_pass_that_is_skipped(monkeypatch: pytest.Mo
     case, noted = Case(world=1), []
     plain, prepared = (make_layer(virtual_memories(1)[0], "layer", case) for _ in range(2))
     given = prepared.x, prepared.routing, prepared.experts, prepared.config
-    warmup.warm_up(prepared.forward, prepared.backward, *given)
+    overlap.warm_up(prepared.forward, prepared.backward, *given)
     assert prepared.forward.begun == 0
     with monkeypatch.context() as compiled:
         compiled.setattr(runtime, "INTERPRETED", False)
         compiled.setattr(runtime, "check_runs_on", lambda what, device: None)
-        compiled.setattr(warmup, "compile_together", noted.extend)
-        warmup.warm_up(prepared.forward, prepared.backward, *given)
+        compiled.setattr(overlap, "compile_together", noted.extend)
+        overlap.warm_up(prepared.forward, prepared.backward, *given)
     names = [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in noted]
     assert names == [
         "exchange_counts",

@@ -30,9 +30,9 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.overlap import warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.symmetric.memory import virtual_memories
-from lancet_kernels.kernels.warmup import warming_up
 
 T = TypeVar("T")
 
