@@ -1,7 +1,7 @@
 """How is a fused launch cut, and which kernel runs it? Tiles, puts, grid; what a GPU can hold of them.
 
 `tuning.tuned` gives what was tuned for a device, or else `OverlapConfig.for_gpu`; of a configuration `cut`
-makes each launch.
+makes each launch. Also the names of activations. This file does not need Triton.
 """
 
 from __future__ import annotations
@@ -12,6 +12,17 @@ from typing import NamedTuple
 import torch
 
 from lancet_kernels.errors import UserError
+
+ACTIVATIONS = ("gelu", "silu", "swiglu")
+"""The activations that the kernels compute."""
+INTERLEAVED = "interleaved-clamped-swiglu"
+"""As "clamped-swiglu", with gate and up in alternate columns."""
+CLAMPED = ("clamped-swiglu", INTERLEAVED)
+"""The activations of GPT-OSS."""
+ALL_ACTIVATIONS = (*ACTIVATIONS, *CLAMPED)
+"""The activations of layers with backend "torch"; those of GPT-OSS are computed by plain torch ops."""
+GATED = ("swiglu", *CLAMPED)
+"""The activations whose input holds gate and up, so is twice as wide as the output."""
 
 # Maximal shared memory of one program, in bytes, by architecture (CUDA programming guide, compute
 # capabilities).
@@ -25,6 +36,14 @@ MOST_ACCUMULATOR_REGISTERS = 128
 def shared_memory(arch: int) -> int:
     """Bytes of shared memory for one program on compute capability `arch` (90 for 9.0)."""
     return SHARED_MEMORY[max((a for a in SHARED_MEMORY if a <= arch), default=80)]
+
+
+def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Raise UserError unless `kind` is one of `supported`."""
+    if kind not in supported:
+        is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
+        do = 'use backend="torch"' if is_other else "check the name"
+        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(supported)}", do=do)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.activation_names import check_activation
-from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.config import OverlapConfig, check_activation
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
 from lancet_kernels.kernels.runtime import check_tensor
 

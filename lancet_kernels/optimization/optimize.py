@@ -27,7 +27,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
-from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.config import check_activation
 from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gradients import broadcast_replicated

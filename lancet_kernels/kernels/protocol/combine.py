@@ -15,10 +15,10 @@ they are spread, the others find theirs free. Four for each would stand on those
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.moe.permute import add_row, place_row
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import WAIT_RESULTS
 from lancet_kernels.kernels.protocol.schedule import VOID, chunk_number, segment
+from lancet_kernels.kernels.rows import add_row, place_row
 
 # Programs on a multiprocessor of a PE that has the GPU to itself.
 PROGRAMS, WARPS = 4, 4

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lancet_kernels.kernels import rows
 from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
@@ -201,14 +202,6 @@ def _fused(arch: int) -> Iterator[Specimen]:
                 yield _fused_specimen(case, arch, direction, launch)
 
 
-def _specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
-    """Specimens of what call(*args, **options) would launch."""
-    with recorded() as launches:
-        call(*args, **options)
-    for launch in launches:
-        yield Specimen.of(launch, said)
-
-
 def _rows() -> Iterator[Specimen]:
     """Permute, combine and its weights' gradient for two, eight and many choices; the activation."""
     tokens, width = 4, 4096
@@ -218,20 +211,19 @@ def _rows() -> Iterator[Specimen]:
         (torch.float32, 2, True),
         (torch.bfloat16, 64, True),
     ):
-        said = f"{SHORT[dtype]} K{top_k}" + (" weighted" if weighted else "")
-        x = torch.zeros(tokens, width, dtype=dtype)
+        x, y = (torch.zeros(n, width, dtype=dtype) for n in (tokens, tokens * top_k))
         row = torch.zeros(tokens, top_k, dtype=torch.int64)
         weight = torch.zeros(tokens, top_k) if weighted else None
-        yield from _specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
-        rows = torch.zeros(tokens * top_k, width, dtype=dtype)
-        yield from _specimens_of(said, permute.combine, rows, row, weight)
-        yield from _specimens_of(said, permute.combine_dweight, x, rows, row)
+        with recorded() as launches:
+            rows.permute(x, row, weight, tokens * top_k)
+            rows.combine(y, row, weight)
+            rows.combine_dweight(x, y, row)
+        said = f"{SHORT[dtype]} K{top_k}" + " weighted" * weighted
+        yield from (Specimen.of(launch, said) for launch in launches)
     count = torch.zeros(1, dtype=torch.int64)
-    for dtype in (torch.bfloat16, torch.float32):
-        for kind in ("gelu", "swiglu"):
-            h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
-            yield from _specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
-            da = torch.zeros(4, 2048, dtype=dtype)
-            yield from _specimens_of(
-                f"{SHORT[dtype]} {kind}", activation.activation_backward, da, h, count, kind
-            )
+    for dtype, kind in product((torch.bfloat16, torch.float32), ("gelu", "swiglu")):
+        h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
+        with recorded() as launches:
+            rows.activation(h, count, kind)
+            rows.activation_backward(torch.zeros(4, 2048, dtype=dtype), h, count, kind)
+        yield from (Specimen.of(launch, f"{SHORT[dtype]} {kind}") for launch in launches)
