@@ -102,30 +102,28 @@ def tune(
 
     Raises UserError without a GPU, unless it is a dry run.
     """
+    if not dry_run:
+        check_has_gpu(place)
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
-    outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
-    for outcome in outcomes:
-        outcome.candidates = [Candidate(config) for config in candidates(outcome.task, place)[:most]]
-    _mark_cached(outcomes, cache, force)
-    if dry_run:
-        for outcome in outcomes:
-            outcome.status = "dry-run" if outcome.status == "left" else outcome.status
-        return outcomes
-    check_has_gpu(place)
-    assert place.device is not None
-    clock = clock or Clock(place.device)
+    status = "dry-run" if dry_run else "left"
+    outcomes = [
+        Outcome(task, task.key(place.name), status, [Candidate(c) for c in candidates(task, place)[:most]])
+        for task in tasks
+    ]
     for number, outcome in enumerate(outcomes):
         say(number, outcome.key)
-        # Another process may have tuned it meanwhile.
-        _mark_cached([outcome], cache, force)
-        if outcome.status == "known":
-            continue
-        if not _from_first(time.monotonic() < deadline):
-            break
-        _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
-        if outcome.status == "tuned" and save:
-            cache.put([_entry(outcome, place)])
+        # Looked up now: another process may have tuned it meanwhile.
+        entry = None if force else _from_first(cache.entries()).get(outcome.key)
+        # An entry of another compiler may be outdated.
+        if entry is not None and entry.triton == triton.__version__:
+            outcome.status, outcome.cached = "known", entry
+        elif not dry_run and _from_first(time.monotonic() < deadline):
+            assert place.device is not None
+            clock = clock or Clock(place.device)
+            _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
+            if outcome.status == "tuned" and save:
+                cache.put([_entry(outcome, place)])
     say(sum(o.status != "left" for o in outcomes), "")
     return outcomes
 
@@ -133,17 +131,6 @@ def tune(
 def _passes(task: Task, device: torch.device) -> Runs:
     passes = FusedPasses(task.workload, task.dtype, device)
     return lambda config: lambda: passes.forward_backward(config)
-
-
-def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool) -> None:
-    if force:
-        return
-    entries = _from_first(cache.entries())
-    for outcome in outcomes:
-        entry = entries.get(outcome.key)
-        # An entry of another compiler may be outdated.
-        if entry is not None and entry.triton == triton.__version__:
-            outcome.status, outcome.cached = "known", entry
 
 
 def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
