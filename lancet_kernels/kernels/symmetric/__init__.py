@@ -34,28 +34,20 @@ def create(
     rank stays away.
     """
     device = torch.device(device)
-    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
-    if alone:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         (memory,) = virtual_memories(1, device)
         return memory
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(
+            "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
+        )
     if device.type == "cpu":
         return SharedMemory(group, timeout_s)
-    if device.type == "cuda":
-        lack = unreachable(group, device, timeout_s)
-        return (
-            _over_nvshmem(group, device, timeout_s, lack) if lack else TorchMemory(group, device, timeout_s)
-        )
-    raise UserError(
-        "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
-    )
-
-
-def _over_nvshmem(
-    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, not_torch: str
-) -> NvshmemMemory:
-    """Args: not_torch: why torch's symmetric memory does not serve."""
+    not_torch = unreachable(group, device, timeout_s)
+    if not not_torch:
+        return TorchMemory(group, device, timeout_s)
     try:
-        memory = NvshmemMemory(group, device, timeout_s)
+        nvshmem_memory = NvshmemMemory(group, device, timeout_s)
     except UserError as error:
         raise UserError(
             "symmetric memory between GPUs",
@@ -63,5 +55,5 @@ def _over_nvshmem(
             expected=f"GPUs of one machine with NVLink, or {error.expected}",
             do=error.do,
         ) from error
-    memory.reason += f" (not torch: {not_torch})"
-    return memory
+    nvshmem_memory.reason += f" (not torch: {not_torch})"
+    return nvshmem_memory

@@ -150,7 +150,7 @@ class MemoryOfRanks(SymmetricMemory):
         self._meetings = meetings
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
+        super().barrier()
         self._meetings.meet("barrier", timeout_s=timeout_s)
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:

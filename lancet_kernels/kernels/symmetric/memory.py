@@ -122,12 +122,15 @@ class SymmetricMemory(ABC):
         self._check_open()
         return max(self._gather("largest", value))
 
-    @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every PE is here and what its device was doing is done.
 
         Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: as at creation).
+        Of PEs in one process each launches before.
         """
+        self._check_open()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self, *, together: bool = True) -> None:
         """Free all regions; may be called twice. Does not wait for peers that may still write into them.
@@ -222,12 +225,6 @@ class VirtualMemory(SymmetricMemory):
         self.shares_device = heap.world > 1
         self._heap = heap
         self._count = 0
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when what the device was doing for any PE is done. Launch for every PE before."""
-        self._check_open()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:
         # One thread runs all PEs one after another, so they must bring the same.

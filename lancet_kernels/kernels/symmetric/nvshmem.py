@@ -116,8 +116,6 @@ class NvshmemMemory(MemoryOfRanks):
         self.reason = f"nvshmem: {self.world} GPUs, NVSHMEM {version}, pointers to {near} of them at most"
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
-        torch.cuda.synchronize(self.device)
         super().barrier(timeout_s)
         # All are here, so it does not wait for long: it completes the puts that no kernel has waited for.
         self._bindings.barrier_all()

@@ -75,11 +75,6 @@ class TorchMemory(MemoryOfRanks):
         self._group = group or dist.group.WORLD
         self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
-    def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
-        torch.cuda.synchronize(self.device)
-        super().barrier(timeout_s)
-
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         torch_memory = _torch_symmetric_memory()
         raw = self._meetings.together(

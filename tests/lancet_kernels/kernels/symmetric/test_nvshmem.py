@@ -160,8 +160,7 @@ def test_order_of_calls(pool):
     for rank, result in enumerate(results):
         assert result["calls"] == [
             ("init", b"of rank 0", rank, 2, "uid"),
-            "tensor", "synchronize", "synchronize", "barrier_all",
-            "synchronize", "synchronize", "free", "finalize",
+            "tensor", "synchronize", "barrier_all", "synchronize", "synchronize", "free", "finalize",
         ]  # fmt: skip
         assert result["peers"] == [4096 * (peer - rank) for peer in range(2)]
         assert result["reason"] == "nvshmem: 2 GPUs, NVSHMEM 3.8.0, pointers to 2 of them at most"
