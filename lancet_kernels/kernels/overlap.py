@@ -1,14 +1,11 @@
 """The expert part of an MoE layer, dispatch to combine, forward and backward, in fused launches.
 
-    T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
-    D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows that a pass receives
-
 Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights
 -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
-their biases fill the way back. Each direction is one
-launch, and one that adds up what comes back. Independent GEMMs (dW of another layer, say) can ride along:
-`DenseGemm`. Before the forward two small launches exchange counts and find where
-all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
+their biases fill the way back. Each direction is one launch, and one that adds up what comes back.
+Independent GEMMs (dW of another layer, say) can ride along: `DenseGemm`. Before the forward two small
+launches exchange counts and find where all rows lie (`schedule.py`); the backward's lie where the forward's
+did. Letters: `protocol`.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.

@@ -1,4 +1,4 @@
-"""What goes into a pass through the fused experts and comes out of it; letters as in `kernels.overlap`.
+"""What goes into a pass through the fused experts and comes out of it; letters: `protocol`.
 
 Whether a pass can run with it is checked before anything is sent: no peer waits.
 """

@@ -1,8 +1,5 @@
 """Where do rows land on a peer, and when may they be overwritten? Regions and signals of some passes.
 
-    W  PEs, L experts on each, E = W * L    D  width
-    S  most rows that a PE sends    R  most rows that a pass receives    A  those of all open passes together
-
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
     rows     [A, D]           rows received, by pass, local expert, source, slot

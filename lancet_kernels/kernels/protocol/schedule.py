@@ -1,8 +1,5 @@
 """Where do compact rows lie on every PE, and which task has which number? Found on the device, from counts.
 
-    W  PEs, L experts on each, E = W * L       BM  rows of a tile      R  most rows that a pass receives
-    A  rows that all open passes of a PE have together
-
 A row is one kept choice of one token. count[w, e] is how many rows PE w sends to expert e; every PE puts its
 own to all others, and every offset on every PE is a prefix sum of them:
 
@@ -39,7 +36,7 @@ What does not fit. If the rows of any PE are more than its room, or more than R,
 counts before anything is put: the pass is *void*, nothing is put or waited for, its results are NaN, and the
 report says which PE needed how many rows.
 
-Order of tasks. Programs claim numbers from one counter (of the Hopper kernel from two: `hopper/kernel.py`):
+Order of tasks, whose numbers programs claim (`hopper/kernel.py`: the Hopper kernel claims puts apart):
 
     [puts][independent GEMMs][tiles][weight gradients]
 
