@@ -145,7 +145,7 @@ def _task(outcome: Outcome) -> dict[str, Any]:
     if outcome.winner is not None:
         fields["winner"] = outcome.winner.as_json()
     if outcome.cached is not None:
-        fields["winner"] = {"config": outcome.cached.config, "ms": outcome.cached.milliseconds}
+        fields["winner"] = {"config": asdict(outcome.cached.config), "ms": outcome.cached.milliseconds}
     return fields
 
 
@@ -159,7 +159,7 @@ def _text(outcomes: Sequence[Outcome]) -> str:
 def _configuration_text(outcome: Outcome) -> list[str]:
     if outcome.cached is not None:
         entry = outcome.cached
-        return [f"    measured on {entry.date}: {_short(entry.configuration())}"]
+        return [f"    measured on {entry.date}: {_short(entry.config)}"]
     counted = f"    {len(outcome.candidates)} candidates"
     if outcome.status == "dry-run":
         return [f"{counted}:", *(f"        {_short(candidate.config)}" for candidate in outcome.candidates)]

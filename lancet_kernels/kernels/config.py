@@ -64,17 +64,13 @@ class GemmConfig:
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
 
-    def operand_bytes(self, dtype: torch.dtype, accumulators: int = 1) -> int:
-        """Shared memory of the operands in flight. Two accumulators (swiglu) read two blocks of weights."""
-        columns = self.block_m + accumulators * self.block_n
-        return self.num_stages * columns * self.block_k * dtype.itemsize
-
-    def accumulator_registers(self, accumulators: int = 1) -> int:
-        """float32 accumulators of one thread."""
-        return accumulators * self.block_m * self.block_n // (32 * self.num_warps)
-
     def is_valid(self, dtype: torch.dtype, arch: int, accumulators: int = 1) -> bool:
-        """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?"""
+        """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?
+
+        Two accumulators (swiglu) read two blocks of weights.
+        """
+        columns = self.block_m + accumulators * self.block_n
+        operand_bytes = self.num_stages * columns * self.block_k * dtype.itemsize
         # block_n / 2: the epilogue works on quarters of a tile, 8 columns or more.
         blocks = (self.block_m, self.block_n // 2, self.block_k)
         powers = all(b >= 16 and b & (b - 1) == 0 for b in (*blocks, 16 * self.num_warps))
@@ -82,8 +78,8 @@ class GemmConfig:
             powers
             and self.num_warps <= 16
             and self.num_stages >= 1
-            and self.operand_bytes(dtype, accumulators) <= shared_memory(arch)
-            and self.accumulator_registers(accumulators) <= MOST_ACCUMULATOR_REGISTERS
+            and operand_bytes <= shared_memory(arch)
+            and accumulators * self.block_m * self.block_n <= MOST_ACCUMULATOR_REGISTERS * 32 * self.num_warps
         )
 
 
@@ -174,25 +170,17 @@ class OverlapConfig:
 
         arch: 90 for compute capability 9.0, 0 for no GPU. far: some peers are reached by NVSHMEM only.
         """
-        tile = self.gemm
+        tile, block = self.gemm, self.gemm.block_k
         fits = tile in [GemmConfig(128, 256, 64, 8, stages) for stages in (2, 3, 4)]
+        divides = width % block == 0 and hidden % block == 0
+        here = f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU"
         checks = (
             ("tile", str(tile), "128x256x64 with 8 warps and 2 to 4 stages", fits),
             ("tma", self.tma, "True", self.tma),
             ("type", dtype, "torch.bfloat16 or torch.float16", dtype in (torch.bfloat16, torch.float16)),
-            (
-                "widths of model and experts",
-                (width, hidden),
-                f"multiples of {tile.block_k}",
-                width % tile.block_k == 0 and hidden % tile.block_k == 0,
-            ),
+            ("widths of model and experts", (width, hidden), f"multiples of {block}", divides),
             ("transport", "NVSHMEM" if far else "pointers", "pointers to all peers", not far),
-            (
-                "device",
-                f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU",
-                "a GPU of compute capability 9.0",
-                arch == 90,
-            ),
+            ("device", here, "a GPU of compute capability 9.0", arch == 90),
         )
         return [(what, got, expected) for what, got, expected, fits in checks if not fits]
 
@@ -210,12 +198,8 @@ class OverlapConfig:
         if not aligned and dtype.itemsize == 4:
             tile = replace(tile, num_stages=1)
         elif not aligned:
-            tile = replace(
-                tile,
-                block_n=min(tile.block_n, 32),
-                block_k=min(tile.block_k, 32),
-                num_stages=min(tile.num_stages, 3),
-            )
+            columns, step = min(tile.block_n, 32), min(tile.block_k, 32)
+            tile = replace(tile, block_n=columns, block_k=step, num_stages=min(tile.num_stages, 3))
         gluon = self.bodies == "gluon" and tma
         if backward and not gluon:
             tile = replace(tile, block_n=min(tile.block_n, 64))

@@ -73,7 +73,7 @@ def moe_forward(
     gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
     fits = aligned(exchange, experts, dense, [x, out, *gemms])
     cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=False)
-    # Float32 that a forward never looks at.
+    # Weights that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
     _launch(exchange, opened, experts, config, cut, dense, sending, gemms, None)
     _combine(exchange, opened, routing, config, out, None)
@@ -147,14 +147,12 @@ def aligned(
 
 def _weights_to_send(exchange: Exchange, routing: Routing) -> Tensor:
     """float32 [S], in symmetric memory where NVSHMEM sends them."""
-    weights = routing.weight_of_row()
-    stage = exchange.buffers.stage
-    if stage is not None:
-        staged = stage.weights.local
-        rows = min(len(staged), len(weights))
-        staged[:rows] = weights[:rows]
-        return staged
-    return weights
+    weights, stage = routing.weight_of_row(), exchange.buffers.stage
+    if stage is None:
+        return weights
+    rows = min(len(stage.weights.local), len(weights))
+    stage.weights.local[:rows] = weights[:rows]
+    return stage.weights.local
 
 
 def _launch(

@@ -176,7 +176,7 @@ def _entry(outcome: Outcome, place: Place) -> Entry:
         shape=task.shape,
         dtype=str(task.dtype).removeprefix("torch."),
         device=place.name,
-        config=dataclasses.asdict(winner.config),
+        config=winner.config,
         milliseconds=winner.ms,
         # A default that does not run has no time.
         default_milliseconds=winner.ms if default.ms is None else default.ms,

@@ -65,19 +65,14 @@ Stage = namedtuple("Stage", "rows weights results dots")
 
 
 class FailureReport:
-    """The report of one PE.
-
-    Attributes:
-        words: int64 [8] on its device, as `device.wait` writes them.
-    """
+    """The report of one PE. words: int64 [8] on its device, as `device.wait` writes them."""
 
     def __init__(self, where: torch.device) -> None:
         self.words = torch.zeros(REPORT_WORDS.value, dtype=torch.int64, device=where)
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_failed(self) -> bool:
-        """Has a wait run out of time? Does not wait for the device: what a GPU reports of a launch, a later
-        call says."""
+        """Has a wait run out of time? Does not wait: what a GPU reports of a launch a later call says."""
         if self.words.device.type != "cuda":
             return bool(self.words[0])
         if torch.cuda.is_current_stream_capturing():
@@ -113,8 +108,7 @@ class OpenPass:
 class ResultBuffers:
     """What an exchange needs only while a launch runs: results, dots, stages. Collective to make.
 
-    Exchanges of the same sizes share them, if every PE launches their passes one behind the other: in one
-    stream, or in streams that wait for each other.
+    Exchanges of the same sizes share them, if every PE launches their passes one behind the other.
 
     Attributes:
         poisoned: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
@@ -125,7 +119,6 @@ class ResultBuffers:
         self,
         memory: SymmetricMemory,
         name: str,
-        *,
         send_rows: int,
         receive_rows: int,
         width: int,
@@ -196,9 +189,7 @@ class Exchange:
         self._own: list[Region] = []
         self.rows = self._region("rows", (self.room, width), dtype)
         self.row_weights = self._region("weights of rows", (receive_rows,), torch.float32)
-        self.buffers = buffers or ResultBuffers(
-            memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
-        )
+        self.buffers = buffers or ResultBuffers(memory, name, send_rows, receive_rows, width, dtype)
         self.results = self.buffers.results
         self.arrived = self._region("arrived", (self.tiles, self.world))
         self.returned = self._region("returned", (self.chunks,))

@@ -7,7 +7,7 @@ puts.
 NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
 one can have it. It is initialised with the first memory and finalised when Python exits.
 
-Nothing of NVSHMEM is imported before it is needed; `missing` says what of it is not there.
+Nothing of NVSHMEM is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
 
 
 def missing(device: torch.device) -> str:
-    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried.
-
-    Whether the peers can be reached shows only when all of them initialise it.
-    """
+    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried."""
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
     if device.type != "cuda":
@@ -58,9 +55,8 @@ def missing(device: torch.device) -> str:
     built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}
     installed = {name.rpartition("-")[2] for name in _distributions("nvshmem4py-cu")}
     if installed and not installed & built_for:
-        return (
-            f"nvshmem4py for {', '.join(sorted(installed))}, but torch is built for CUDA {torch.version.cuda}"
-        )
+        versions = ", ".join(sorted(installed))
+        return f"nvshmem4py for {versions}, but torch is built for CUDA {torch.version.cuda}"
     try:
         core.get_version()
     except Exception as error:
@@ -197,11 +193,6 @@ def init_module(kernel: Any) -> bool:
     kernel: what `fn.warmup(..., grid=...)` returns. Once per loaded kernel: later calls do nothing. Kernels
     that are not linked with NVSHMEM, which must not get it, are left alone.
     -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
-
-    Example:
-        kernel = put_kernel.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
-        init_module(kernel)
-        put_kernel[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
     """
     if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
         return False

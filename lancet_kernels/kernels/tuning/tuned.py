@@ -115,7 +115,6 @@ class Entry:
 
     Attributes:
         shape, dtype, device: what it is for; `device` is a GPU's name.
-        config: the fields of the configuration.
         milliseconds, default_milliseconds: of this configuration and of the heuristic default.
         triton: its version. date: ISO.
     """
@@ -123,7 +122,7 @@ class Entry:
     shape: Shape
     dtype: str
     device: str
-    config: dict[str, Any]
+    config: OverlapConfig
     milliseconds: float
     default_milliseconds: float
     triton: str
@@ -132,19 +131,6 @@ class Entry:
     @property
     def key(self) -> str:
         return key_of(self.shape, self.dtype, self.device)
-
-    def configuration(self) -> OverlapConfig:
-        """The configuration as a dataclass. Raises: ValueError for unknown fields, or wrong types."""
-        values = dict(self.config)
-        try:
-            config = OverlapConfig(**values | {"gemm": GemmConfig(**values["gemm"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(str(error)) from error
-        kinds = {"bodies": str, "gemm": dict}
-        numbers = [*values["gemm"].values(), *(v for name, v in values.items() if name not in kinds)]
-        if dataclasses.asdict(config) != values or not all(isinstance(n, int) for n in numbers):
-            raise ValueError(f"values {values}")
-        return config
 
 
 def key_of(shape: Shape, dtype: str, device: str) -> str:
@@ -159,10 +145,13 @@ def key_of(shape: Shape, dtype: str, device: str) -> str:
 
 def _from_json(raw: Any) -> Entry:
     """The entry. Raises if it is not valid."""
-    entry = Entry(**{**raw, "shape": tuple(raw["shape"])})
+    config = OverlapConfig(**{**raw["config"], "gemm": GemmConfig(**raw["config"]["gemm"])})
+    numbers = {**vars(config), **vars(config.gemm), "gemm": 0, "bodies": 0}
+    if dataclasses.asdict(config) != raw["config"] or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(f"values {raw['config']}")
+    entry = Entry(**{**raw, "shape": tuple(raw["shape"]), "config": config})
     if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
         raise ValueError("a time that is not a number >= 0")
-    entry.configuration()
     return entry
 
 
@@ -177,13 +166,10 @@ def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConf
     name, arch = device_name(device)
     key = key_of(shape, str(dtype).removeprefix("torch."), name)
     entry = _user_cache().get(key)
-    if entry is None:
-        return None
-    config = entry.configuration()
-    if not config.gemm.is_valid(dtype, arch):
+    if entry is not None and not entry.config.gemm.is_valid(dtype, arch):
         warnings.warn(f"tuned configuration {key!r} cannot run on sm_{arch} and is ignored", stacklevel=2)
         return None
-    return config
+    return None if entry is None else entry.config
 
 
 def forget() -> None:

@@ -69,7 +69,7 @@ def test_the_smallest_median_wins(cache) -> None:
     (outcome,) = tune([MIDDLE], H100, cache, clock=clock, rounds=5, runs_of=nothing_runs)
     assert outcome.winner.config == fastest
     (entry,) = cache.entries().values()
-    assert (entry.configuration(), entry.device) == (fastest, H100.name)
+    assert (entry.config, entry.device) == (fastest, H100.name)
     assert entry.default_milliseconds > entry.milliseconds
     # In turn: every candidate once before the first one comes again.
     timed = len(outcome.candidates)

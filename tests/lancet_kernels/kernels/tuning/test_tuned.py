@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TunedCach
 
 
 def entry(config=CONFIG, device=GPU, shape=SHAPE) -> Entry:
-    return Entry(shape, "bfloat16", device, asdict(config), 1.0, 1.5, "3.6.0", "2026-11-21")
+    return Entry(shape, "bfloat16", device, config, 1.0, 1.5, "3.6.0", "2026-11-21")
 
 
 def look(shape=SHAPE, dtype=torch.bfloat16):
