@@ -55,21 +55,13 @@ def _load_in(it, j, task, epoch, ptrs, sizes, descs, rings, views, const):
         row = base_of(ptrs, const.BACKWARD) + first_row + m * const.BM
         n0 = task.n * const.BN_IN
         j = hand_over(j, rings, task, steps, 1)
-        if const.BACKWARD:
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * F + n0, 0, 0, views.a, views.b_across,
-                rings, False, False, False, const,
-            )  # fmt: skip
-        elif const.ACT == "swiglu":
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, F + n0, views.a,
-                views.b_halves, rings, False, True, True, const,
-            )  # fmt: skip
-        else:
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, 0, views.a, views.b, rings,
-                False, True, False, const,
-            )  # fmt: skip
+        DOWN: gl.constexpr = not const.BACKWARD
+        PAIR: gl.constexpr = DOWN and const.ACT == "swiglu"
+        b_bufs = (views.b_halves if PAIR else views.b) if DOWN else views.b_across
+        it = load_steps(
+            it, steps, descs.rows, descs.weight_in, row, 0, local * D if DOWN else local * F + n0,
+            n0 if DOWN else 0, F + n0 if PAIR else 0, views.a, b_bufs, rings, False, DOWN, PAIR, const,
+        )  # fmt: skip
     return it, j
 
 
@@ -82,18 +74,15 @@ def _load_out(it, j, task, ptrs, sizes, descs, rings, views, const):
     if here:
         row = first_row + m * const.BM
         n0 = task.n * const.BN
-        steps = gl.cdiv(sizes.H if const.BACKWARD else sizes.F, const.BK)
+        DOWN: gl.constexpr = not const.BACKWARD
+        steps = gl.cdiv(sizes.F if DOWN else sizes.H, const.BK)
         j = hand_over(j, rings, task, steps, 1)
-        if const.BACKWARD:
-            it = load_steps(
-                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.D + n0, 0, 0, views.a,
-                views.b_across, rings, False, False, False, const,
-            )  # fmt: skip
-        else:
-            it = load_steps(
-                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.F, n0, 0, views.a, views.b,
-                rings, False, True, False, const,
-            )  # fmt: skip
+        b_bufs = views.b if DOWN else views.b_across
+        it = load_steps(
+            it, steps, descs.hidden, descs.weight_out, row, 0,
+            local * sizes.F if DOWN else local * sizes.D + n0, n0 if DOWN else 0, 0, views.a, b_bufs, rings,
+            False, DOWN, False, const,
+        )  # fmt: skip
     return it, j
 
 

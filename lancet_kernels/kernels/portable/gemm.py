@@ -13,7 +13,7 @@ distances that are multiples of 16 bytes, and `runtime.provide_scratch()` before
 with masks and runs everywhere. Stores are always plain, so that an output on another PE is covered by the
 release of the signal that follows (`device.put_signal`).
 
-The caller must have waited for the rows, and have called `device.fence_tma` if they came from another PE.
+The caller has waited for the rows, and called `device.fence_tma` if they came from another PE.
 """
 
 import triton

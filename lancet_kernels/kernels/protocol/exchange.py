@@ -24,8 +24,7 @@ results (`ResultBuffers`). All of it needs passes one behind the other in a stre
 for each other.
 
 The epoch lives in device memory, and so does what rows are occupied: a captured CUDA graph counts on in every
-replay. The host only checks that no more passes are open than there are places to note their rows in. Nothing
-here depends on how many tokens there are, within S and R.
+replay. The host only checks that no more passes are open than there are places to note their rows in.
 """
 
 from __future__ import annotations
@@ -288,10 +287,7 @@ class Exchange:
         return opened
 
     def schedule(self, opened: OpenPass, count: Tensor) -> None:
-        """Exchange counts with all PEs and fill the table of the pass. count: int64 [E], of each expert.
-
-        Launched before the passes' own kernel. It waits for the counts of every PE.
-        """
+        """Exchange counts with all PEs and fill the table of the pass. count: int64 [E], of each expert."""
         experts = self.world * self.local_experts
         launch(
             exchange_counts_kernel, (1,),
@@ -338,16 +334,15 @@ class Exchange:
         )  # fmt: skip
 
     def watch(self, layer: str = "") -> None:
-        """Raise CommunicationError for a wait that ran out of time, without waiting for the device.
-
-        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it. layer:
-        whose pass was the latest one, to be named where several share the exchange.
-        """
+        """`check` that does not wait: on a GPU the next call raises what the latest pass will report."""
         if self._failures.is_failed():
             self.check(layer)
 
     def check(self, layer: str = "") -> None:
-        """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
+        """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device.
+
+        layer: whose pass was the latest one, to be named where several share the exchange.
+        """
         failure = self._failures.first()
         if failure is None:
             return

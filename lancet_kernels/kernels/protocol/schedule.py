@@ -23,18 +23,16 @@ PE 0 receives 11 rows in 4 tiles. Tile 0 is rows 0 to 3: two of PE 0 and two of 
 9 and 10: one of each source.
 
 How rows are said to have arrived. One signal word for each (tile, source), holding the epoch; a tile looks at
-those of the sources that the counts name, all at once. One counter for each tile, that every put adds to,
-could not say which PE is missing, would have to be reset between epochs, and would be off for ever after a
-single put that came twice or not at all. Words by source only grow, and are right again with the next epoch.
+those of the sources that the counts name, all at once. A counter for each tile could not say which PE is
+missing, and would be off for ever after a single put that came twice or not at all.
 
 Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
 of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where
 that begins (base) and how long it is (room). Passes that end in the reverse order leave a stack, others a
 hole until it is the largest gap. All rows of a backward lie from row 0 of their region on.
 
-What does not fit. If the rows of any PE are more than its room, or more than R, every PE sees that in the
-counts before anything is put: the pass is *void*, nothing is put or waited for, its results are NaN, and the
-report says which PE needed how many rows.
+What does not fit. If the rows of any PE are more than its room, or than R, every PE sees that in the counts
+before anything is put: the pass is *void*, its results are NaN, and the report says who needed how many rows.
 
 Order of tasks, whose numbers programs claim (`hopper/kernel.py`: the Hopper kernel claims puts apart):
 
@@ -44,8 +42,7 @@ Puts are sorted by (local expert, tile) of where they go, and among equals by ho
 first, the PE itself last. Each chunk is 8 puts of an eighth of a tile's rows, the last of which signals: so
 132 programs that begin together have 17 chunks on their way and not 132. At D = 4096 in bfloat16 these are 17
 MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all arrive at its end, 0.3 ms. The
-tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first. What comes back is added
-up by a kernel of its own (`combine.py`).
+tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first.
 
 Why one resident program per PE is enough. A put waits for releases of earlier passes only. As puts stand
 first, those of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows
@@ -188,9 +185,9 @@ def exchange_counts_kernel(
     Work: 4 E bytes to each peer, and W scans of E numbers, of several PEs at once.
     Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
 
-    Nothing is waited for before it puts. A peer has read the counts of epoch e - 2 when it sends those of
-    e - 1, which were waited for here; that these came in time is the report. And what a peer says of epoch e
-    it says behind all that it did before, so that rows may go where it has room.
+    A peer has read the counts of epoch e - 2 when it sends those of e - 1, which were waited for here; that
+    these came in time is the report. And what a peer says of epoch e it says behind all that it did before,
+    so that rows may go where it has room.
     """
     epoch = tl.load(words_ptr)
     bank = epoch % COUNT_BANKS
