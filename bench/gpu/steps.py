@@ -33,8 +33,8 @@ from lancet_kernels.kernels.overlap import variants, warm_up, warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.kernels.tuning.tuned import default_overlap_config
-from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
+from lancet_kernels.measure.workloads import WORKLOADS, Workload
 from lancet_kernels.timing import Clock
 
 Results = Iterator[dict]

@@ -145,11 +145,9 @@ class OverlapConfig:
 
         The Hopper kernel where it can run: puts in steps of 4 KiB. Else, or with `portable`, the portable
         one, with a tile that fits beside everything else in it without spilling (compiled 2026-11-21). On
-        sm_90 128x256 spills 24 to 40 bytes. On sm_80, which loads operands through registers, 128x64 with 8
-        warps spills 16 bytes once weight gradients of other layers ride along; float32 with 32 columns a
-        step spills some 450, and 64x64 16 bytes on sm_90 (Triton 3.6).
-
-        far: some peers are reached by NVSHMEM only.
+        sm_90 128x256 spills 24 to 40 bytes; on sm_80, which loads operands through registers, 128x64 with 8
+        warps 16 bytes once independent GEMMs ride along; float32 with 32 columns a step some 450, and 64x64
+        16 bytes on sm_90 (Triton 3.6). far: some peers are reached by NVSHMEM only.
         """
         tile = GemmConfig(128, 256, 64, 8, 4)
         hopper = cls(tile, put_rows=2, put_block=1024, programs=programs, tma=True, bodies="gluon")
@@ -189,10 +187,9 @@ class OverlapConfig:
 
         Plain loads need registers for addresses: 128x128x64 with 4 stages spills 1104 bytes in the forward
         and 1724 in the backward with independent GEMMs (bfloat16, sm_90, Triton 3.6, compiled 2026-11-21), 64
-        columns 416 bytes on sm_100 with Triton 3.9. Beside the backward's tasks 128 columns spill 52 to 76
-        bytes on sm_90, and 88 to 104 with NVSHMEM's functions on sm_100 (Triton 3.9; 2026-11-23). Spills are
-        in memory that the driver grows at a launch, for which it waits until the device is idle: never, if a
-        peer there waits for that launch.
+        columns 416 bytes on sm_100. Beside the backward's tasks 128 columns spill 52 to 104 bytes (Triton
+        3.9; 2026-11-23). Spills are in memory that the driver grows at a launch, for which it waits until the
+        device is idle: never, if a peer there waits for that launch.
         """
         tile, tma = self.gemm, self.tma and aligned
         if not aligned and dtype.itemsize == 4:

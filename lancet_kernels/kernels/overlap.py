@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.config import Cut, GemmConfig, OverlapConfig, most_registers
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig, most_registers
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel, launch_gluon
 from lancet_kernels.kernels.overlap_data import (
     DenseGemm,
@@ -71,11 +71,9 @@ def moe_forward(
     hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
     gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
-    fits = aligned(exchange, experts, dense, [x, out, *gemms])
-    cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=False)
     # Weights that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
-    _launch(exchange, opened, experts, config, cut, dense, sending, gemms, None)
+    _launch(exchange, opened, experts, config, dense, sending, gemms, None, out)
     _combine(exchange, opened, routing, config, out, None)
     return out, SavedPass(opened, pre)
 
@@ -118,12 +116,8 @@ def moe_backward(
     )
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
     gradients = Gradients(forward.rows.local, made.dw2, made.db2, made.dw1, made.db1)
-    fits = aligned(backward, experts, dense, [dy, made.dx, *gemms, *gradients])
-    cut = config.cut(backward.dtype, experts.activation, aligned=fits, backward=True)
-    columns = triton.cdiv(experts.hidden, cut.columns_in)
-    gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
-    _launch(backward, opened, experts, config, cut, dense, sending, gemms, gradients)
+    _launch(backward, opened, experts, config, dense, sending, gemms, gradients, made.dx)
     _combine(backward, opened, routing, config, made.dx, made.dweight)
     backward.release(opened)
     return made
@@ -160,14 +154,19 @@ def _launch(
     opened: OpenPass,
     experts: Experts,
     config: OverlapConfig,
-    cut: Cut,
     dense: Sequence[DenseGemm],
     sending: Sending,
     gemms: Gemms,
     gradients: Gradients | None,
+    out: Tensor,
 ) -> None:
-    """The overlap kernel of one direction: a backward with `gradients`."""
+    """The overlap kernel of one direction: a backward with `gradients`. out: what `_combine` will write."""
+    fits = aligned(exchange, experts, dense, [sending.rows, out, *gemms, *(gradients or ())])
+    cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=gradients is not None)
     gemm, stage = cut.gemm, exchange.buffers.stage
+    if gradients is not None:
+        columns = triton.cdiv(experts.hidden, cut.columns_in)
+        gemms = gemms._replace(row_dots=sending.weights.new_empty(columns, exchange.receive_rows))
     problems, dense_tiles = dense_table(dense, gemm, exchange.memory.device)
     arguments: dict[str, Any] = {
         "of_pass": opened.state, "arrivals": exchange.arrivals, "returns": exchange.returns,

@@ -1,10 +1,9 @@
 """Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
 
-Not with collectives: a collective that one rank does not join, or joins with other arguments, hangs or
-mixes up the data. Here every rank writes its request under the number of the meeting, and reads those of
-the others. A rank that differs is named, a rank that stays away is named, and no wait is longer than its
-timeout. Works for any backend, without a GPU. A meeting costs a few requests to a server: use it for
-set-up, not for every layer.
+Not with collectives: one that a rank does not join, or joins with other arguments, hangs or mixes up the
+data. Here every rank writes its request under the number of the meeting, and reads those of the others. A
+rank that differs or stays away is named, and no wait is longer than its timeout. A meeting costs a few
+requests to a server: for set-up, not for every layer.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 `rows.local` is this PE's copy. `rows.peers[p]` is the address of PE p's copy as this PE reaches it:
 what is stored there arrives at p, also while p runs. 0: no pointer reaches p (then NVSHMEM's puts do).
 
-`VirtualMemory` is that of several PEs in one process on one device: a whole protocol on one GPU or CPU. One
-thread plays all PEs, one after another: it allocates for each, then launches for each. So nothing in it
-waits. A kernel may: give each PE a stream of its own and launch all of them before anything synchronises.
+`VirtualMemory` is that of several PEs in one process on one device. One thread plays all PEs, one after
+another: it allocates for each, then launches for each, so nothing in it waits. A kernel may: give each PE a
+stream of its own and launch all of them before anything synchronises.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ ALIGNMENT = 16
 
 @dataclass(eq=False)
 class Region:
-    """A named region: this PE's copy, and where the others' copies are.
+    """A named region: this PE's copy, of the shape and dtype asked for, and where all copies are.
 
-    Attributes:
-        name: unique in its memory.
-        local: this PE's copy, of the shape and dtype asked for.
-        peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
-
+    peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
     After the memory is closed, `local` and `peers` raise UserError. Code that kept `peers` must not use it.
     """
 
@@ -88,7 +84,7 @@ class SymmetricMemory(ABC):
         away.
         """
         self._check_open()
-        # An error of this PE alone, before it has met the others, would leave them waiting.
+        # What is wrong is said behind the meeting: an error of this PE alone would leave the others waiting.
         shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         request = f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
         self._gather(request)

@@ -1,9 +1,8 @@
 """Symmetric memory between CPU processes of one machine: POSIX shared memory, mapped by every rank.
 
-Each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those of all others. As
-soon as every rank has mapped them, the names are removed: from then on the memory belongs to the processes
-that map it, and the system frees it with the last of them, however that one ends. If a rank dies in between,
-the others remove its name too.
+Each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those of all others. Then the
+names are removed, that of a rank that died in between, too: so the system frees the memory with the last of
+the processes that map it, however that one ends.
 """
 
 from __future__ import annotations

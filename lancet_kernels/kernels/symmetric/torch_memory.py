@@ -112,12 +112,9 @@ def gpu_id(device: torch.device) -> str:
 
 
 def signals_reach(device: torch.device, gpu: str) -> bool:
-    """Can signals go to that GPU through a pointer? Over PCIe stores arrive but atomics do not.
+    """Can signals go to the GPU of this `gpu_id` through a pointer? Over PCIe stores arrive, atomics do not.
 
-    A GPU that this process does not see (other processes' only, or another node of an NVLink domain) has a
-    pointer over NVLink or none at all.
-
-    Args: gpu: its `gpu_id`.
+    A GPU that this process does not see has a pointer over NVLink or none at all.
     """
     seen = [i for i in range(torch.cuda.device_count()) if gpu_id(torch.device("cuda", i)) == gpu]
     if not seen or seen[0] == device.index:

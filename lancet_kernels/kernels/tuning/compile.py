@@ -49,15 +49,15 @@ COUNTED = {
     "spill_stores": re.compile(r"\bSTL\b"),
     "spill_loads": re.compile(r"\bLDL\b"),
 }
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALIZED = re.compile(r"\((C75\d\d)\)")
 
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around matrix products.
+    """A loop around matrix products: how many of each thing stand in it.
 
     Attributes:
-        instructions, products, barriers, spill_stores, spill_loads: how many of these stand in it.
         in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
         shape: of a product of one warpgroup, e.g. "64x256x16".
     """
@@ -85,18 +85,15 @@ def product_loops(sass: str) -> tuple[ProductLoop, ...]:
         for at, instruction in code
         if PRODUCT.search(instruction) and (around := [loop for loop in loops if loop[0] <= at <= loop[1]])
     }
-    return tuple(
-        _loop([instruction for address, instruction in code if first <= address <= last])
-        for first, last in sorted(innermost)
-    )
-
-
-def _loop(inside: list[str]) -> ProductLoop:
-    counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
-    text = "\n".join(inside)
-    waits = [int(depth, 16) for depth in WAIT.findall(text)]
-    shapes = " ".join(sorted(set(PRODUCT.findall(text))))
-    return ProductLoop(len(inside), **counts, in_flight=min(waits, default=counts["products"]), shape=shapes)
+    found = []
+    for first, last in sorted(innermost):
+        inside = [instruction for address, instruction in code if first <= address <= last]
+        counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
+        text = "\n".join(inside)
+        depth = min((int(depth, 16) for depth in WAIT.findall(text)), default=counts["products"])
+        shape = " ".join(sorted(set(PRODUCT.findall(text))))
+        found.append(ProductLoop(len(inside), **counts, in_flight=depth, shape=shape))
+    return tuple(found)
 
 
 def serialized(log: str) -> tuple[str, ...]:
@@ -120,15 +117,11 @@ class CompiledKernel:
     """The compiled machine code of a specimen.
 
     Attributes:
-        arch: "sm_90".
-        registers: of one thread. threads: of one program.
-        spills: bytes of one thread that are spilled to local memory.
-        stack: all bytes of local memory of one thread.
-        shared_bytes: of one program.
+        arch: "sm_90". threads, shared_bytes: of one program.
+        registers, spills, stack: of one thread; bytes that are spilled, and all bytes of local memory.
         wgmma, tma, tcgen05: does the machine code have these instructions?
-        serialized: codes of the assembler's warnings that products wait for each other; of sm_90.
-        loops: around wgmma.
-        seconds: compile time; near zero if the kernel was in Triton's cache.
+        serialized: codes of the assembler's warnings that products wait for each other.
+        loops: around wgmma. seconds: near zero if the kernel was in Triton's cache.
     """
 
     arch: str
@@ -165,15 +158,22 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
         )
     start = time.perf_counter()
     compiled, options = _compile(specimen, arch)
-    registers, stack = _resources(compiled)
+    usage = _tool("-res-usage", compiled.asm["cubin"])
+    name = re.escape(compiled.metadata.name)
+    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert match, usage
+    registers, *stack_and_local = map(int, match.groups())
+    stack = sum(stack_and_local)
     instructions = _tool("-sass", compiled.asm["cubin"])
     wgmma = bool(WGMMA.search(instructions))
     # Triton keeps no log: where there is something to say, the assembler runs a second time.
     log = _assembler_log(compiled.asm["ptx"], options, arch) if stack or wgmma else ""
+    spilled = SPILLS.findall(log)
+    assert spilled or not log, log
     return CompiledKernel(
         arch=f"sm_{arch}",
         registers=registers,
-        spills=_spills(log) if stack else 0,
+        spills=sum(max(map(int, stores_and_loads)) for stores_and_loads in spilled),
         stack=stack,
         shared_bytes=compiled.metadata.shared,
         threads=(specimen.total_warps or compiled.metadata.num_warps) * 32,
@@ -224,7 +224,8 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
         )
     if specimen.nvshmem:
         arguments["extern_libs"] = nvshmem.extern_libs(arch)
-    backend = make_backend(_target(arch))
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(**arguments)
     parsed, signature, constexprs, attributes = kernel._pack_args(
@@ -234,7 +235,7 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
         kernel, signature, constexprs, attributes
     )
     try:
-        return triton.compile(source, target=_target(arch), options=parsed.__dict__), parsed.__dict__
+        return triton.compile(source, target=target, options=parsed.__dict__), parsed.__dict__
     except ValueError as error:
         if "Failed to parse library" not in str(error):
             raise
@@ -246,12 +247,8 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
-def _target(arch: int) -> GPUTarget:
-    return GPUTarget("cuda", arch, 32)
-
-
 def _tool(option: str, cubin: bytes) -> str:
-    """The output of `cuobjdump`, from Triton's wheel, for a kernel's machine code."""
+    """The output of Triton's `cuobjdump` for a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -259,31 +256,14 @@ def _tool(option: str, cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _resources(compiled: Any) -> tuple[int, int]:
-    """(registers, bytes of stack) of one thread."""
-    text = _tool("-res-usage", compiled.asm["cubin"])
-    name = re.escape(compiled.metadata.name)
-    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert match, text
-    registers, stack, local = map(int, match.groups())
-    return registers, stack + local
-
-
 def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
     """What the assembler says when it runs again with the same options as in Triton."""
-    backend = make_backend(_target(arch))
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         backend.make_cubin(ptx, {}, backend.parse_options(options), arch)
     return log.getvalue()
-
-
-def _spills(log: str) -> int:
-    """Spilled bytes in the assembler's log."""
-    functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert functions, log
-    return sum(max(int(stores), int(loads)) for stores, loads in functions)
 
 
 @dataclass(frozen=True)

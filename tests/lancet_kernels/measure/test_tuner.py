@@ -11,9 +11,9 @@ import lancet_kernels
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.tuned import Place, Task, TunedCache, candidates
-from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
-from lancet_kernels.measure.tuner import tune
+from lancet_kernels.kernels.tuning.tuned import TunedCache
+from lancet_kernels.measure.tuner import Place, Task, candidates, tune
+from lancet_kernels.measure.workloads import WORKLOADS, Workload, parse_workload
 from lancet_kernels.timing import Clock
 
 TINY = Workload("tiny", 12, 16, 32, 4, 2)

@@ -12,8 +12,9 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
 from lancet_kernels.kernels.tuning import tuned as tuning
-from lancet_kernels.kernels.tuning.tuned import Entry, Task, TunedCache, tuned
-from lancet_kernels.kernels.tuning.workloads import Workload
+from lancet_kernels.kernels.tuning.tuned import Entry, TunedCache, tuned
+from lancet_kernels.measure.tuner import Task
+from lancet_kernels.measure.workloads import Workload
 
 # What this machine has, as far as these tests know: nobody may touch it.
 GPU = "NVIDIA H100 80GB HBM3"
