@@ -191,8 +191,7 @@ def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
 def check_routing(routing: Routing) -> None:
     """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
 
-    On a GPU nothing is looked at, since that would wait for the device: there the gate's kernels answer
-    for the tables, and a wrong one reads rows from anywhere or waits for results until its time is up.
+    On a GPU nothing is looked at, since that would wait for the device.
     """
     if routing.expert.device.type != "cpu":
         return

@@ -11,7 +11,8 @@
 
 A choice with a negative row is dropped: it is never written, and it contributes zero. Rows that are not real
 are neither read nor written; `count` is read on the device, so the host need not know it. Arithmetic is in
-float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`).
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`). All raise
+UserError for wrong dtypes, shapes, layouts or devices.
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
@@ -279,7 +280,6 @@ def permute(
             below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
         num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
     Returns: [num_rows, D]; rows without a choice are not written.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     width = x_TD.shape[1]
@@ -296,7 +296,6 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
     """out[t] = sum_k weight[t, k] * rows[row[t, k]], over the kept choices.
 
     Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
     check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
@@ -311,7 +310,6 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
 
     In combine x is the gradient of its output; in permute the rows are.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     _check(x_TD, rows_SD, row_TK)
     (num_tokens, top_k), width = row_TK.shape, x_TD.shape[1]
@@ -330,7 +328,6 @@ def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
     """-> [R, F]: the activation of the real rows; the others are not written.
 
     Args: h: float32, bfloat16 or float16; count: int64 [1]. kind: "gelu", "silu" or "swiglu".
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     hidden = _check_activation(h_RH, count, kind)
     a_RF = h_RH.new_empty(len(h_RH), hidden)
@@ -342,7 +339,6 @@ def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -
     """-> [R, H]: the gradient of h on the real rows; the others are not written.
 
     Args: da_RF: gradient of the output, in the dtype of h; the others as of `activation`.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     hidden = _check_activation(h_RH, count, kind)
     check_tensor("da_RF", da_RF, shape=(len(h_RH), hidden), dtype=h_RH.dtype, device=h_RH.device)

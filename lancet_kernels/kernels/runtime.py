@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -79,11 +79,8 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise UserError unless the tensor is contiguous, with this shape (None: any size) and one of these
-    dtypes.
-
-    Args: device: of the other tensors of the launch; None: any device on which kernels can run.
-    """
+    """Raise UserError unless the tensor is contiguous, with this shape (None: any size), one of these dtypes,
+    and on this device; None: on any on which kernels can run."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in dtypes:
         raise UserError(
@@ -156,10 +153,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def recorded(*kernels: Any) -> Iterator[list[Launch]]:
-    """Inside, launches of these kernels (of all, if none is named) are recorded here, and do not run.
-
-    That needs no GPU.
-    """
+    """Inside, launches of these kernels (of all, if none is named) are recorded here, and do not run."""
     launches: list[Launch] = []
     token = _recorder.set((kernels, launches))
     try:
@@ -225,7 +219,7 @@ def compile_together(launches: Sequence[Launch]) -> None:
 def _linked(options: dict[str, Any]) -> Iterator[None]:
     """Inside, the device of the first tensor is the current one; what may use NVSHMEM gets its bitcode."""
     device = next(_tensors(options.values())).device
-    with on_device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if options.get("NVSHMEM"):
             options["extern_libs"] = _libraries(device)
         yield
@@ -238,11 +232,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from _tensors(value)
-
-
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Inside, it is the current device. Nothing on the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def small_kernel(nvshmem: bool) -> dict[str, int]:

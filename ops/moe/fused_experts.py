@@ -140,7 +140,7 @@ class SharedExchanges:
     def for_a_pass(self) -> Exchange:
         """A forward exchange that can take one more. The first one has passes for the room of the longest."""
         for exchange in self.forward:
-            if exchange.has_free_place:
+            if exchange.free_place() is not None:
                 return exchange
         passes, room = self.next_size()
         self.forward.append(self._exchange(f"forward{len(self.forward)}", passes=passes, room=room))

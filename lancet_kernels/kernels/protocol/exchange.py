@@ -150,13 +150,9 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
-        passes: how many passes may be open at once: forward passes before their backward.
-        room: A; None: R for each of them.
+        passes: how many may be open at once: forward passes before their backward. room: A; None: R for each.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
-
-    Attributes:
-        begun: how many passes have been opened.
     """
 
     def __init__(
@@ -212,17 +208,10 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
+        # Passes that have been opened.
         self.begun = 0
         # By place: whose it is, and the words to release should that pass have been dropped.
         self._open: dict[int, tuple[weakref.ref[OpenPass], Tensor]] = {}
-
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        rows = [self.room, self.width]
-        return (
-            f"Exchange({self.name}, PE {self.rank} of {self.world}, symmetric memory: {self.memory.kind}, "
-            f"{dtype} rows {rows}, sends {self.send_rows})"
-        )
 
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         self._own.append(self.memory.allocate(f"{self.name}.{what}", shape, dtype))
@@ -244,24 +233,19 @@ class Exchange:
             self._kept[columns] = self.rows.local.new_empty(self.room, columns)
         return self._kept[columns]
 
-    def _free_place(self) -> int | None:
-        """A place of no pass, or of one that was dropped."""
+    def free_place(self) -> int | None:
+        """A place of no pass, or of one that was dropped; None: no more pass can be opened."""
         for place in range(self.passes):
             if place not in self._open or self._open[place][0]() is None:
                 return place
         return None
-
-    @property
-    def has_free_place(self) -> bool:
-        """Can one more pass be opened?"""
-        return self._free_place() is not None
 
     def begin(self, table: Tensor | None = None) -> OpenPass:
         """Open the next pass. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
-        place = self._free_place()
+        place = self.free_place()
         if place is None or (table is not None and place > 0):
             raise UserError(
                 f"forward passes through {self.name} before a backward",

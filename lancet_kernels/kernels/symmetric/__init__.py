@@ -23,8 +23,6 @@ def create(
     group: None means all ranks or, without torch.distributed, the one there is.
     timeout_s: how long any step may wait for a rank.
 
-    | ranks   | device | memory                                                             |
-    |---------|--------|--------------------------------------------------------------------|
     | one     | any    | `VirtualMemory`: no peers                                          |
     | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
     | several | CUDA   | `TorchMemory`: torch alone, GPUs of one machine, all over NVLink   |

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,11 +166,7 @@ class SymmetricMemory(ABC):
 
 
 def disagreement(asked: dict[int, str]) -> UserError:
-    """The error for PEs that ask for different things. `asked`: what each rank asked for.
-
-    Example: {0: "allocate 'x' [4] float32", 1: "barrier", 2: "barrier"} gives
-    "... got allocate 'x' [4] float32 (rank 0), barrier (rank 1, 2), expected ..."
-    """
+    """The error for PEs that ask for different things. `asked`: what each rank asked for."""
     return UserError(
         "symmetric memory",
         got=by_rank(asked),
@@ -204,13 +201,6 @@ class _Heap:
     requests: list[tuple[int, str]] = field(default_factory=list)
     copies: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def copies_of(self, number: int, num_bytes: int) -> list[Tensor]:
-        if number not in self.copies:
-            self.copies[number] = [
-                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.world)
-            ]
-        return self.copies[number]
-
 
 class VirtualMemory(SymmetricMemory):
     """PE `rank` of those that `virtual_memories` makes."""
@@ -234,7 +224,10 @@ class VirtualMemory(SymmetricMemory):
         return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        copies = self._heap.copies_of(self._count - 1, num_bytes)
+        if self._count not in self._heap.copies:
+            new = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
+            self._heap.copies[self._count] = [new() for _ in range(self.world)]
+        copies = self._heap.copies[self._count]
         return copies[self.rank], [copy.data_ptr() for copy in copies]
 
     def _free(self, together: bool) -> None:

@@ -76,18 +76,12 @@ class SharedMemory(MemoryOfRanks):
 
 
 def _create(file: Path, num_bytes: int) -> None:
-    handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
+    with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as handle:
         # Reserves the pages: without it a full /dev/shm would be a SIGBUS at the first store.
-        os.posix_fallocate(handle, 0, num_bytes)
-    finally:
-        os.close(handle)
+        os.posix_fallocate(handle.fileno(), 0, num_bytes)
 
 
 def _map(file: Path, num_bytes: int) -> Tensor:
     """uint8 [num_bytes]; the tensor keeps the mapping alive."""
-    handle = os.open(file, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)
-    finally:
-        os.close(handle)
+    with open(file, "r+b") as handle:
+        return torch.frombuffer(mmap.mmap(handle.fileno(), num_bytes), dtype=torch.uint8)

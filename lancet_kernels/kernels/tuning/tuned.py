@@ -154,7 +154,6 @@ def _from_json(raw: Any) -> Entry:
     return entry
 
 
-@functools.lru_cache(maxsize=4096)
 def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
     """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
 
@@ -173,8 +172,7 @@ def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConf
 
 def forget() -> None:
     """Read the file again at the next lookup."""
-    for cached in (tuned, _user_cache):
-        cached.cache_clear()
+    _user_cache.cache_clear()
 
 
 @functools.cache
