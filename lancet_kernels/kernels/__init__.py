@@ -5,8 +5,7 @@
                  what is right, and runs interpreted
     hopper/      the overlap kernel in Gluon for GPUs of compute capability 9.0
     symmetric/   memory that every PE has, and the addresses by which the others reach it
-    tuning/      which configuration a layer gets; what each variant compiles to
 
 Here: the passes of a layer (`overlap.py` with its data and configuration), its parts as launches of their own
-(`rows.py`), and what launches share (`runtime.py`).
+(`rows.py`), what launches share (`runtime.py`), and what each variant compiles to (`compile.py`).
 """

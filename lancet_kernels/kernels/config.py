@@ -1,17 +1,29 @@
-"""How is a fused launch cut, and which kernel runs it? Tiles, puts, grid; what a GPU can hold of them.
+"""Which configuration has a layer's fused launches: how are they cut, and which kernel runs them?
 
-`tuning.tuned` gives what was tuned for a device, or else `OverlapConfig.for_gpu`; of a configuration `cut`
-makes each launch. Also the names of activations. This file does not need Triton.
+That which `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`, of which `cut` makes each
+launch. An entry of the cache that is unreadable, has the wrong key, or is not valid on the device is ignored with
+a warning. All ranks of a job must have the same entries: the same file, or files written by the same
+collective `lancet tune`.
+
+Also the names of activations, since this file does not need Triton.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import CacheFile, cache_folder, locked
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
 """The activations that the kernels compute."""
@@ -24,6 +36,13 @@ ALL_ACTIVATIONS = (*ACTIVATIONS, *CLAMPED)
 GATED = ("swiglu", *CLAMPED)
 """The activations whose input holds gate and up, so is twice as wide as the output."""
 
+SMS_VARIABLE = "LANCET_FUSED_SMS"
+# Width, hidden width, activation, PEs on the device.
+Shape = tuple[int, int, str, int]
+FORMAT = "lancet-tuned-configurations"
+VERSION = 1
+# Environment variable with another path of the user's cache.
+CACHE_VARIABLE = "LANCET_TUNED"
 # Maximal shared memory of one program, in bytes, by architecture (CUDA programming guide, compute
 # capabilities).
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -211,3 +230,155 @@ def most_registers(tile: GemmConfig) -> int:
     Said aloud, because ptxas would rather spill (72 bytes, sm_80 forward) to fit two programs.
     """
     return min(255, 65536 // (32 * tile.num_warps))
+
+
+def default_overlap_config(
+    width: int,
+    hidden: int,
+    activation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    pes_here: int = 1,
+    far: bool = False,
+) -> OverlapConfig:
+    """What was tuned for the device, else a sensible choice.
+
+    Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
+    Raises: UserError for a wrong LANCET_FUSED_SMS.
+
+    In the interpreter small sizes get small tiles, so that they still have several; large ones get large
+    tiles, because there a tile costs the same milliseconds whatever its size.
+    """
+    if device.type != "cuda" and max(width, hidden) <= 64:
+        tile = GemmConfig(16, 32, 16, 1, 1)
+        return OverlapConfig(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
+    if device.type != "cuda":
+        tile = GemmConfig(32, 256, 128, 1, 1)
+        return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
+    config = tuned((width, hidden, activation, pes_here), dtype, device)
+    gpu = torch.cuda.get_device_properties(device)
+    programs = max(1, multiprocessors(gpu.multi_processor_count) // pes_here)
+    if config is None or (far and config.bodies == "gluon"):
+        config = OverlapConfig.for_gpu(width, hidden, dtype, 10 * gpu.major + gpu.minor, programs, far)
+    return replace(config, programs=min(config.programs, programs))
+
+
+def multiprocessors(of_device: int) -> int:
+    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS.
+
+    A fused launch is resident to its end. On those that it leaves free NCCL reduces gradients meanwhile.
+    """
+    text = os.environ.get(SMS_VARIABLE)
+    if not text:
+        return of_device
+    if not text.isdecimal() or not 1 <= int(text) <= of_device:
+        raise UserError(SMS_VARIABLE, got=text, expected=f"1 to {of_device}, all of the GPU", do="unset it")
+    return int(text)
+
+
+def default_cache() -> Path:
+    """The user's cache of tuned configurations, or the file that LANCET_TUNED names."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else cache_folder() / "tuned.json"
+
+
+class TunedCache:
+    """Entries in a JSON file. Several processes may write it; no entry is lost."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = CacheFile(path, FORMAT, VERSION)
+
+    def entries(self) -> dict[str, Entry]:
+        """All valid entries by key, from the current file."""
+        return self._file.records("entries", "tuned configuration", _from_json)
+
+    def check_writable(self) -> None:
+        """Raise UserError if the file cannot be written; called before hours of tuning."""
+        with locked(self.path):
+            pass
+
+    def put(self, new: Iterable[Entry]) -> None:
+        """Add or replace. Raises UserError if the file cannot be written."""
+        with self._file.changed() as sections:
+            entries = self.entries() | {entry.key: entry for entry in new}
+            sections["entries"] = {key: dataclasses.asdict(entries[key]) for key in sorted(entries)}
+        forget()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned configuration.
+
+    Attributes:
+        shape, dtype, device: what it is for; `device` is a GPU's name.
+        milliseconds, default_milliseconds: of this configuration and of the heuristic default.
+        triton: its version. date: ISO.
+    """
+
+    shape: Shape
+    dtype: str
+    device: str
+    config: OverlapConfig
+    milliseconds: float
+    default_milliseconds: float
+    triton: str
+    date: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.shape, self.dtype, self.device)
+
+
+def key_of(shape: Shape, dtype: str, device: str) -> str:
+    """The key of an entry, as one readable line.
+
+    Example: `overlap width=768 hidden=3072 activation=gelu pes_here=1 bfloat16 on NVIDIA H100 80GB HBM3`.
+    """
+    names = ("width", "hidden", "activation", "pes_here")
+    sizes = " ".join(f"{name}={value}" for name, value in zip(names, shape, strict=True))
+    return f"overlap {sizes} {dtype} on {device}"
+
+
+def _from_json(raw: Any) -> Entry:
+    """The entry. Raises if it is not valid."""
+    config = OverlapConfig(**{**raw["config"], "gemm": GemmConfig(**raw["config"]["gemm"])})
+    numbers = {**vars(config), **vars(config.gemm), "gemm": 0, "bodies": 0}
+    if dataclasses.asdict(config) != raw["config"] or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(f"values {raw['config']}")
+    entry = Entry(**{**raw, "shape": tuple(raw["shape"]), "config": config})
+    if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
+        raise ValueError("a time that is not a number >= 0")
+    return entry
+
+
+def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
+    """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
+
+    The file is read once per process, or again after `forget`.
+    """
+    if device.type != "cuda":
+        return None
+    name, arch = device_name(device)
+    key = key_of(shape, str(dtype).removeprefix("torch."), name)
+    entry = _user_cache().get(key)
+    if entry is not None and not entry.config.gemm.is_valid(dtype, arch):
+        warnings.warn(f"tuned configuration {key!r} cannot run on sm_{arch} and is ignored", stacklevel=2)
+        return None
+    return None if entry is None else entry.config
+
+
+def forget() -> None:
+    """Read the file again at the next lookup."""
+    _user_cache.cache_clear()
+
+
+@functools.cache
+def _user_cache() -> dict[str, Entry]:
+    return TunedCache(default_cache()).entries()
+
+
+def device_name(device: torch.device) -> tuple[str, int]:
+    """(name of the GPU, compute capability: 90 for 9.0)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, 10 * properties.major + properties.minor

@@ -126,10 +126,8 @@ def moe_backward(
 def aligned(
     exchange: Exchange, experts: Experts, dense: Sequence[DenseGemm], tensors: Iterable[Tensor | None]
 ) -> bool:
-    """Are all operands of a launch aligned for tensor descriptors? Stores rely on it, too.
-
-    Descriptors need bases and row distances that are multiples of 16 bytes.
-    """
+    """Are bases and row distances of all operands multiples of 16 bytes, as tensor descriptors need them?
+    Stores rely on it, too."""
     operands = [t for t in tensors if t is not None]
     widths = [exchange.width, experts.hidden]
     for problem in dense:

@@ -188,10 +188,7 @@ def _tile(count_ptr, R, F, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def activation_kernel(
-    h_ptr, count_ptr, a_ptr, R, F,
-    KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+def activation_kernel(h_ptr, count_ptr, a_ptr, R, F, KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """a = act(h) on the real rows.
 
     Grid: (ceil(R / BR) * ceil(F / BD),), columns first. Each program owns a BR x BD tile of a.

@@ -1,4 +1,4 @@
-"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.tuning`).
+"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.config`).
 
 Every candidate is compiled, on all ranks at once, and timed in turn with the others; the median of the
 slowest rank counts, and rank 0 chooses for all ranks. Each winner is saved at once, so a run that was killed
@@ -21,9 +21,16 @@ import torch.distributed as dist
 import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
+from lancet_kernels.kernels.config import (
+    Entry,
+    GemmConfig,
+    OverlapConfig,
+    Shape,
+    TunedCache,
+    device_name,
+    key_of,
+)
 from lancet_kernels.kernels.overlap import warming_up
-from lancet_kernels.kernels.tuning.tuned import Entry, Shape, TunedCache, device_name, key_of
 from lancet_kernels.measure.fused_pass import FusedPasses
 from lancet_kernels.measure.workloads import Workload
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks

@@ -279,9 +279,7 @@ def _look_at_clock(looks, deadline, timeout_us, report_ptr):
 
 
 @triton.jit
-def wait(
-    signal_ptr, at_least, timeout_us, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
-):  # fmt: skip
+def wait(signal_ptr, at_least, timeout_us, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False):
     """Wait until the word is `at_least`, but not longer than `timeout_us`. -> the word seen last.
 
     When time is up the first to notice writes the report, and every later wait of this PE looks only once:

@@ -19,8 +19,7 @@ Example, W = 2, L = 3, BM = 4:
     before[1]          2  5  0 | 1  0  3          first_send[1] 0  3  4  4  8 10
 
 PE 0 receives 11 rows in 4 tiles. Tile 0 is rows 0 to 3: two of PE 0 and two of PE 1. Tile 1 is row 4, of PE
-1; so the three rows that PE 1 sends to expert 0 are two chunks. Tile 3, the second one of expert 1, is rows
-9 and 10: one of each source.
+1; so the three rows that PE 1 sends to expert 0 are two chunks. Tile 3 is rows 9 and 10: one of each source.
 
 How rows are said to have arrived. One signal word for each (tile, source), holding the epoch; a tile looks at
 those of the sources that the counts name, all at once. A counter for each tile could not say which PE is

@@ -1,8 +1,7 @@
 """Symmetric memory between GPUs: NVSHMEM's heap, through nvshmem4py.
 
-Where NVLink reaches, the table has the peer's address, and kernels store to it like to their own memory.
-Where it does not (another node, PCIe) the table has 0, and kernels compiled with NVSHMEM=True use NVSHMEM's
-puts.
+Where NVLink does not reach (another node, PCIe) the table of peers has 0, and kernels compiled with
+NVSHMEM=True use NVSHMEM's puts.
 
 NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
 one can have it. It is initialised with the first memory and finalised when Python exits.
@@ -77,11 +76,8 @@ class NvshmemMemory(MemoryOfRanks):
         device: torch.device | str = "cuda",
         timeout_s: float = 60.0,
     ):
-        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
-
-        Raises UserError, on every rank, if one lacks something, two share a GPU, or another group has
-        NVSHMEM.
-        """
+        """As `create`. Raises UserError, on every rank, if one lacks something, two share a GPU, or another
+        group has NVSHMEM."""
         device = torch.device(device)
         meetings = Meetings(group, timeout_s)
         lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
@@ -256,17 +252,12 @@ def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
 
 def bitcode_version() -> str | None:
     """The version of the wheel that the bitcode comes from; None if it comes from elsewhere or is missing."""
-    if os.environ.get("NVSHMEM_HOME"):
-        return None
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
+    elsewhere = os.environ.get("NVSHMEM_HOME") or not _distributions(PACKAGE)
+    return None if elsewhere else metadata.version(PACKAGE)
 
 
 def _folders() -> list[Path]:
-    home = os.environ.get("NVSHMEM_HOME")
-    if home:
+    if home := os.environ.get("NVSHMEM_HOME"):
         return [Path(home) / "lib"]
     # Not by importing nvidia.nvshmem: other wheels share that namespace, and some make it a package.
     folders = [Path(entry) / "nvidia" / "nvshmem" / "lib" for entry in sys.path if entry]

@@ -27,10 +27,7 @@ class SharedMemory(MemoryOfRanks):
     """One rank of a process group whose ranks are processes of one machine."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0):
-        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
-
-        Raises UserError if the ranks are not on one machine, or do not share /dev/shm (containers).
-        """
+        """As `create`. Raises UserError unless the ranks share one /dev/shm, on one machine."""
         meetings = Meetings(group, timeout_s)
         reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
         super().__init__(meetings, torch.device("cpu"), reason)

@@ -39,10 +39,7 @@ def missing(device: torch.device) -> str:
 
 
 def unreachable(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> str:
-    """Why these ranks cannot have a `TorchMemory`, the same on every rank; "" if they can. Collective.
-
-    Raises: CommunicationError if a rank stays away, UserError if one is elsewhere.
-    """
+    """Why these ranks cannot have a `TorchMemory`, the same on every rank; "" if they can. Collective."""
     meetings = Meetings(group, timeout_s)
     lack = missing(device)
     gpu = gpu_id(device) if not lack else ""
@@ -65,8 +62,8 @@ class TorchMemory(MemoryOfRanks):
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 60.0
     ) -> None:
-        """Collective; where `unreachable` said "". group: None means all ranks. timeout_s: how long any step
-        may wait for a rank; torch's own exchange of handles has the timeout of the process group."""
+        """As `create`, where `unreachable` said "". torch's own exchange of handles has the timeout of the
+        process group."""
         meetings = Meetings(group, timeout_s)
         gpus = f"{meetings.world} GPUs of one machine"
         super().__init__(

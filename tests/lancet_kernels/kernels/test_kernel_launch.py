@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.runtime import launch
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels.specimens import all_specimens
 
 
 class Kernel:

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.tuning import tuned
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
+from lancet_kernels.kernels import config as tuned
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig, default_overlap_config
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
+from lancet_kernels.kernels.config import OverlapConfig, default_overlap_config
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
 from tests.lancet_kernels.kernels.overlap_ranks import DENSE, Layer, make_dense, virtual_layers
 from tests.lancet_kernels.kernels.virtual_pes import VirtualPes

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import lancet_kernels
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.tuned import TunedCache
+from lancet_kernels.kernels.config import OverlapConfig, TunedCache
 from lancet_kernels.measure.tuner import Place, Task, candidates, tune
 from lancet_kernels.measure.workloads import WORKLOADS, Workload, parse_workload
 from lancet_kernels.timing import Clock

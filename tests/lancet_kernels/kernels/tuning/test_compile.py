@@ -13,16 +13,16 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.symmetric import nvshmem
-from lancet_kernels.kernels.tuning import specimens
-from lancet_kernels.kernels.tuning.compile import (
+from lancet_kernels.kernels import specimens
+from lancet_kernels.kernels.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
     compile_all,
     compile_specimen,
     problems,
 )
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels.specimens import all_specimens
+from lancet_kernels.kernels.symmetric import nvshmem
 from tests.lancet_kernels.kernels.protocol import ping
 from tests.lancet_kernels.kernels.tuning import bad_kernels
 from tests.processes import ROOT, printed
@@ -200,7 +200,7 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
 
 
 PRINT_PTX = """
-from lancet_kernels.kernels.tuning import compile
+from lancet_kernels.kernels import compile
 from tests.lancet_kernels.kernels.protocol import ping
 from tests.processes import ROOT, printed
 (specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]

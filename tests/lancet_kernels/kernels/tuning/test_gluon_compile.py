@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from lancet_kernels.kernels.tuning.compile import compile_all
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels.compile import compile_all
+from lancet_kernels.kernels.specimens import all_specimens
 from tests.lancet_kernels.kernels.tuning import bad_kernels
 from tests.lancet_kernels.kernels.tuning.test_compile import TRITONS, kernels_command, printed_with
 
 PRINT_PTX = """
-from lancet_kernels.kernels.tuning.compile import _compile
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels.compile import _compile
+from lancet_kernels.kernels.specimens import all_specimens
 config = "forward gelu bf16 128x256x64 w8 s4"
 (specimen,) = [s for s in all_specimens(90) if (s.name, s.config) == ("gluon_overlap", config)]
 print(_compile(specimen, 90)[0].asm["ptx"])

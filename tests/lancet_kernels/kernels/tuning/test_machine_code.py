@@ -1,6 +1,6 @@
 """What is read from the machine code of a kernel: made-up lines as `cuobjdump -sass` prints them."""
 
-from lancet_kernels.kernels.tuning.compile import ProductLoop, product_loops, serialized
+from lancet_kernels.kernels.compile import ProductLoop, product_loops, serialized
 
 # A loop as in the Hopper kernel, then one in which ptxas waits after each product; both jump back from
 # behind, to wait for a barrier, as does the whole program.

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.tuning import tuned as tuning
-from lancet_kernels.kernels.tuning.tuned import Entry, TunedCache, tuned
+from lancet_kernels.kernels import config as tuning
+from lancet_kernels.kernels.config import Entry, GemmConfig, OverlapConfig, TunedCache, tuned
 from lancet_kernels.measure.tuner import Task
 from lancet_kernels.measure.workloads import Workload
 

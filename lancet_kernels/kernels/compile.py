@@ -36,8 +36,8 @@ from triton.runtime.jit import create_function_from_signature
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, shared_memory
+from lancet_kernels.kernels.specimens import Specimen
 from lancet_kernels.kernels.symmetric import nvshmem
-from lancet_kernels.kernels.tuning.specimens import Specimen
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
 BACKWARD_BRANCH = re.compile(r"\bBRA\b.*(0x[0-9a-f]+)")
@@ -144,11 +144,8 @@ class CompiledKernel:
 
 
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
-    """Compile for sm_`arch` and inspect the machine code.
-
-    Raises: UserError if kernels are interpreted, and if NVSHMEM's bitcode is needed but missing or not
-    readable; Triton's error if the kernel does not compile.
-    """
+    """Compile for sm_`arch` and inspect the machine code. Raises Triton's error if it does not compile;
+    UserError if kernels are interpreted, or NVSHMEM's bitcode is missing or not readable."""
     if runtime.INTERPRETED:
         raise UserError(
             "compiling kernels",
