@@ -1,9 +1,8 @@
 """Which configuration has a layer's fused launches: how are they cut, and which kernel runs them?
 
 That which `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`, of which `cut` makes each
-launch. An entry of the cache that is unreadable, has the wrong key, or is not valid on the device is ignored with
-a warning. All ranks of a job must have the same entries: the same file, or files written by the same
-collective `lancet tune`.
+launch. An entry of the cache that is unreadable, or not valid on the device, is ignored with a warning. All
+ranks of a job must have the same entries: one file, or files written by the same collective `lancet tune`.
 
 Also the names of activations, since this file does not need Triton.
 """
