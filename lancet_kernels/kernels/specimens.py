@@ -151,7 +151,12 @@ def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Laun
     memory.far = case.far
     wide = 2 * hidden if case.activation == "swiglu" else hidden
     zeros = partial(torch.zeros, dtype=case.dtype)
-    sizes = {"local_experts": local, "send_rows": 8, "receive_rows": 8, "chunk_rows": config.gemm.block_m}
+    sizes: dict[str, Any] = {
+        "local_experts": local,
+        "send_rows": 8,
+        "receive_rows": 8,
+        "chunk_rows": config.gemm.block_m,
+    }
     ways = [Exchange(memory, way, width=width, dtype=case.dtype, **sizes) for way in ("there", "back")]
     b1, b2 = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
     experts = Experts(zeros(local, width, wide), b1, zeros(local, hidden, width), b2, case.activation)
