@@ -3,8 +3,7 @@
 Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
 every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
 tests. They compile in processes of their own, because an error in LLVM ends the process, which must cost one
-row and not the table, and because the caller may interpret its kernels. (A `ProcessPoolExecutor` fails all
-futures when a process dies, and one that hangs cannot be ended.)
+row and not the table (as in a `ProcessPoolExecutor`), and because the caller may interpret its kernels.
 
 On Hopper a matrix product (HGMMA) runs by itself, and a loop should start one while the one before still
 runs. It does where its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. ptxas may decide
@@ -55,11 +54,9 @@ SERIALIZED = re.compile(r"\((C75\d\d)\)")
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around matrix products: how many of each thing stand in it.
+    """A loop around matrix products: how many of each stand in it. shape: of a product of one warpgroup.
 
-    Attributes:
-        in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
-        shape: of a product of one warpgroup, e.g. "64x256x16".
+    in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
     """
 
     instructions: int
@@ -291,7 +288,7 @@ def compile_all(
 
     The kernel of a specimen must be importable by its name. A specimen may take `timeout_s`.
     """
-    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
+    # Linking NVSHMEM takes longest, so it is first.
     left = sorted(range(len(specimens)), key=lambda i: specimens[i].nvshmem)
     idle: list[_Worker] = []
     busy: dict[connection.Connection, tuple[_Worker, int, float]] = {}

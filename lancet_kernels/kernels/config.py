@@ -121,8 +121,7 @@ class OverlapConfig:
         reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
-        bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`hopper/kernel.py`), in launches
-            with tensor descriptors.
+        bodies: "triton", or "gluon": the kernel of `hopper/`, in launches with tensor descriptors.
     """
 
     gemm: GemmConfig
@@ -224,10 +223,8 @@ class OverlapConfig:
 
 
 def most_registers(tile: GemmConfig) -> int:
-    """Registers of a thread if a program has an SM's to itself, as in a persistent launch.
-
-    Said aloud, because ptxas would rather spill (72 bytes, sm_80 forward) to fit two programs.
-    """
+    """Registers of a thread if a program has an SM's to itself. Said aloud, because ptxas would rather spill
+    (72 bytes, sm_80 forward) to fit two programs."""
     return min(255, 65536 // (32 * tile.num_warps))
 
 
@@ -245,8 +242,7 @@ def default_overlap_config(
     Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
     Raises: UserError for a wrong LANCET_FUSED_SMS.
 
-    In the interpreter small sizes get small tiles, so that they still have several; large ones get large
-    tiles, because there a tile costs the same milliseconds whatever its size.
+    In the interpreter a tile costs the same milliseconds whatever its size; small sizes still have several.
     """
     if device.type != "cuda" and max(width, hidden) <= 64:
         tile = GemmConfig(16, 32, 16, 1, 1)
@@ -263,10 +259,8 @@ def default_overlap_config(
 
 
 def multiprocessors(of_device: int) -> int:
-    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS.
-
-    A fused launch is resident to its end. On those that it leaves free NCCL reduces gradients meanwhile.
-    """
+    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS, so that NCCL
+    reduces gradients on the others meanwhile."""
     text = os.environ.get(SMS_VARIABLE)
     if not text:
         return of_device
@@ -310,9 +304,8 @@ class Entry:
     """One tuned configuration.
 
     Attributes:
-        shape, dtype, device: what it is for; `device` is a GPU's name.
+        device: a GPU's name. triton: its version. date: ISO.
         milliseconds, default_milliseconds: of this configuration and of the heuristic default.
-        triton: its version. date: ISO.
     """
 
     shape: Shape
@@ -352,10 +345,7 @@ def _from_json(raw: Any) -> Entry:
 
 
 def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
-    """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
-
-    The file is read once per process, or again after `forget`.
-    """
+    """The tuned configuration, or None; always None on a CPU. The file is read once until `forget`."""
     if device.type != "cuda":
         return None
     name, arch = device_name(device)

@@ -216,9 +216,7 @@ def dense_table(
     problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device
 ) -> tuple[Tensor | None, int]:
     """-> int64 [problems, 8], the rows of the kernel's table, and the number of tiles; None and 0 for none.
-
-    Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run.
-    """
+    Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run."""
     if not problems:
         return None, 0
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
@@ -264,8 +262,7 @@ def warm_up(
     """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
 
     A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
-    would be taken for a dead one. To the exchanges this is a pass that all PEs skip: nothing is sent, its
-    bank is released. In the interpreter there is nothing to compile.
+    would be taken for a dead one. To the exchanges this is a pass that all PEs skip.
     """
     if runtime.INTERPRETED:
         return

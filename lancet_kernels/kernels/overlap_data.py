@@ -189,10 +189,8 @@ def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
 
 
 def check_routing(routing: Routing) -> None:
-    """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
-
-    On a GPU nothing is looked at, since that would wait for the device.
-    """
+    """Raise UserError unless the tables of a routing on the CPU are each other's inverse. On a GPU nothing is
+    looked at, since that would wait for the device."""
     if routing.expert.device.type != "cpu":
         return
     count, kept = routing.count, routing.row >= 0
@@ -215,10 +213,7 @@ def check_routing(routing: Routing) -> None:
 def check_gluon(
     config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, device: torch.device, nvshmem: bool
 ) -> None:
-    """Raise UserError unless the Hopper kernel can do what `config` asks it to.
-
-    Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
-    """
+    """Raise UserError unless the Hopper kernel can do what `config` asks it to, operands aligned or not."""
     if config.bodies != "gluon" or runtime.records_all():
         return
     arch = runtime.architecture(device) if device.type == "cuda" else 0

@@ -38,8 +38,7 @@ ACTIVATION_DTYPES = DTYPES[:3]
 UNROLLED = tl.constexpr(8)
 # A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.
 VALUES, WARPS = 2048, 4
-# Launch options: a product is rounded before it is added, as torch does. Set everywhere, because the default
-# changes between Triton 3.9 (fused) and 3.10.
+# A product is rounded before it is added, as torch does; the default changes in Triton 3.10.
 UNFUSED = {"enable_fp_fusion": False}
 
 

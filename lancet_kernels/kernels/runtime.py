@@ -180,8 +180,6 @@ def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
     With NVSHMEM=True in the options, also all that NVSHMEM needs. Triton may compile a variant for these very
     arguments (their alignment, say), so each launch asks for its variant and introduces it if it is new.
     Raises UserError if there is no bitcode, or NVSHMEM is not initialised or of another version.
-
-    Example: launch(release_kernel, (world,), words_ptr=words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
     recorder = _recorder.get()
     if recorder is not None and (not recorder[0] or kernel in recorder[0]):

@@ -33,8 +33,7 @@ class Specimen:
     """One kernel x configuration.
 
     Attributes:
-        name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
-        kernel: the `triton.jit` or `gluon.jit` function.
+        config: short text, e.g. "128x128x64 w8 s3 bf16". kernel: the `triton.jit` or `gluon.jit` function.
         arguments: of its launch by name, options included; tensors are empty (`of`).
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
         wgmma, tma: what the machine code of sm_90 must contain. in_flight: products that each of its loops

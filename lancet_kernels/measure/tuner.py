@@ -132,11 +132,9 @@ class Candidate:
 
 @dataclass
 class Outcome:
-    """The result of a task.
+    """The result of a task. candidates: the default first.
 
-    Attributes:
-        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
-        candidates: the default first.
+    status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
     """
 
     task: Task

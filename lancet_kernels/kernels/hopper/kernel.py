@@ -31,10 +31,9 @@ Bytes of puts in flight. NVLink carries 450 GB/s in each direction of a GPU; unt
 1 to 2 us pass. By Little's law 450 to 900 kB must be on their way to fill the link: 3.4 to 6.8 kB in each of
 132 programs, which all put. A put reads ahead into a ring in shared memory, beside the operands of the GEMMs:
 16 KiB beside 4 stages, so that 27 to 55 programs fill the link; 64 KiB beside 3, 7 to 14 programs. Its stores
-at the peer are on their way besides, since a program waits for them only before the signal of a chunk. None
-has measured whether the GEMMs can spare a stage, so 4 are the default. Bulk copies would free the two copy
-warps of the stores, but a release does not cover them: they are of the async proxy, and the wait for their
-writes (not only reads) is missing in Triton before 3.8.
+at the peer are on their way besides. None has measured whether the GEMMs can spare a stage, so 4 are the
+default. Bulk copies would free the copy warps of the stores, but are of the async proxy, which a release does
+not cover, and the wait for their writes (not only reads) is missing in Triton before 3.8.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
 from lancet_kernels.kernels.runtime import launch
 
 # Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
-# More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
-# a wgmma with as many accumulators.
+# With more warps a kernel starts with 128 registers in each, and ptxas refuses a wgmma with that many.
 COPY_REGISTERS = gl.constexpr(88)
 
 
@@ -139,9 +137,8 @@ def gluon_overlap_kernel(
     )  # fmt: skip
 
 
-# Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
-# where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
-# the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
+# Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need, in local memory;
+# up to 3 it does not, and the loops over the contraction are the same. `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
 # Shared memory of a program; what of it epilogues, mbarriers, tasks and targets take, compiled, rounded up.
 SHARED_BYTES = 227 * 1024
@@ -164,8 +161,7 @@ def launch_gluon(grid: tuple[int, ...], tile: GemmConfig, arguments: dict[str, A
 def descriptors(arguments: dict[str, Any]) -> dict[str, TensorDescriptor]:
     """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices.
 
-    A box is what one load brings; forward with swiglu there are two loads of weight_in, for gate and up.
-    Weights of the backward are multiplied transposed.
+    A box is what one load brings. Weights of the backward are multiplied transposed.
     """
     gemms, BK = arguments["gemms"], arguments["BK"]
     rows, transposed = [arguments["BM"], BK], arguments["gradients"] is not None

@@ -6,9 +6,8 @@ latency of 1 us 23 KB must be on their way in each of 132 multiprocessors. Two c
 have room for 8 KB, 0.3 ms; four programs of four warps have 64 KB, and a launch costs some 4 us.
 
 Why it ends. It waits for tiles of peers only, whose launches wait for nothing that it makes: the next pass
-stands behind it in the stream. PEs that share a GPU must leave room for each other's launches, whose programs
-need a multiprocessor each. There the grid is one program for each multiprocessor that the PE has: however
-they are spread, the others find theirs free. Four for each would stand on those of all PEs.
+stands behind it in the stream. PEs that share a GPU must leave room for each other's launches: there the grid
+is one program for each multiprocessor that the PE has; four for each would stand on those of all PEs.
 """
 
 import triton

@@ -108,9 +108,8 @@ def network_signal(signal_ptr, value, peer):
 def network_acquire(signal, at_least):
     """What was put before the signal at this address, seen to be `at_least`, is visible here.
 
-    A look at the flag is not enough for what a network card has written: on GPUs that do not order its
-    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here. The caller
-    joins the threads after.
+    On GPUs that do not order a network card's writes NVSHMEM has to flush them, and does so in its own wait,
+    which returns at once here. The caller joins the threads after.
     """
     if _is_first_thread():
         comparison = tl.cast(COMPARE_GE, tl.int32)
@@ -149,8 +148,7 @@ def stored_at(region_ptr, peers_ptr, peer, row, stage_ptr, row_here, width, NVSH
 def send_stored(target_ptr, peers_ptr, peer, stored_ptr, num, NVSHMEM: tl.constexpr):
     """Start to send the `num` elements that `stored_at` had put into the stage, to where `target` is here.
 
-    The stage must stay as it is until `quiet`: a network card reads it when it likes. It reads only what is
-    registered with it, which is why there is a stage.
+    The stage, of memory that a network card can read, must stay as it is until `quiet`.
     """
     if NVSHMEM:
         if tl.load(peers_ptr + peer) == 0:

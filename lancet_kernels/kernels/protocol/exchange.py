@@ -93,10 +93,7 @@ class FailureReport:
 
 @dataclass(eq=False)
 class OpenPass:
-    """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is.
-
-    A backward's table is that of its forward.
-    """
+    """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is."""
 
     place: int
     state: PassState

@@ -27,8 +27,7 @@ missing, and would be off for ever after a single put that came twice or not at 
 
 Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
 of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where
-that begins (base) and how long it is (room). Passes that end in the reverse order leave a stack, others a
-hole until it is the largest gap. All rows of a backward lie from row 0 of their region on.
+that begins (base) and how long it is (room). All rows of a backward lie from row 0 of their region on.
 
 What does not fit. If the rows of any PE are more than its room, or than R, every PE sees that in the counts
 before anything is put: the pass is *void*, its results are NaN, and the report says who needed how many rows.

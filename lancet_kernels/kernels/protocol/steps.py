@@ -283,8 +283,7 @@ def _send_results(w, m, n, expert, first_row, ptrs, sizes, const):
 def return_tile(tile, m, n, expert, first_row, epoch, ptrs, sizes, const):
     """TILE_OUT is stored at the sources, or in the stage where no pointer reaches them: the last signals.
 
-    The programs that stored the other columns of the tile published them by the counter (release), the last
-    one takes them in (acquire) and publishes all of them with the signals: release is cumulative.
+    The counter's release publishes the other columns, its acquire takes them in, and the signals publish all.
     """
     W, E, D = sizes.W, sizes.W * sizes.L, sizes.D
     columns = tl.cdiv(D, const.BN)

@@ -60,7 +60,6 @@ Task = namedtuple("Task", "kind which index m n")
 def in_groups(position, row, rows, columns):
     """-> row and column of a tile of a matrix of `rows` by `columns` tiles: GROUP rows at a time, each group
     column by column. row: position // columns.
-
     Example: 10 rows, 2 columns: (0, 0) to (7, 0), (0, 1) to (7, 1), (8, 0), (9, 0), (8, 1), (9, 1).
     """
     first = row // GROUP * GROUP

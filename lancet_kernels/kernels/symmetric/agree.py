@@ -68,9 +68,9 @@ class Meetings:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             said = self._exchange(step, value, timeout_s)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
             # The store's own errors: the process that keeps it (rank 0's, or the launcher) is gone.
             self._broken = f"no answer from the store of the process group ({_one_line(error)})"
             raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}") from error

@@ -58,8 +58,7 @@ class SymmetricMemory(ABC):
 
     Attributes:
         rank, world: this PE's number, and how many there are.
-        device: where the regions are.
-        reason: why this implementation, in words.
+        device: where the regions are. reason: why this implementation, in words.
         far: has any PE a peer that no pointer reaches? The same on every PE; set by the first region.
         shares_device: do kernels of other PEs run on the device beside those of this one?
     """
@@ -80,9 +79,8 @@ class SymmetricMemory(ABC):
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
         """A region of this shape on every PE, filled with zeros. Collective: returns when every PE can put.
 
-        Raises UserError, on every PE and naming who asked for what, if PEs ask for different regions or in a
-        different order; also if the name exists already or there is no room. CommunicationError if a PE stays
-        away.
+        Raises UserError, on every PE, if PEs ask for different regions or in a different order, the name is
+        taken or there is no room; CommunicationError if a PE stays away.
         """
         self._check_open()
         # What is wrong is said behind the meeting: an error of this PE alone would leave the others waiting.
@@ -131,9 +129,7 @@ class SymmetricMemory(ABC):
 
     def close(self, *, together: bool = True) -> None:
         """Free all regions; may be called twice. Does not wait for peers that may still write into them.
-
-        together: the other PEs close it, too; False: after an error, when they may be anywhere.
-        """
+        together: the other PEs close it, too; False: after an error, when they may be anywhere."""
         if self._open:
             self._open = False
             for region in self._regions.values():

@@ -186,8 +186,8 @@ _initialised: weakref.WeakSet[Any] = weakref.WeakSet()
 def init_module(kernel: Any) -> bool:
     """Let a compiled Triton kernel use NVSHMEM's device functions. Call it before the first launch.
 
-    kernel: what `fn.warmup(..., grid=...)` returns. Once per loaded kernel: later calls do nothing. Kernels
-    that are not linked with NVSHMEM, which must not get it, are left alone.
+    kernel: what `fn.warmup(..., grid=...)` returns. Later calls do nothing, nor do those for kernels that are
+    not linked with NVSHMEM, which must not get it.
     -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
     """
     if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
@@ -224,11 +224,8 @@ ARCHITECTURES = (100, 90, 89, 80, 75)
 
 
 def find_bitcode(arch: int) -> Path | None:
-    """The bitcode for GPUs of `arch` (90 for sm_90), or None.
-
-    In $NVSHMEM_HOME/lib if that is set, else in the wheel nvidia-nvshmem-cu13: one file per architecture
-    since 3.8, one for all before.
-    """
+    """The bitcode for GPUs of `arch` (90 for sm_90), or None: in $NVSHMEM_HOME/lib if that is set, else in
+    the wheel; one file per architecture since 3.8, one for all before."""
     names = [f"libnvshmem_device_sm_{a}.bc" for a in ARCHITECTURES if a <= arch] + ["libnvshmem_device.bc"]
     for folder in _folders():
         for name in names:
