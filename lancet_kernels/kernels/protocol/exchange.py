@@ -93,7 +93,7 @@ class FailureReport:
 
 @dataclass(eq=False)
 class OpenPass:
-    """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is."""
+    """One pass through the exchange: its state is fresh device memory. place: which open one it is."""
 
     place: int
     state: PassState
