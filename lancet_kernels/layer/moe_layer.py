@@ -8,7 +8,7 @@ again in the backward.
 
 A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
 is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So
-the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.recompute`); of
+the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.captured_graph`); of
 gates whose slots follow from logits, the slots, too.
 
 torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the
