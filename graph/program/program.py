@@ -192,7 +192,7 @@ _RECOMPUTED = "_recomputed"
 
 
 def recomputed_name(name: str) -> str:
-    """The name of the backward instruction that recomputes a forward one (`graph.capture.captured_graph`)."""
+    """The name of the backward instruction that recomputes a forward one (`graph.capture.recompute`)."""
     return name + _RECOMPUTED
 
 

@@ -3,12 +3,12 @@
 T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
 D  d_model                  F  d_ff                 K  top_k      C  capacity
 
-What a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when the block runs
-again in the backward.
+`CheckpointedRun`: what a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when
+the block runs again in the backward.
 
 A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
 is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So
-the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.captured_graph`); of
+the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.recompute`); of
 gates whose slots follow from logits, the slots, too.
 
 torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the

@@ -19,12 +19,8 @@ Contract:
 5. The original instructions are gone.
 6. If a range cannot be cut, CutError says why, and the graph is unchanged.
 
-Reassembly of a partitioned range: nodes that join the parts of tensors, for readers outside the parts.
-
-Cuts the ranges of a plan: the graph that is simulated, measured and run, and its Program.
-
-A Planner simulates and orders the Program of the partitioned graph (`GraphCutter`), in which the slices,
-counts and rows of parts and the reassembly are instructions like all others.
+A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program, in
+which the slices, counts and rows of parts and the reassembly are instructions like all others.
 """
 
 from __future__ import annotations
