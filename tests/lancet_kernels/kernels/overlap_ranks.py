@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -178,24 +179,27 @@ def check_same(a: Answer, b: Answer, say: str) -> None:
         assert same_bits(getattr(a, each.name), getattr(b, each.name)), f"{say}: {each.name} differs"
 
 
+def received(case: Case, rank: int) -> list[Tensor]:
+    """Rows of x and of dy that come to a rank, in order, and what they count."""
+    rows: list[list[Tensor]] = [[], [], []]
+    for e, source in product(range(rank * case.local, (rank + 1) * case.local), range(case.world)):
+        routing, (x, dy) = routing_of(case, source), tokens_of(case, source)
+        first = int(routing.count[:e].sum())
+        choice = routing.choice[first : first + int(routing.count[e])].long()
+        token = choice // case.choices
+        for of, value in zip(rows, (x[token], dy[token], routing.weight.view(-1)[choice]), strict=True):
+            of.append(value)
+    return [torch.cat(each) for each in rows]
+
+
 def check_rows(layer: Layer) -> None:
     """After one pass: the rows here are the sources' rows, bit for bit, and nothing else was written."""
-    case, rank = layer.case, layer.rank
-    x_rows, dy_rows, weights = [], [], []
-    for e in range(rank * case.local, (rank + 1) * case.local):
-        for source in range(case.world):
-            routing, (x, dy) = routing_of(case, source), tokens_of(case, source)
-            first = int(routing.count[:e].sum())
-            choice = routing.choice[first : first + int(routing.count[e])].long()
-            x_rows.append(x[choice // case.choices])
-            dy_rows.append(dy[choice // case.choices])
-            weights.append(routing.weight.reshape(-1)[choice])
-    x_rows, dy_rows, weights = (torch.cat(each) for each in (x_rows, dy_rows, weights))
+    x_rows, dy_rows, weights = received(layer.case, layer.rank)
     for exchange, expected in ((layer.forward, x_rows), (layer.backward, dy_rows)):
         # The first pass lies in front.
         rows = exchange.rows.local
-        assert same_bits(rows[: len(expected)], expected), f"rows of {exchange.name} of rank {rank}"
-        assert rows[len(expected) :].isnan().all(), f"rows of {exchange.name} of rank {rank}: behind the last"
+        assert same_bits(rows[: len(expected)], expected), f"rows of {exchange.name} of rank {layer.rank}"
+        assert rows[len(expected) :].isnan().all(), f"behind the rows of {exchange.name} of rank {layer.rank}"
     assert same_bits(layer.backward.row_weights.local[: len(weights)], weights)
 
 
