@@ -11,14 +11,10 @@ from itertools import product
 import pytest
 import torch
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.tuning import tuned
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
+from lancet_kernels.kernels.config import GemmConfig
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
-    CONFIG,
     GuardedMemory,
     Layer,
     alone,
@@ -26,7 +22,6 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     check_dense,
     check_results,
     check_rows,
-    check_same,
     make_dense,
     make_layer,
     same_bits,
@@ -129,30 +124,6 @@ def test_passes(pool, cases):
     prove(pool, SMALL[cases][0][0].world, SMALL[cases])
 
 
-def variants_on_rank(case: Case) -> None:
-    """The same pass in other launches gives the same bits."""
-    with GuardedMemory(timeout_s=30) as memory:
-        answers = {}
-        for name, changes in {
-            "fused": {},
-            "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8},
-            "other sums": {"reduce_block": 16},
-        }.items():
-            with poisoned_buffers():
-                layer = make_layer(memory, name, case, **changes)
-                answers[name] = layer.run()
-            layer.check()
-        for name, answer in answers.items():
-            check_same(answer, answers["fused"], f"{case} {name}")
-        memory.barrier()
-
-
-@pytest.mark.long
-def test_launches_do_not_change_a_bit(pool):
-    case = Case(tokens=19, local=2, choices=3, capacity=19, dtype=FP16)
-    pool.run(variants_on_rank, case, timeout_s=600)
-
-
 def many() -> Iterator[tuple[Case, dict]]:
     """The long grid."""
     base = Case()
@@ -180,49 +151,3 @@ def test_the_whole_grid(pool, ranks):
     ]
     for start in range(0, len(work), 8):
         prove(pool, ranks, work[start : start + 8], timeout_s=600.0)
-
-
-def test_configuration_is_the_default_one():
-    """What is proven here is what launches take on a CPU."""
-    default = default_overlap_config(24, 20, "gelu", torch.float32, torch.device("cpu"))
-    assert default == CONFIG
-
-
-@pytest.mark.parametrize(
-    ("change", "bodies"),
-    [
-        ({}, "gluon"),
-        ({"dtype": torch.float16}, "gluon"),
-        ({"dtype": torch.float32}, "triton"),
-        ({"hidden": 96}, "triton"),
-        ({"arch": 100}, "triton"),
-        ({"arch": 80}, "triton"),
-        ({"far": True}, "triton"),
-    ],
-    ids=str,
-)
-def test_the_hopper_kernel_is_the_default_where_it_can_run(change, bodies):
-    sizes = {"width": 128, "hidden": 192, "dtype": torch.bfloat16, "arch": 90}
-    config = OverlapConfig.for_gpu(**sizes | {"programs": 132} | change)
-    assert (config.bodies, config.programs) == (bodies, 132)
-
-
-class H100:
-    major, minor, multi_processor_count = 9, 0, 132
-
-
-def test_launches_leave_multiprocessors_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
-    monkeypatch.setattr(tuned, "tuned", lambda *_: None)
-    given = 128, 192, "gelu", torch.bfloat16, torch.device("cuda", 0)
-    assert default_overlap_config(*given).programs == 132
-    monkeypatch.setenv("LANCET_FUSED_SMS", "100")
-    assert default_overlap_config(*given).programs == 100
-    measured = OverlapConfig.for_gpu(128, 192, torch.bfloat16, 90, 132)
-    monkeypatch.setattr(tuned, "tuned", lambda *_: measured)
-    assert default_overlap_config(*given) == replace(measured, programs=100)
-    assert default_overlap_config(*given, far=True).bodies == "triton"
-    for wrong in ("0", "133", "many"):
-        monkeypatch.setenv("LANCET_FUSED_SMS", wrong)
-        with pytest.raises(UserError, match=f"LANCET_FUSED_SMS: got {wrong}, expected 1 to 132"):
-            default_overlap_config(*given)
