@@ -232,24 +232,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--passes", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first pass")
-    parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
-    parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
     given = parser.parse_args()
-    pool = RankPool(given.ranks)
-    done = tasks = 0
-    begin = time.monotonic()
-    while done < given.passes:
-        first = given.first + done
-        results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3,
-            ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
-        )  # fmt: skip
-        done, tasks = done + given.at_once, tasks + sum(results)
-        print(
-            f"{done} passes on {given.ranks} ranks, {tasks} tasks, {time.monotonic() - begin:.0f} s: "
-            "none hung, nothing wrong",
-            flush=True,
-        )
+    pool, tasks = RankPool(given.ranks), 0
+    for first in range(given.first, given.first + given.passes, 50):
+        limits = {"timeout_s": 50 * WAIT_S, "collective_timeout_s": WAIT_S}
+        tasks += sum(pool.run(fuzz_on_rank, first, 50, 5e-3, ranks=given.ranks, **limits))
+        print(f"{first + 50 - given.first} passes, {tasks} tasks: none hung, nothing wrong", flush=True)
     pool.close()
 
 

@@ -119,20 +119,6 @@ def test_time_that_is_up_leaves_the_rest_for_the_next_run(cache) -> None:
     assert cache.entries() == {}
 
 
-def test_only_the_first_candidates_if_so_wanted(cache) -> None:
-    (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), most=1, runs_of=nothing_runs)
-    assert [outcome.winner] == outcome.candidates
-
-
-def test_a_corrupt_cache_is_survived(cache) -> None:
-    tasks, options = [Task(TINY, torch.bfloat16), MIDDLE], {"clock": FakeClock(), "runs_of": nothing_runs}
-    tune(tasks, H100, cache, **options)
-    cache.path.write_text(cache.path.read_text()[:200])
-    with pytest.warns(UserWarning, match="not readable"):
-        assert [o.status for o in tune(tasks, H100, cache, **options)] == ["tuned", "tuned"]
-    assert len(TunedCache(cache.path).entries()) == 2
-
-
 def disagreeing_ranks(folder: str) -> tuple[str, dict]:
     """Rank 0 finds the first candidate fastest, rank 1 the last; both must take the same."""
     rank = dist.get_rank()

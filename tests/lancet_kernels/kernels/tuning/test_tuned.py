@@ -99,13 +99,6 @@ def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, 
         assert TunedCache(cache.path).entries() == {good.key: good}
 
 
-def test_a_killed_writer_leaves_no_lock(cache) -> None:
-    cache.put([entry()])
-    assert cache.path.with_name(".tuned.json.lock").exists()
-    cache.put([entry(shape=OTHER)])
-    assert len(cache.entries()) == 2
-
-
 def test_the_launcher_asks_for_the_shape_that_is_tuned(monkeypatch) -> None:
     """A task nobody looks up would be tuned for nothing."""
     asked = set()
