@@ -61,6 +61,7 @@ def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cach
     ["", "{", "[]", "null", '{"format": "other", "version": 1, "entries": {}}', "\x00\x01", '{"version": 1}',
      '{"format": "lancet-tuned-configurations", "version": 99, "entries": {}}',
      '{"format": "lancet-tuned-configurations", "version": 1, "entries": 5}', "[" * 100000],
+    ids=lambda text: text[:20],
 )  # fmt: skip
 def test_a_corrupt_file_is_ignored_with_one_warning_and_written_anew(cache, text) -> None:
     cache.path.parent.mkdir(parents=True)
