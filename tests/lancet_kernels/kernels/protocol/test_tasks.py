@@ -270,28 +270,12 @@ def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataOb
 EXAMPLE = Routed(((2, 5, 0, 1, 0, 3), (3, 1, 0, 4, 2, 0)), 3, 4)
 
 
-def test_example_in_the_docstring() -> None:
+def test_the_device_finds_the_tasks_of_the_example() -> None:
     for rank in range(2):
-        table, report, tiles, chunks = device_table(EXAMPLE, rank)
-        words = table.tolist()
-        assert words[:4] == [0, 5 + rank, 4, 10 * rank]
-        where, found = 8, {}
-        sizes = {"count": 12, "before": 12, "first_send": 12, "rows": 6, "first_row": 6, "first_tile": 6}
-        sizes |= {"base": 2, "expert": tiles, "put_expert": chunks, "put_tile": chunks}
-        for name, size in sizes.items():
-            found[name] = words[where : where + size]
-            where += size
-        assert found["count"] == [*EXAMPLE.counts[0], *EXAMPLE.counts[1]]
-        assert found["before"] == [0] * 6 + [2, 5, 0, 1, 0, 3]
-        assert found["first_send"] == [0, 2, 7, 7, 8, 8, 0, 3, 4, 4, 8, 10]
-        assert found["rows"] == [5, 6, 0, 5, 2, 3]
-        assert found["first_row"] == [0, 5, 11, 0, 5, 7]
-        assert found["first_tile"] == [0, 2, 4, 0, 2, 3]
-        assert found["base"] == [0, 10]
-        assert not report.any()
-    assert found["put_expert"][:6] == [0, 3, 0, 3, 4, 1]
-    assert found["put_tile"][:6] == [0, 0, 1, 1, 0, 1]
-    assert task_list(EXAMPLE, 1, LaunchShape())[3 * 8] == (PUT, 3, 1, 0)
+        found, expected = device_list(EXAMPLE, rank, LaunchShape(2, 1, True, 2, 3), [(1, 2)], (16, 10, 20))
+        assert found == expected
+    puts = [task[1:3] for task in expected[: 6 * PARTS : PARTS]]
+    assert puts == [(0, 0), (3, 0), (0, 1), (3, 1), (4, 0), (1, 1)]
 
 
 def test_offsets_of_more_counts_than_are_read_at_once() -> None:
