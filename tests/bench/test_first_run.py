@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import first_run, several_ranks, steps
+from bench.gpu import first_run, steps
 from bench.gpu.first_run import Step
 from tests.processes import ROOT, run, running, wait_for
 
@@ -141,16 +141,3 @@ def test_what_is_wrong_is_seen(dtype: torch.dtype) -> None:
         broken[100] = value
         assert not steps.agreement({"y": wanted, "dx": broken}, {"y": wanted, "dx": wanted}, dtype)["right"]
     assert steps.agreement({"y": wanted[:0]}, {"y": wanted[:0]}, dtype)["right"]
-
-
-def test_ranks_have_other_tokens_in_every_step_that_all_can_make_again() -> None:
-    sizes, like = several_ranks.SIZES["one-gpu"]._replace(width=4), torch.empty(0)
-    numbers = {
-        (step, rank): len(several_ranks.tokens_of(sizes, step, rank, like)[0])
-        for step in range(20)
-        for rank in range(2)
-    }
-    assert len(set(numbers.values())) > 20
-    assert [place for place, number in numbers.items() if number == 0] == [(0, 1), (1, 0)]
-    for a, b in zip(*(several_ranks.tokens_of(sizes, 3, 1, like) for _ in range(2)), strict=True):
-        assert torch.equal(a, b)

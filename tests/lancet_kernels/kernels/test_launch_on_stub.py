@@ -63,13 +63,10 @@ def test_descriptors_are_of_the_operands_as_matrices(launched: dict) -> None:
     assert maps == [rows, first, both, second, rows, second, [384, 256, 768], first]
 
 
-def test_named_tuples_arrive_in_the_order_of_their_fields(launched: dict) -> None:
+def test_named_tuples_arrive_in_order_and_descriptors_have_scratch(launched: dict) -> None:
+    """A backward makes those of weight gradients: 128 bytes each."""
     assert len(launched["pointers"]) > 20
     assert launched["parameters"][: len(launched["pointers"])] == launched["pointers"]
-
-
-def test_programs_have_scratch_for_the_descriptors_that_they_make(launched: dict) -> None:
-    """A backward makes those of weight gradients: 128 bytes each."""
     assert launched["asked"] == [size for size in launched["scratch"] if size]
     assert max(launched["asked"]) >= 66 * 2 * 128
 

@@ -7,7 +7,7 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import GemmConfig
-from lancet_kernels.kernels.overlap import aligned, dense_table, moe_backward
+from lancet_kernels.kernels.overlap import aligned, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.protocol.schedule import BASE
 from lancet_kernels.kernels.symmetric import virtual_memories
@@ -226,15 +226,6 @@ def test_nothing_beyond_the_counts_reaches_an_answer(layer):
     out, saved = layer.run_forward()
     saved.pre[layer.routing.count.sum() :] = 3e33
     check_same(answer_of(out, layer.run_backward(saved)), expected, "beyond the counts")
-
-
-def test_table_of_independent_gemms():
-    problems = [dense((16, 8), (16, 4), (8, 4)), dense((3, 2), (3, 5), (2, 5))]
-    table, tiles = dense_table(problems, GemmConfig(16, 32, 16, 1, 1), torch.device("cpu"))
-    pointers = [[t.data_ptr() for t in (p.a, p.b, p.c)] for p in problems]
-    assert table[:, :7].tolist() == [[*pointers[0], 8, 4, 16, 0], [*pointers[1], 2, 5, 3, 1]]
-    assert tiles == 2
-    assert dense_table([], GemmConfig(16, 32, 16, 1, 1), torch.device("cpu")) == (None, 0)
 
 
 def test_operands_that_are_not_aligned_for_descriptors(layer):

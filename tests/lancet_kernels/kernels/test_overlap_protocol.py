@@ -16,13 +16,7 @@ from lancet_kernels.kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
-from tests.lancet_kernels.kernels.overlap_ranks import (
-    Layer,
-    answer_of,
-    check_same,
-    make_layer,
-    same_bits,
-)
+from tests.lancet_kernels.kernels.overlap_ranks import Layer, answer_of, check_same, make_layer, same_bits
 from tests.poisoned_buffers import poisoned_buffers
 from tests.refusals import refusal
 

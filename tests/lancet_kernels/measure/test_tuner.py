@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lancet_kernels
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig
@@ -183,12 +182,6 @@ def test_a_dry_run_lists_what_would_be_timed(capsys, tmp_path) -> None:
     assert "\n1 task: 1 would be tuned" in out
     assert "1 task on sm_90 (no GPU here)" in err
     assert not list(tmp_path.iterdir())
-
-
-def test_the_version_is_told(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")
 
 
 def test_wrong_arguments_are_one_line_each(capsys) -> None:

@@ -31,7 +31,8 @@ from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.protocol import device, steps, tasks
 from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.hopper.gluon_emulator import Deadlock, EmulationError, Emulator
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.emulator import Emulator
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Deadlock, EmulationError
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
