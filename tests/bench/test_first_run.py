@@ -94,13 +94,10 @@ def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
     assert first_run_table(tmp_path) == "Not measured: no GPU was at hand."
     run = {"device": "Made-up GPU", "torch": "2.11", "triton": "3.6", "date": "today", "label": "measured"}
     speed = {"right": True, "forward": {"ms": 3.0, "least_ms": 2.0, "tflops": 551.26}}
+    slow = {"slow": {"put_ms": 1, "backward": {"ms": 2, "eta": 0.9}}}
     lines = [
         {"step": "speed_sonic", "outcome": "right", "result": speed},
-        {
-            "step": "eta",
-            "outcome": "killed",
-            "result": {"slow": {"put_ms": 1, "backward": {"ms": 2, "eta": 0.9}}},
-        },
+        {"step": "eta", "outcome": "killed", "result": slow},
         {"step": "passes", "outcome": "not begun", "why": "no time"},
     ]
     for name, label in (("first-run-a", "measured"), ("first-run-b", "interpreter")):

@@ -10,9 +10,10 @@ passes, between tasks and before releases; nothing else keeps ranks in step.
 Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
 sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
 
-A pass is wrong if a row is missing or differs in a bit from its source's, if anything was written where no
-open pass has rows or beside a buffer, or if out or a gradient differs from the right value. Rows and results
-are looked at, and poisoned, before they are given back. A pass hangs if a wait runs out of time.
+What this alone finds: what is wrong for some counts, with the kernels as they are, between processes. A pass
+is wrong if a row is missing or differs in a bit from its source's, if anything was written where no open pass
+has rows or beside a buffer, or if out or a gradient differs from the right value. Rows and results are looked
+at, and poisoned, before they are given back. A pass hangs if a wait runs out of time.
 """
 
 from __future__ import annotations

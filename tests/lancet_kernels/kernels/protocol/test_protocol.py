@@ -1,5 +1,7 @@
 """The signal protocol of an exchange, every interleaving: right as it is, and wrong in each way it could be.
 
+What this alone finds: rows, results, counts or words that are used again too early, in an order of events of
+several passes that no seed has to draw.
 `protocol_model.py` says which line of the kernels each step stands for. To read the shortest way to what
 goes wrong in the broken variants: `pytest -s -k broken` and this file.
 """

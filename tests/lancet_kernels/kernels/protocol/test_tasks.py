@@ -1,5 +1,6 @@
 """Tasks of fused launches: the device finds those of the rules, and none waits for one behind it.
 
+What this alone finds: a task that waits for a later one of its PE, to which a single program never comes.
 That rows are released in time, and counts are those of the epoch, depends on earlier launches only:
 `test_protocol.py`.
 """

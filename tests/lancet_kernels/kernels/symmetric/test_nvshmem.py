@@ -51,13 +51,14 @@ def test_what_is_missing_where_there_is_a_gpu(monkeypatch):
 
 
 def create_on_rank() -> str:
-    return refusal(lambda: create(device="cuda", timeout_s=10))
+    return refusal(lambda: create(device="cuda", timeout_s=20))
 
 
 @NO_GPU
 def test_create_says_what_works_instead(pool):
     for message in pool.run(create_on_rank):
         assert f"got no CUDA device that torch {torch.__version__} can use (rank 0, 1)" in message
+        assert message.count("no CUDA device") == 1, "both makers lack it: said once"
         for alternative in ("NCCL's collectives", "virtual_memories", "CPU ranks over shared memory"):
             assert alternative in message
 

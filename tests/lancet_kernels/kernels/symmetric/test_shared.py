@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -221,8 +222,32 @@ def test_close_frees(pool):
         assert "region 'x'" in result["errors"][0][1]
 
 
-def killed_between_create_and_map(rank: int, store: str, results) -> None:
-    """A process of its own: rank 1 dies when it has made its segment, before anybody has removed a name."""
+def answer(function: Callable, rank: int, place: object, results) -> None:
+    results.put(function(rank, place))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def in_processes(function: Callable, place: object) -> tuple[object, list]:
+    """function(rank, place) in two processes, of which one dies. -> what the other says; the processes."""
+    context = processes()
+    results = context.Queue()
+    ranks = [context.Process(target=answer, args=(function, rank, place, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        said = results.get(timeout=60)
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            process.kill()
+    return said, ranks
+
+
+def killed_between_create_and_map(rank: int, store: str) -> tuple[str, str]:
+    """Rank 1 dies when it has made its segment, before anybody has removed a name."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     if rank == 1:
         create = shared._create
@@ -233,34 +258,38 @@ def killed_between_create_and_map(rank: int, store: str, results) -> None:
 
         shared._create = create_and_die
     memory = SharedMemory(timeout_s=3.0)
-    results.put(failure(lambda: memory.allocate("x", (4,), torch.float32)))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    return failure(lambda: memory.allocate("x", (4,), torch.float32))
 
 
 @pytest.mark.long
 def test_killed_in_the_middle_of_allocating(tmp_path):
-    context = processes()
-    results = context.Queue()
-    ranks = [
-        context.Process(target=killed_between_create_and_map, args=(rank, f"{tmp_path}/store", results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    pids = [process.pid for process in ranks]
-    try:
-        kind, message = results.get(timeout=60)
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
+    (kind, message), ranks = in_processes(killed_between_create_and_map, f"{tmp_path}/store")
     assert kind == "CommunicationError"
     assert "waiting for rank(s) 1" in message
     assert ranks[1].exitcode == -signal.SIGKILL
-    assert segments(pids) == []
+    assert segments([process.pid for process in ranks]) == []
+
+
+def lose_the_store(rank: int, port: int) -> tuple[str, str]:
+    """Rank 0 keeps the store, as a process of torchrun does, and dies; the barrier of rank 1 says so."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    memory = SharedMemory(timeout_s=20)
+    for number in range(20):
+        memory.allocate(f"x{number}", (4,), torch.float32)
+    memory.barrier()
+    if rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure(memory.barrier)
+
+
+def test_store_is_lost():
+    port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
+    (kind, message), _ = in_processes(lose_the_store, port)
+    assert kind == "CommunicationError"
+    assert message.startswith("rank 1: barrier failed: no answer from the store of the process group (")
+    assert "\n" not in message
 
 
 def other_machine_on_rank() -> tuple[str, str]:

@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.kernels.symmetric import TorchMemory, create, torch_memory
+from lancet_kernels.kernels.symmetric import TorchMemory, torch_memory
 from lancet_kernels.kernels.symmetric.torch_memory import unreachable
-from tests.refusals import refusal
 
 CPU = torch.device("cpu")
 BEGIN = 64
@@ -120,13 +119,3 @@ def reach_cases_on_rank() -> list[str]:
 
 def test_every_rank_says_alike_why_it_is_unreachable(pool):
     assert pool.run(reach_cases_on_rank) == [[case[-1] for case in CASES]] * 2
-
-
-def both_missing_on_rank() -> str:
-    return refusal(lambda: create(device="cuda", timeout_s=20))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
-def test_what_both_makers_lack_is_said_once(pool):
-    for message in pool.run(both_missing_on_rank):
-        assert message.count("no CUDA device") == 1
