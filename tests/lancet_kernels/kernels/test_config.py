@@ -1,6 +1,7 @@
 """Which tiles fit where, how launches are cut, and which kernel takes them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,12 +106,9 @@ def test_configuration_is_the_default_one():
     assert default == CONFIG
 
 
-class H100:
-    major, minor, multi_processor_count = 9, 0, 132
-
-
 def test_launches_leave_multiprocessors_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
+    h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
     monkeypatch.setattr(tuned, "tuned", lambda *_: None)
     given = 128, 192, "gelu", torch.bfloat16, torch.device("cuda", 0)
     assert default_overlap_config(*given).programs == 132

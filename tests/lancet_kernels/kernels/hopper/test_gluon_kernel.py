@@ -1,8 +1,7 @@
 """The Hopper kernel, executed in the emulator: bit for bit the portable kernel, in any order of events.
 
-Tiles are smaller than on a GPU, which changes no line of the kernel. What this alone finds, of the four proofs
-of the protocol: races, wrong phases and missing fences inside a program, and between the programs of a PE.
-What the emulator cannot show is said in its docstring.
+Tiles are smaller than on a GPU, which changes no line of the kernel. What this alone finds: races, wrong
+phases and missing fences inside a program, and between those of a PE. What it cannot: `emulator.py`.
 """
 
 from __future__ import annotations
