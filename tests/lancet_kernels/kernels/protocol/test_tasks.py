@@ -362,8 +362,3 @@ def test_a_second_gemm_less_than_a_group_behind_waits_for_later_tasks() -> None:
     routed = Routed(((6, 18),), 2, 2)
     assert not too_early(routed, 0, LaunchShape(tiles_in=2))
     assert too_early(routed, 0, Hasty(tiles_in=2)) == [(TILE_OUT, tile, 0) for tile in (5, 6, 7)]
-
-
-def test_a_group_has_enough_rows_for_the_time_in_which_its_weights_stream() -> None:
-    """A weight of 2 bytes, at 2.9 TB/s, meets the rows of 128 a tile, at 650 TFLOP/s; four times as long."""
-    assert 2 * 128 * tasks.GROUP.value / 650e12 > 4 * 2 / 2.9e12
