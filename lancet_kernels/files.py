@@ -1,7 +1,6 @@
-"""The user's cache: its folder, and files of measurements that processes share. What cannot be read in one is
+"""Files that are replaced as a whole (a process that dies while writing leaves the old file intact), and the
+user's cache: its folder, and files of measurements that processes share. What cannot be read in one is
 ignored, and written anew.
-
-Files that are replaced as a whole: a process that dies while writing leaves the old file intact.
 """
 
 from __future__ import annotations

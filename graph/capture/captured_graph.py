@@ -2,7 +2,7 @@
 
 Needs nothing of what captures them, whose import alone takes longer than that of torch.
 
-Switches off Python's garbage collector where it costs time and frees nothing.
+`without_garbage_collection`, because a graph is many small objects that stay alive.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 A trace contains every number, flag and mode that the forward read, as a constant. torch.compile checks before
 each call that none of them has changed; `Assumptions` does that for a graph that runs without torch.compile.
 
-The MoE layer that a collective of a captured graph belongs to, for error messages when it fails.
+Tracing records the module of each node, and for a backward node the module of its forward: the MoE layer of a
+collective, for error messages when it fails (`layer_name`).
 
-Tracing records the module of each node, and for a backward node the module of its forward.
-
-Plain tensors: those that a forward reads and that are neither inputs nor parameters nor buffers.
+Plain tensors are those that a forward reads and that are neither inputs nor parameters nor buffers.
 
 An attribute, an element of a list, a field of a configuration, a variable of a Python module. A trace would
 keep the tensor that it met; here they are inputs of the graph, read anew before each call, so another tensor

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, CommunicationModel, Dispatcher, Kernels
-from lancet_kernels.graph.costs.device_costs import DeviceCosts
+from lancet_kernels.graph.costs.part_instruction import DeviceCosts
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 

@@ -4,24 +4,21 @@ This includes the overhead of partitioning: each part has its own launch, and re
 (a weight) in full. An irregular part has 1/k of the rows (Lancet, section 3), as if tokens were spread
 evenly.
 
-Times of the communication of a partition, depending on how its groups of devices spread over nodes.
-(PrimePar, slides "Cost Model": an alpha and a beta for each grouping pattern)
+Device costs of partitioning: joining parts, a kernel launch, one part of an op.
 
-Devices fill the nodes of a cluster one after another, so the leading bits of a device's number are its node.
-Links inside a node and between nodes have different costs, and simultaneous messages from one node share its
-network cards.
+Measured once per device model (`graph.costs.measure_device`), and stored in a JSON file beside the measured
+times; each entry has its device model, torch version and source ("measured").
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.clusters import Cluster, grouped_all_reduce_ms, point_to_point_ms
+from lancet_kernels.files import CacheFile
+from lancet_kernels.graph.costs.clusters import Points, interpolated
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import (
     CARRIED,
@@ -34,7 +31,113 @@ from lancet_kernels.graph.program.forms import (
     any_made_in_parts,
 )
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
-from lancet_kernels.graph.rules.slices import Partition, moves
+
+FORMAT = "lancet-device-costs"
+VERSION = 3
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """The costs on one device model with one version of torch.
+
+    launch_ms: the time of an op on one element.
+    copies: (bytes read and written, milliseconds) of concatenating two tensors, sorted by bytes.
+    counting: the same by name of an op that only partitioned graphs have, and that copies no rows.
+    shares: by `cut_key`: (number of parts, time of one part as a fraction of the time of the whole op).
+    """
+
+    device: str
+    torch: str
+    launch_ms: float
+    copies: Points
+    counting: Mapping[str, Points] = field(default_factory=dict)
+    shares: Mapping[str, Points] = field(default_factory=dict)
+    source: str = "measured"
+
+    def __str__(self) -> str:
+        return f"{self.source} on {self.device}, torch {self.torch}"
+
+    def added_ms(self, op: str, bytes: float) -> float:
+        """Milliseconds of an op that only partitioned graphs have: counting rows, or copying them.
+
+        Args: bytes: read and written; 0 takes no time.
+        """
+        return interpolated(self.counting.get(op, self.copies), bytes) if bytes > 0 else 0.0
+
+    def part_ms(self, part: Instruction, tensors: Mapping[str, TensorSpec], whole_ms: float) -> float | None:
+        """Milliseconds of one part of an op that takes `whole_ms` uncut; None if it was not measured.
+
+        The total time of all parts is interpolated between the measured numbers of parts.
+        """
+        shares = self.shares.get(cut_key(part, tensors))
+        if shares is None:
+            return None
+        together = ((1.0, 1.0), *((parts, parts * share) for parts, share in shares))
+        parts = part.attributes["parts"]
+        return interpolated(together, parts) / parts * whole_ms
+
+
+_OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
+
+
+def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
+    """Op, operands and their forms; independent of the number of parts, and equal for all of them.
+
+    Args: part: an instruction of `graph.costs.part_instruction`. tensors: with the specs of its operands.
+    Example: `aten.mm (8x4:float32 cut 0, 4x6:float32 whole, 8x6:float32 cut 0) []`.
+    """
+    names = (*part.inputs, *part.outputs)
+    sizes, forms = part.attributes["whole_shapes"], part.attributes["forms"]
+    operands = ", ".join(
+        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} {form}"
+        for name, size, form in zip(names, sizes, forms, strict=True)
+    )
+    attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
+    return f"{part.op} ({operands}) [{attributes}]"
+
+
+class DeviceCostsFile:
+    """The file of measured device costs. A file that cannot be read counts as empty, with a warning."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = CacheFile(path, FORMAT, VERSION, "they will be measured again")
+
+    def get(self, device: str, torch: str) -> DeviceCosts | None:
+        """The costs measured on this device model with this version of torch, or None."""
+        return next((c for c in self._read() if (c.device, c.torch) == (device, torch)), None)
+
+    def put(self, costs: DeviceCosts) -> None:
+        """Save, atomically. Other devices, and shares that another process saved, are preserved."""
+        with self._file.changed() as sections:
+            others = []
+            for saved in self._read():
+                if (saved.device, saved.torch) == (costs.device, costs.torch):
+                    costs = replace(costs, shares={**saved.shares, **costs.shares})
+                else:
+                    others.append(saved)
+            sections["devices"] = [asdict(c) for c in (*others, costs)]
+
+    def _read(self) -> list[DeviceCosts]:
+        return self._file.section("devices", "device costs", lambda entries: [*map(_from_json, entries)], [])
+
+
+def _from_json(data: Mapping[str, Any]) -> DeviceCosts:
+    """The costs from the JSON values of `dataclasses.asdict`. Raises: TypeError, ValueError."""
+    by_name = {
+        field: {key: _points(points) for key, points in data[field].items()}
+        for field in ("counting", "shares")
+    }
+    costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), **by_name})
+    named = (points for of_field in by_name.values() for points in of_field.values())
+    points = [*costs.copies, *(point for of_name in named for point in of_name)]
+    numbers = [costs.launch_ms, *(number for point in points for number in point)]
+    if not costs.copies or not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+        raise ValueError(f"{costs.device}: times must be finite numbers >= 0")
+    return costs
+
+
+def _points(data: list[list[float]]) -> Points:
+    return tuple((float(x), float(y)) for x, y in data)
 
 
 def part_name(name: str, part: int) -> str:
@@ -162,92 +265,3 @@ def reassembly(spec: TensorSpec, form: Form, parts: int) -> tuple[float, float]:
         count = spec.content_bytes
         return float(parts * count), float((parts + 1) * count)
     return 0.0, 2.0 * spec.content_bytes
-
-
-def all_reduce_ms(cluster: Cluster, groups: Sequence[Sequence[int]], size: float) -> float:
-    """Milliseconds of simultaneous all-reduces, one per group, of `size` bytes per device.
-
-    Raises: UserError if a group has more devices on one node than on another.
-    """
-    if not groups:
-        return 0.0
-    at_once: Counter[int] = Counter()
-    local = nodes = 1
-    for group in groups:
-        of_node = Counter(device // cluster.gpus_per_node for device in group)
-        if len(set(of_node.values())) > 1:
-            raise UserError(
-                "group of an all-reduce",
-                got=f"devices {tuple(group)}",
-                expected="as many on each node",
-                do="use a power of two of GPUs per node",
-            )
-        local, nodes = max(of_node.values()), len(of_node)
-        if nodes > 1:
-            at_once.update(of_node.keys())
-    return grouped_all_reduce_ms(cluster, size, local, nodes, max(at_once.values(), default=0))
-
-
-def shift_ms(cluster: Cluster, source_of: Sequence[int], size: float) -> float:
-    """Milliseconds of a shift: every device gets `size` bytes from its source; 0 if nothing moves."""
-    if not moves(source_of):
-        return 0.0
-    node = cluster.gpus_per_node
-    leaving = Counter(s // node for d, s in enumerate(source_of) if s // node != d // node)
-    return point_to_point_ms(cluster, size, max(leaving.values(), default=0))
-
-
-Boxes = np.ndarray
-"""[devices, dimensions, 2]: begin and end of each device's tile, as fractions of the dimension."""
-
-
-def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -> Boxes:
-    """The tiles of a tensor at one step."""
-    slices = np.array([partition.slices(d) for d in dimensions], dtype=float)
-    tiles = np.array(partition.tiles(phase, dimensions, t), dtype=float).reshape(-1, len(slices))
-    return np.stack([tiles, tiles + 1], axis=-1) / slices[:, None]
-
-
-def travelling_shares(
-    held: np.ndarray, needed: np.ndarray, gpus_per_node: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The traffic of redistributions between layouts [layouts, devices, dimensions, 2], for all pairs.
-
-    Every device gets the missing part of its tile, from its own node if a device there holds it (interCost of
-    the slides).
-
-    Returns: two arrays [held layouts, needed layouts]: the largest fraction of the tensor that a device gets
-        from its own node, and the largest that a node gets from other nodes.
-    """
-    node = np.arange(held.shape[1]) // gpus_per_node
-    same_node = node[:, None] == node[None, :]
-    # Replicas of a tile in one node count once, for the first device that holds it.
-    alike = (held[:, :, None] == held[:, None, :]).all(axis=(-1, -2)) & same_node
-    counted = ~np.tril(alike, -1).any(axis=-1)[:, None, :] & same_node
-    inside, outside = np.empty((2, len(held), len(needed)))
-    for n, layout in enumerate(needed):
-        overlap = 1.0  # [held layouts, needing devices, holding devices]
-        for d in range(layout.shape[1]):
-            begin = np.maximum(layout[None, :, None, d, 0], held[:, None, :, d, 0])
-            end = np.minimum(layout[None, :, None, d, 1], held[:, None, :, d, 1])
-            overlap = overlap * np.maximum(end - begin, 0.0)
-        in_node = (overlap * counted).sum(axis=-1)
-        missing = (layout[..., 1] - layout[..., 0]).prod(axis=-1) - in_node
-        inside[:, n] = (in_node - np.diagonal(overlap, axis1=1, axis2=2)).max(axis=-1)
-        outside[:, n] = np.max([missing[:, node == one].sum(axis=-1) for one in np.unique(node)], axis=0)
-    return inside, outside
-
-
-def redistributions_ms(cluster: Cluster, inside: np.ndarray, outside: np.ndarray, size: float) -> np.ndarray:
-    """Milliseconds for a tensor of `size` bytes; the slower link counts.
-
-    Example: 8 GPUs of one p3dn node hold rows of a tensor of 64 MB and need columns: each gets 7/8 of 8 MB
-    over 104 GB/s, 0.07 ms, plus 0.02 ms of latency.
-    Args: inside, outside: from `travelling_shares`.
-    """
-    link = cluster.link_efficiency * 1e9
-    inside_ms = inside * size / (cluster.intra_node_gb_per_s * link) * 1e3
-    outside_ms = outside * size / (cluster.inter_node_gb_per_s * link) * 1e3
-    latency = np.where(outside > 0, cluster.inter_node_latency_us, cluster.intra_node_latency_us) * 1e-3
-    travels = (inside > 0) | (outside > 0)
-    return np.where(travels, latency + np.maximum(inside_ms, outside_ms), 0.0)

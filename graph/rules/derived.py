@@ -1,9 +1,9 @@
 """Equations that depend on an op's shapes and attributes: views, reductions, attention, norms, ...
 
 Each function takes the shapes of an instruction's inputs (every tensor once) and outputs, and its attributes,
-and returns its equation (`graph.rules.derived`), or None if the instruction cannot be cut.
+and returns its equation, or None if the instruction cannot be cut.
 
-Equations such as `"t d, d f -> t f"`: the names of each operand's dimensions, and which may be cut.
+An equation such as `"t d, d f -> t f"` has the names of each operand's dimensions, and which may be cut.
 
 Grammar, in addition to einsum's names, which are separated by spaces:
 

@@ -1,13 +1,12 @@
-"""DistributedDataParallel around a model with MoE layers: experts are left to their own groups.
+"""DistributedDataParallel or FSDP around a model with MoE layers, whose experts are left to their own groups.
 
 DistributedDataParallel assumes that every parameter is replicated: it would overwrite all experts with those
 of rank 0, and average gradients of different experts. `ddp` excludes experts from it, and averages their
 gradients over the ranks that hold the same experts.
 
-FSDP around a model with MoE layers: experts are sharded over the ranks that hold the same ones.
-
 `fully_shard` assumes that every parameter is the same on all ranks of its mesh. `fsdp` calls it with another
-mesh for experts, and lets it divide all gradients by the number of ranks with different tokens.
+mesh for experts, and lets it divide all gradients by the number of ranks with different tokens. Experts are
+sharded over the ranks that hold the same ones.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 The backward all-to-all has already summed the gradients of experts over their expert group; they are summed
 over their replica group, all other gradients over the data group.
 
-Are parameters that several ranks hold still equal? Compared now and then, while the step runs.
-
-They drift apart without an error where ranks update them differently: torch's `clip_grad_norm_` scales by
-another norm on each rank, because experts differ; or a learning rate follows the loss of one rank.
+`Replicas` compares parameters that several ranks hold now and then, while the step runs. They drift apart
+without an error where ranks update them differently: torch's `clip_grad_norm_` scales by another norm on each
+rank, because experts differ; or a learning rate follows the loss of one rank.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
 D  d_model                  F  d_ff                 K  top_k      C  capacity
 
-What a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when the block runs
-again in the backward.
+`CheckpointedRun`: what a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when
+the block runs again in the backward.
 
 A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
 is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So

@@ -4,10 +4,9 @@ Another rank may run the plan in the same step, or leave out a layer. So the sum
 module does in a call: they are those of the plan, with the same buckets in the same order, and start when all
 gradients are there. Where no rank has a plan, they start while backward runs, in the same order.
 
-Is all of a gradient summed over the ranks?
-
-A step sums what it computes. What is added outside of it, by a penalty on its parameters say, each rank adds
-by itself. A hook on each parameter compares what arrives with what the step gave, mostly the same tensor.
+Is all of a gradient summed? A step sums what it computes. What is added outside of it, by a penalty on its
+parameters say, each rank adds by itself. A hook on each parameter compares what arrives with what the step
+gave, mostly the same tensor.
 """
 
 from __future__ import annotations

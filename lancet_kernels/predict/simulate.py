@@ -31,7 +31,7 @@ from lancet_kernels.predict.own_step import OwnStep
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline

@@ -10,9 +10,7 @@ part: the planner replaces them.
 
 Dispatch and combine are each other's adjoint, so each one's backward is the other.
 
-Do the Triton kernels take these tensors, or does torch compute?
-
-On a GPU the kernels do: they read counts where they are, while torch's way (nonzero) makes the host
+On a GPU, Triton kernels compute: they read counts where they are, while torch's way (nonzero) makes the host
 wait for the device, which costs time and cannot be captured in a CUDA graph. Without Triton, on a CPU, and
 for types that a kernel does not know, torch does; both give the same.
 

@@ -6,10 +6,10 @@ where T(n) is the best time of the first n instructions and P(i, n, k) that of i
 pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over
 ranges up to a longest one (iota), and up to a most number of parts (rho).
 
-How long does a partitioned range take as a pipeline? P(i, n, k) of Lancet, section 5.3.
+P(i, n, k) is the time of the pipeline (Lancet, section 5.3).
 
-Simulated by `schedules.time.simulate`: a part of an instruction starts when its inputs are ready and the
-preceding instruction on the same resource has ended, in stage order. The time includes a launch for every
+It is simulated by `schedules.time.simulate`: a part of an instruction starts when its inputs are ready and
+the preceding instruction on the same resource has ended, in stage order. The time includes a launch for every
 part, and the reassembly of the tensors that are read after the range.
 
 Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,

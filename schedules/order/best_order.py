@@ -3,7 +3,7 @@ wins.
 
 The result is never predicted to be slower than Algorithm 1 or than the original order.
 
-Local search: moves instructions of a valid order one by one, as long as the simulated step gets no longer.
+Local search then moves its instructions one by one, as long as the simulated step gets no longer.
 
     order  A B C X D E     (X: an all-to-all that needs A; E needs X)
     move C earlier         what C needs moves with it, and messages and views that it completes follow it

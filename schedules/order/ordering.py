@@ -1,7 +1,7 @@
 """Topological orders of a Program: which instructions are ready, the valid order by a given key, and one with
 its messages issued early.
 
-Moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
+Also moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
 
 `late_views`: views of what messages bring stand right before the first instruction that reads them. A
 schedule places a view where its message arrives in the simulation. Where a real collective takes longer,

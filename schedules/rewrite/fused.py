@@ -9,11 +9,9 @@ A weight gradient becomes a filler of the launch if most of its time is hidden t
 first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams.
 
 Layers are fused before the step is cut. A launch can then be cut into one for each copy of the step (duplex),
-which may get more fillers (`schedules.rewrite.fused`).
+which may get more fillers, weight gradients of another copy:
 
-Weight gradients that the backward launch of one copy of the step computes as fillers for another copy.
-
-A layer's own fillers (`schedules.rewrite.fused`) are gradients of layers whose backward comes before its own.
+A layer's own fillers are gradients of layers whose backward comes before its own.
 With copies, one copy is ahead of the other, so the other's launch can also compute gradients of layers whose
 backward comes after it. These are chosen here, after the step is cut.
 

@@ -44,10 +44,10 @@ from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite import apply, buckets
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
+from lancet_kernels.schedules.rewrite.cut import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.rewrite.fused import lower
 from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.hiding import exposed_bounds, what_hides
 from lancet_kernels.schedules.time.simulate import Timeline

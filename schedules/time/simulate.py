@@ -1,4 +1,4 @@
-"""Simulates an ordered Program with `schedules.time.simulate`: when does each instruction start and end?
+"""Simulates an ordered Program: when does each instruction start and end?
 
 Compute runs in program order; each instruction starts when the one before it and its inputs are done. A
 message is issued at its place in the order, and overlaps the computation that follows.
@@ -6,7 +6,7 @@ message is issued at its place in the order, and overlaps the computation that f
 Example: A (compute 2) feeds X (all-to-all 3); B (compute 1) is independent; C (compute 1) needs X. In the
 order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 (3 to 5) are exposed.
 
-Discrete-event simulation of one compute resource and of links. All predictions use this clock.
+The clock of all predictions: a discrete-event simulation of one compute resource and of links.
 
 Compute runs instructions in the order in which they are passed to it. A message starts on its link once it is
 issued (the computation before it is done), its inputs are ready, and the link is idle. A message in flight is

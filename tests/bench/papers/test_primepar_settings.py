@@ -14,7 +14,7 @@ from bench.papers.primepar_settings import (
     spatial,
 )
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.part_instruction import all_reduce_ms
+from lancet_kernels.schedules.shard.partition_costs import all_reduce_ms
 from lancet_kernels.schedules.shard.segments import borders_of, megatron, solve
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.grids import few_of

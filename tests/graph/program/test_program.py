@@ -162,7 +162,7 @@ def test_reachability_equals_search(data):
 PLAIN = {
     "graph/program": "program program_json forms",
     "graph/rules": "derived rules",
-    "graph/costs": "clusters costs device_costs part_instruction",
+    "graph/costs": "clusters costs part_instruction",
     "schedules/time": "simulate peak_memory timeline",
     "schedules/order": "weight_gradients list_schedule best_order ordering",
     "schedules/cut": "axes ranges partition_range",

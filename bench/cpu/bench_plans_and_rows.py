@@ -1,6 +1,6 @@
 """How long does a plan take? Models on a cluster file; on the CPU, real sizes everywhere.
 
-Rows to where their experts' rows lie (permute) and back with weights (combine); peers: the torch ops.
+And rows to where their experts' rows lie (permute) and back with weights (combine); peers: the torch ops.
 """
 
 from __future__ import annotations
