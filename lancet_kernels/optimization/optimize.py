@@ -30,12 +30,13 @@ from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
-from lancet_kernels.layer.gradients import broadcast_replicated
+from lancet_kernels.layer.gradients import broadcast_replicated, groups_of
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
 from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers, on_device, plans_of
+from lancet_kernels.optimization.rank_agreement import check_settings
 from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.optimization.trial import fastest
 from lancet_kernels.schedules import MICROBATCHES
@@ -129,7 +130,22 @@ def optimize(
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
-    step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)
+    own_groups = groups_of(model, groups)
+    check_settings(
+        own_groups.world,
+        {
+            "strategy": strategy,
+            "measured": cluster is None,
+            "reduce_gradients": reduce_gradients,
+            "accumulate": accumulate,
+            "backend": backend,
+            "lowering": lowering,
+            "inner_compile": inner_compile,
+            "compare_every": compare_every,
+            "trials": trials,
+        },
+    )
+    step = capture_step(model, arguments, reduce_gradients or "", times, own_groups, accumulate)
     _agree_with_the_plan(step)
     progress.begin("measuring ops")
     options, measured = on_device(options, step.device), cluster is None

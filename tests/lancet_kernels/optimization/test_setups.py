@@ -532,6 +532,18 @@ def one_rank_of_a_dense_model(_setup: Setup) -> None:
     own.compare(*batch(1))
 
 
+def one_rank_of_a_model_with_experts(setup: Setup) -> None:
+    """A change on one rank only, in a model with experts or FSDP: no rank runs the plan."""
+    last, reason = dist.get_world_size() - 1, "no longer so: no forward_hooks on output"
+    if dist.get_rank() == last:
+        handle = setup.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        setup.falls_back(reason)
+        handle.remove()
+    else:
+        setup.falls_back(f"rank {last}: {reason}")
+    setup.compare(*batch())
+
+
 def layers_left_out(_setup: Setup) -> None:
     """Layers skipped independently on each rank (LayerDrop); one skipped on all ranks gets no gradient."""
     own = Setup(Dense())
@@ -561,6 +573,7 @@ FALLS_BACK = (
     autocast_at_the_call,
     autocast_at_optimize,
     one_rank_of_a_dense_model,
+    one_rank_of_a_model_with_experts,
     layers_left_out,
     layers_that_the_plan_left_out,
 )
@@ -701,15 +714,21 @@ def reentrant_checkpoint_without_plan(_setup: Setup) -> None:
         own.compare_calls(lambda module: module(x, target), fallbacks=1)
 
 
-def a_rank_that_falls_back_alone(setup: Setup) -> None:
-    """A change on one rank only."""
+def ranks_that_do_different_things(setup: Setup) -> None:
+    """A call without gradients, in `no_sync`, or refused, on one rank only; other arguments of `optimize`."""
     if dist.get_world_size() == 1:
         return
-    with refused("rank(s) 1 running without the plan", "see the warning"):
-        p = 0.5 * dist.get_rank()
-        with changed(setup.model.drop, p=p), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            setup.ready(*batch())
+    is_last = dist.get_rank() == 1
+    with refused("a call on rank(s) 0 and a call without gradients"), torch.set_grad_enabled(not is_last):
+        setup.ready(*batch())
+    alone = setup.ready.no_sync() if is_last else contextlib.nullcontext()
+    with refused("a call on rank(s) 0 and a call in no_sync() on rank(s) 1"), alone:
+        setup.ready(*batch())
+    with refused("inputs of the optimized Model" if is_last else "an error on rank 1: inputs of the"):
+        setup.ready(*batch()[is_last:])
+    with refused("trials=5 on rank 0 and 3 on rank 1"):
+        optimized(setup.model, batch(), trials=3 if is_last else 5)
+    setup.compare(*batch())
 
 
 class TwoLayers(Model):
@@ -873,7 +892,7 @@ REFUSED = (
     parameter_returned,
     clipping_by_torch,
     reentrant_checkpoint_without_plan,
-    a_rank_that_falls_back_alone,
+    ranks_that_do_different_things,
     moe_layers_left_out,
     missing_input,
     data_parallel_around,
