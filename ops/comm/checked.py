@@ -198,22 +198,28 @@ class _Entered:
 
 
 class CheckedWork(dist.Work):
-    """A collective under way, which is waited for when all ranks have entered the same."""
+    """A collective under way, which is waited for when all ranks have entered the same.
 
-    def __init__(self, work: dist.Work, group: dist.ProcessGroup, entered: _Entered) -> None:
+    Args: is_message: of two ranks, which gloo says nothing about until it is waited for: compared behind it.
+    """
+
+    def __init__(
+        self, work: dist.Work, group: dist.ProcessGroup, entered: _Entered, is_message: bool = False
+    ) -> None:
         super().__init__()
-        self._work, self._group, self._entered = work, group, entered
+        self._work, self._group, self._entered, self._is_message = work, group, entered, is_message
 
     def wait(self, *timeout: Any) -> bool:
         """As of the work. Raises: UserError where ranks have entered different collectives."""
-        record = self._entered.record
-        named = contextlib.nullcontext() if where_waiting() else waiting(record.label, self._group)
-        with named:
-            # gloo ends by itself a little earlier.
-            self._entered.until_all_have(self._work, group_timeout_s(self._group) + 1.0)
+        named = waiting(self._entered.record.label, self._group)
+        with contextlib.nullcontext() if where_waiting() else named:
+            if not self._is_message:
+                # gloo ends by itself a little earlier.
+                self._entered.until_all_have(self._work, group_timeout_s(self._group) + 1.0)
             try:
                 return self._work.wait(*timeout)
             except RuntimeError as error:
+                self._entered.compare()
                 error.missing = sorted(self._entered.missing)  # type: ignore[attr-defined]
                 raise
 
@@ -314,11 +320,13 @@ def _checked(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.
 def _checked_message(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     @functools.wraps(method)
     def start(group: dist.ProcessGroup, tensors: list[Tensor], place: int, tag: int) -> dist.Work:
-        if (order := _order_of(group)) is not None:
-            pair = (order.place, place) if name == "send" else (place, order.place)
-            size = [_bytes(tensors)]
-            order.enter("message", size, size, pair)
-        return method(group, tensors, place, tag)
+        order = _order_of(group)
+        if order is None:
+            return method(group, tensors, place, tag)
+        pair = (order.place, place) if name == "send" else (place, order.place)
+        size = [_bytes(tensors)]
+        entered = order.enter("message", size, size, pair)
+        return CheckedWork(method(group, tensors, place, tag), group, entered, is_message=True)
 
     return start
 
