@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -188,8 +189,10 @@ def files_of_one_rank(folder: str) -> list[tuple[str, bool]]:
     times, cache = f"{folder}/times-{rank}.json", f"{folder}/plan-{rank}.json"
     real = trial.in_turn
 
-    def measured(ways: dict, *arguments: object, **options: object) -> dict[str, list[float]]:
-        """The plan takes no time on rank 0, the module as it is none on rank 1; the slowest rank counts."""
+    def measured(
+        plain_ms: float, ways: dict, *arguments: object, **options: object
+    ) -> dict[str, list[float]]:
+        """Plans are fastest on rank 0, the module as it is on rank 1; the slowest rank counts."""
         of_plans, of_plain = (1.0, plain_ms) if rank == 0 else (100.0, 1.0)
         taken = real(ways, *arguments, **options)
         return {name: [of_plain if name == PLAIN else of_plans] * len(ms) for name, ms in taken.items()}
@@ -198,7 +201,7 @@ def files_of_one_rank(folder: str) -> list[tuple[str, bool]]:
         if damaged and rank == 0:
             with open(cache, "w") as file:
                 file.write("{}")
-        with mock.patch.object(trial, "in_turn", measured):
+        with mock.patch.object(trial, "in_turn", partial(measured, plain_ms)):
             ready = optimize(Model(), batch(), times=times, cache=cache if rank == 0 else None, trials=1)
         chosen.append((ready.plan.fingerprint, ready.plan.plain))
         ready(*batch()).backward()
