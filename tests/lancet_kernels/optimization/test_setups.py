@@ -12,6 +12,7 @@ import copy
 import functools
 import io
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -25,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.schedules.report import PLAIN
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, outcome, sum_over_ranks
@@ -188,17 +191,31 @@ def several_microbatches(_setup: Setup) -> None:
         model = Model()
         ready = optimized(model, batch(), strategy, reduce_gradients="mean", accumulate=3)
         for number in (3, 1, 2):  # also fewer than were planned
-            expected = _mean_of(model, number)
-            ready.microbatches([batch(n) for n in range(number)])
+            batches = [batch(n) for n in range(number)]
+            expected = _mean_of(model, batches)
+            ready.microbatches(batches)
             _has_gradients(model, expected)
         assert not ready.fallbacks
+
+
+def pairs_with_a_smaller_batch_on_a_rank(_setup: Setup) -> None:
+    """`strategy="microbatches"` where one rank has a smaller batch: planned, but one by one."""
+    model = Model()
+    ready = optimized(model, batch(), "microbatches", reduce_gradients="mean", accumulate=2)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for size in (B - 1, B):
+        batches = [batch(0), batch(1, size if is_last else B)]
+        expected = _mean_of(model, batches)
+        ready.microbatches(batches)
+        _has_gradients(model, expected)
+    assert not ready.fallbacks
 
 
 def no_sync(_setup: Setup) -> None:
     """`with step.no_sync():` around all microbatches but the last, as in DistributedDataParallel."""
     model = Model()
     ready = optimized(model, batch(), "lancet-dw", reduce_gradients="mean", accumulate=3)
-    expected = _mean_of(model, 3)
+    expected = _mean_of(model, [batch(n) for n in range(3)])
     for number in range(3):
         with ready.no_sync() if number < 2 else contextlib.nullcontext():
             (ready(*batch(number)) / 3).backward()
@@ -206,11 +223,11 @@ def no_sync(_setup: Setup) -> None:
     assert not ready.fallbacks
 
 
-def _mean_of(model: Model, number: int) -> dict[str, Tensor]:
-    """Gradients of the mean loss of so many microbatches of all ranks."""
+def _mean_of(model: Model, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Gradients of the mean loss of these microbatches of all ranks."""
     model.zero_grad()
-    for n in range(number):
-        (model(*batch(n)) / (number * dist.get_world_size())).backward()
+    for inputs in batches:
+        (model(*inputs) / (len(batches) * dist.get_world_size())).backward()
     expected = sum_over_ranks(model, gradients(model))
     model.zero_grad()
     return expected
@@ -328,6 +345,25 @@ def checkpointed_blocks(_setup: Setup) -> None:
         assert own.ready.plan.report.recomputation is not None
 
 
+def reentrant_checkpoints_that_are_tried(_setup: Setup) -> None:
+    """`strategy="auto"` around `use_reentrant=True`: trials run it; on several ranks, only plans."""
+    x, target = batch()
+    x.requires_grad_(True)
+    model = Tied(use_reentrant=True)
+    updates = []
+    model.first.weight.register_post_accumulate_grad_hook(updates.append)
+    with tempfile.TemporaryDirectory() as folder:
+        times = f"{folder}/times.json"
+        ready = optimize(model, (x, target), times=times, reduce_gradients="sum", trials=1)
+    tried = set(ready.plan.report.measured)
+    assert "none" in tried
+    assert (PLAIN in tried) == (dist.get_world_size() == 1)
+    assert x.grad is None
+    assert not updates
+    plain = outcome(model, model(x, target), reduced=False)
+    assert outcome(model, ready(x, target), reduced=True).distance(plain) < BOUND
+
+
 def selective_checkpointing(_setup: Setup) -> None:
     """Selective activation checkpointing (`create_selective_checkpoint_contexts`)."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -414,6 +450,7 @@ WORKS = (
     *what_models_read.WORKS,
     inputs_by_name,
     several_microbatches,
+    pairs_with_a_smaller_batch_on_a_rank,
     no_sync,
     batches_of_other_sizes,
     padded_batches,
@@ -435,6 +472,7 @@ WORKS = (
     part_of_a_layer_trained,
     tied_weights,
     checkpointed_blocks,
+    reentrant_checkpoints_that_are_tried,
     selective_checkpointing,
     optimized_without_gradients,
     clipping,
@@ -920,8 +958,10 @@ SLOW = {
     "layers_that_the_plan_left_out",
     "no_sync",
     "overflow_in_float16",
+    "pairs_with_a_smaller_batch_on_a_rank",
     "part_of_a_layer_trained",
     "reentrant_checkpoint_without_plan",
+    "reentrant_checkpoints_that_are_tried",
     "selective_checkpointing",
     "several_microbatches",
     "tied_weights",
