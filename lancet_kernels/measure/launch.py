@@ -53,7 +53,7 @@ LANCET = (
     "from lancet_kernels.cli.main import main; sys.exit(main())",
 )
 # Those that torch's launcher turns into a SignalException.
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory, or killed by hand)",
     # By gloo, where a message has another size than a rank expects.
     signal.SIGABRT: " (LANCET_CHECK=1 names collectives that differ between ranks)",

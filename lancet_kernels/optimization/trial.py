@@ -14,6 +14,7 @@ import logging
 import math
 import statistics
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -169,8 +170,10 @@ def _gradients_aside(step: ModelStep) -> Iterator[None]:
         leaf for leaf in pytree.tree_leaves(step.arguments) if isinstance(leaf, Tensor) and leaf.is_leaf
     ]
     before = {t: (t.grad, t._post_accumulate_grad_hooks) for t in (*step.model.parameters(), *leaves)}
-    for tensor in before:
-        tensor.grad = tensor._post_accumulate_grad_hooks = None
+    for tensor, (_, hooks) in before.items():
+        tensor.grad = None
+        if hooks:  # None would leave them in place
+            tensor._post_accumulate_grad_hooks = OrderedDict()
     try:
         yield
     finally:

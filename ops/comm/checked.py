@@ -110,6 +110,7 @@ class _Order:
             group.rank(),
         )
         self.count: Counter[str] = Counter()
+        self.last: dict[str, _Entered] = {}
         self.store = dist.PrefixStore("lancet_check", store)
 
     def enter(self, op: str, sent: list[int], received: list[int], pair: Sequence[int] = ()) -> _Entered:
@@ -121,6 +122,7 @@ class _Order:
         self.count[channel] += 1
         record = Record(self.count[channel], op, where_waiting(), sent, received)
         entered = _Entered(self, channel, record, set(pair or range(len(self.ranks))) - {self.place})
+        self.last[channel] = entered
         self.store.set(entered.key(self.place), json.dumps(asdict(record)))
         entered.compare()
         return entered
@@ -171,7 +173,7 @@ class _Entered:
                 self._tell_that_it_waits()
                 told = True
             if waited_s > MUTUAL_S:
-                self._refuse_waiting_for_each_other()
+                self.refuse_waiting_for_each_other()
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             self.compare()
@@ -183,7 +185,8 @@ class _Entered:
         waits = [order.name, record.number, order.ranks, record.label]
         _waits_of(order.ranks[order.place], json.dumps(waits))
 
-    def _refuse_waiting_for_each_other(self) -> None:
+    def refuse_waiting_for_each_other(self) -> None:
+        """Raise UserError if a rank that is missing waits for this one, in a collective of another group."""
         own = self.order.ranks[self.order.place]
         for place in sorted(self.missing):
             peer = self.order.ranks[place]
@@ -200,7 +203,7 @@ class _Entered:
 class CheckedWork(dist.Work):
     """A collective under way, which is waited for when all ranks have entered the same.
 
-    Args: is_message: of two ranks, which gloo says nothing about until it is waited for: compared behind it.
+    Args: is_message: of two ranks; gloo does not say when it has arrived, so it is waited for without them.
     """
 
     def __init__(
@@ -219,9 +222,13 @@ class CheckedWork(dist.Work):
             try:
                 return self._work.wait(*timeout)
             except RuntimeError as error:
-                self._entered.compare()
-                error.missing = sorted(self._entered.missing)  # type: ignore[attr-defined]
-                raise
+                failure = error
+            # The rank that has entered something else may have seen it first, and be gone by now.
+            for entered in self._entered.order.last.values():
+                entered.compare()
+            self._entered.refuse_waiting_for_each_other()
+            failure.missing = sorted(self._entered.missing)  # type: ignore[attr-defined]
+            raise failure
 
 
 def _of_work(name: str) -> Callable[..., Any]:
@@ -251,8 +258,8 @@ def _order_of(group: dist.ProcessGroup) -> _Order | None:
     """None where no other ranks are there."""
     if group not in _ORDERS:
         _, store = distributed_c10d._world.pg_map.get(group, ("", None))
-        is_compared = store is not None and group.size() > 1 and is_of_processes(group)
-        _ORDERS[group] = _Order(group, store) if is_compared else None
+        is_compared = group.size() > 1 and is_of_processes(group)
+        _ORDERS[group] = _Order(group, store) if store is not None and is_compared else None
     return _ORDERS[group]
 
 
