@@ -138,16 +138,20 @@ def _waits_for_ranks(node: fx.Node) -> bool:
     return takes_group and not is_collective(node)
 
 
-class _Timer(fx.Interpreter):
+class AnyStrides(fx.Interpreter):
+    """Runs a graph in which strides of fake results may be wrong (`with_any_strides`)."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return super().call_function(with_any_strides(target), args, kwargs)
+
+
+class _Timer(AnyStrides):
     """Runs a graph node by node. `times`: CPU and wall milliseconds, CPU milliseconds of other threads, and
     bytes on the wire, by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.times: dict[str, tuple[float, float, float, float]] = {}
-
-    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super().call_function(with_any_strides(target), args, kwargs)
 
     def run_node(self, node: fx.Node) -> object:
         if not is_instruction(node):
