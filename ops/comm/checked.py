@@ -12,8 +12,11 @@ groups in different orders if they do not wait in between. Ranks that wait for e
 different groups are an error after `MUTUAL_S`.
 
 Compared is what Python calls on torch's process groups: collectives of plans, of MoE layers, of `fully_shard`
-and of torch.distributed. Not compared is what torch starts in C++: those of DistributedDataParallel, and of
-DTensors outside of `fully_shard` (`full_tensor`).
+and of torch.distributed. Not compared is what torch starts in C++: collectives of DistributedDataParallel, of
+DTensors outside of `fully_shard` (`full_tensor`), and functional ones that a step calls without a plan.
+
+An all-reduce of 32 bytes takes 0.67 ms of CPU time in place of 0.30 (2 ranks, gloo, a file store; 2-core CPU,
+2026-11-27).
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ class Record:
 
     @property
     def label(self) -> str:
+        """What to call it in a message."""
         return self.where or self.op
 
     def text(self, place: int, rank: int) -> str:
@@ -104,11 +108,8 @@ class _Order:
     """The collectives that this rank has entered in one group."""
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
-        self.name, self.ranks, self.place = (
-            group.group_name,
-            dist.get_process_group_ranks(group),
-            group.rank(),
-        )
+        self.name, self.place = group.group_name, group.rank()
+        self.ranks = dist.get_process_group_ranks(group)
         self.count: Counter[str] = Counter()
         self.last: dict[str, _Entered] = {}
         self.store = dist.PrefixStore("lancet_check", store)
