@@ -286,7 +286,7 @@ def beyond_roofline(program: Program, milliseconds: Mapping[str, float]) -> list
         return []
 
     def ms_per(amount: Callable[[Instruction], float]) -> float:
-        """Of small ones, a call takes more than its work."""
+        """The quarter that is fastest: a call of a small op takes more than its work."""
         shown = sorted(milliseconds[i.name] / amount(i) for i in computations if amount(i) > 0)
         return shown[len(shown) // 4] if shown else 0.0
 

@@ -70,7 +70,7 @@ def evaluated(step: OptimizedModule) -> Iterator[None]:
 
 
 def gradients_are_right(step: OptimizedModule, batches: list[Callable[[int], Tensor]], whole: Step) -> None:
-    """Those of all ranks' batches. Args: batches: of each microbatch, by rank."""
+    """They are those of all ranks' batches. Args: batches: of each microbatch, by rank."""
     whole.zero_grad()
     for of_rank in batches:
         for rank in range(dist.get_world_size()):
