@@ -208,14 +208,6 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
     """-> the kernel as Triton would compile it for the launch, and its options."""
     kernel, arguments = specimen.kernel, dict(specimen.arguments)
-    missing = [name for name in kernel.arg_names if name not in arguments]
-    if missing:
-        raise UserError(
-            f"specimen {specimen.name} {specimen.config}",
-            got=f"nothing for {', '.join(missing)}",
-            expected="every argument",
-            do="correct the specimen",
-        )
     if specimen.nvshmem:
         arguments["extern_libs"] = nvshmem.extern_libs(arch)
     target = GPUTarget("cuda", arch, 32)
@@ -270,10 +262,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """The problems of the kernel; empty if there are none."""
-        if self.compiled is None:
-            return ["does not compile"]
-        return problems(self.specimen, self.compiled)
+        return problems(self.specimen, self.compiled) if self.compiled else ["does not compile"]
 
 
 def compile_all(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import CacheFile, cache_folder, locked
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
@@ -58,10 +58,8 @@ def shared_memory(arch: int) -> int:
 
 def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
     """Raise UserError unless `kind` is one of `supported`."""
-    if kind not in supported:
-        is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
-        do = 'use backend="torch"' if is_other else "check the name"
-        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(supported)}", do=do)
+    is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
+    check_name(what, kind, supported, 'use backend="torch"' if is_other else "check the name")
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,7 @@ class OverlapConfig:
             )
         if self.programs < 1:
             raise UserError("programs", got=self.programs, expected="at least 1", do="give it one")
-        if self.bodies not in ("triton", "gluon"):
-            raise UserError("bodies", got=self.bodies, expected="triton or gluon", do="use one of these")
+        check_name("bodies", self.bodies, ("triton", "gluon"))
 
     @classmethod
     def for_gpu(
@@ -296,7 +293,7 @@ class TunedCache:
         with self._file.changed() as sections:
             entries = self.entries() | {entry.key: entry for entry in new}
             sections["entries"] = {key: dataclasses.asdict(entries[key]) for key in sorted(entries)}
-        forget()
+        user_cache.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -345,25 +342,18 @@ def _from_json(raw: Any) -> Entry:
 
 
 def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
-    """The tuned configuration, or None; always None on a CPU. The file is read once until `forget`."""
-    if device.type != "cuda":
-        return None
+    """The tuned configuration for a GPU, or None. The file is read once, until this process writes it."""
     name, arch = device_name(device)
     key = key_of(shape, str(dtype).removeprefix("torch."), name)
-    entry = _user_cache().get(key)
+    entry = user_cache().get(key)
     if entry is not None and not entry.config.gemm.is_valid(dtype, arch):
         warnings.warn(f"tuned configuration {key!r} cannot run on sm_{arch} and is ignored", stacklevel=2)
         return None
     return None if entry is None else entry.config
 
 
-def forget() -> None:
-    """Read the file again at the next lookup."""
-    _user_cache.cache_clear()
-
-
 @functools.cache
-def _user_cache() -> dict[str, Entry]:
+def user_cache() -> dict[str, Entry]:
     return TunedCache(default_cache()).entries()
 
 

@@ -156,20 +156,11 @@ def check_pass(
 def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
     """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
     for i, problem in enumerate(problems):
-        name = f"independent GEMM {i}"
-        if problem.a.dim() != 2 or problem.b.dim() != 2:
-            raise UserError(
-                name,
-                got=f"a {list(problem.a.shape)} and b {list(problem.b.shape)}",
-                expected="two matrices",
-                do="flatten the dimensions of tokens into one",
-            )
-        contraction, rows = problem.a.shape
-        columns = problem.b.shape[1]
-        shapes = {"a": (contraction, rows), "b": (contraction, columns), "c": (rows, columns)}
+        a, b = problem.a.shape, problem.b.shape
+        shapes = {"a": (None, None), "b": (*a[:1], None), "c": (*a[1:], *b[1:])}
         for which, shape in shapes.items():
-            operand = getattr(problem, which)
-            check_tensor(f"{which} of {name}", operand, shape=shape, dtype=x.dtype, device=x.device)
+            what, operand = f"{which} of independent GEMM {i}", getattr(problem, which)
+            check_tensor(what, operand, shape=shape, dtype=x.dtype, device=x.device)
 
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:

@@ -240,13 +240,12 @@ def _tile_of(width: int) -> dict[str, int]:
     return {"BT": min(64, VALUES // columns), "BD": columns}
 
 
-def _check(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None = None) -> None:
-    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
-    (num_tokens, width), dtype, device = x_TD.shape, x_TD.dtype, x_TD.device
-    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=dtype, device=device)
+def _check(name: str, values: Tensor, row_TK: Tensor, weight_TK: Tensor | None = None) -> None:
+    check_tensor(name, values, shape=(None, None), dtype=DTYPES)
+    num_tokens, device = len(values) if name == "x_TD" else None, values.device
     check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
     if weight_TK is not None:
-        dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
+        dtypes = (torch.float32, torch.float64) if values.dtype == torch.float64 else (torch.float32,)
         check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=device)
 
 
@@ -277,12 +276,10 @@ def permute(
         num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
     Returns: [num_rows, D]; rows without a choice are not written.
     """
-    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
-    width = x_TD.shape[1]
+    _check("x_TD", x_TD, row_TK, weight_TK)
     if out is None:
-        out = x_TD.new_empty(num_rows, width)
-    check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    _check(x_TD, out, row_TK, weight_TK)
+        out = x_TD.new_empty(num_rows, x_TD.shape[1])
+    check_tensor("out", out, shape=(num_rows, x_TD.shape[1]), dtype=x_TD.dtype, device=x_TD.device)
     if x_TD.numel() and out.numel():
         _move_rows(permute_kernel, row_TK, weight_TK, x_ptr=x_TD, rows_ptr=out)
     return out
@@ -293,10 +290,8 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
 
     Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
     """
-    check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
-    check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
+    _check("rows_SD", rows_SD, row_TK, weight_TK)
     out_TD = rows_SD.new_empty(row_TK.shape[0], rows_SD.shape[1])
-    _check(out_TD, rows_SD, row_TK, weight_TK)
     if out_TD.numel():
         _move_rows(combine_kernel, row_TK, weight_TK, rows_ptr=rows_SD, out_ptr=out_TD)
     return out_TD
@@ -307,8 +302,9 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
 
     In combine x is the gradient of its output; in permute the rows are.
     """
-    _check(x_TD, rows_SD, row_TK)
+    _check("x_TD", x_TD, row_TK)
     (num_tokens, top_k), width = row_TK.shape, x_TD.shape[1]
+    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=x_TD.device)
     dweight_TK = x_TD.new_empty(num_tokens, top_k, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     if dweight_TK.numel():
         tile = _tile_of(width)

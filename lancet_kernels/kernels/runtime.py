@@ -55,20 +55,13 @@ def check_runs_on(what: str, device: torch.device) -> None:
         return
     if INTERPRETED:
         check_interpreter()
-    if INTERPRETED and device.type != "cpu":
-        raise UserError(
-            what,
-            got=f"a tensor on {device}",
-            expected="one on the CPU, because TRITON_INTERPRET is set",
-            do="unset it to run on a GPU",
-        )
-    if not INTERPRETED and device.type != "cuda":
-        raise UserError(
-            what,
-            got=f"a tensor on {device}",
-            expected="one on a CUDA device",
-            do="set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed",
-        )
+        kind, expected = "cpu", "one on the CPU, because TRITON_INTERPRET is set"
+        do = "unset it to run on a GPU"
+    else:
+        kind, expected = "cuda", "one on a CUDA device"
+        do = "set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed"
+    if device.type != kind:
+        raise UserError(what, got=f"a tensor on {device}", expected=expected, do=do)
 
 
 def check_tensor(
@@ -219,7 +212,7 @@ def _linked(options: dict[str, Any]) -> Iterator[None]:
     device = next(_tensors(options.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if options.get("NVSHMEM"):
-            options["extern_libs"] = _libraries(device)
+            options["extern_libs"] = nvshmem.extern_libs(architecture(device))
         yield
 
 
@@ -238,12 +231,6 @@ def small_kernel(nvshmem: bool) -> dict[str, int]:
     Left alone, ptxas 12.9 saves registers for occupancy, down to 32, and they spill.
     """
     return {"num_warps": 1} | ({"maxnreg": 128} if nvshmem else {})
-
-
-@functools.cache
-def _libraries(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """The bitcode for this GPU: looked for once, in files."""
-    return nvshmem.extern_libs(architecture(device))
 
 
 def prepare_once_per_launch() -> None:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
@@ -34,12 +34,10 @@ from lancet_kernels.kernels.overlap import warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses
 from lancet_kernels.measure.workloads import Workload
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
-from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.timing import Clock
 
-# config -> a run of forward and backward.
+# config -> a run of forward and backward, compiled on all ranks.
 Runs = Callable[[OverlapConfig], Callable[[], object]]
-
 
 # Tiles of the plain kernel, by bytes of an element: (block_m, block_n, block_k, warps, stages).
 _TILES = {
@@ -53,6 +51,8 @@ _TILES = {
     ),
     4: ((64, 64, 16, 8, 3), (64, 32, 16, 4, 3), (128, 32, 16, 8, 2), (64, 32, 32, 8, 2)),
 }
+# How long a rank may compile a configuration after the others.
+COMPILING_S = 600.0
 # Multiprocessors of the A100, the H100 and the B200, by architecture.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
@@ -180,10 +180,8 @@ def tune(
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
 
-    Raises UserError without a GPU, unless it is a dry run.
+    Without a GPU only a dry run can be: `check_has_gpu` first.
     """
-    if not dry_run:
-        check_has_gpu(place)
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
     status = "dry-run" if dry_run else "left"
@@ -210,18 +208,23 @@ def tune(
 
 def _passes(task: Task, device: torch.device) -> Runs:
     passes = FusedPasses(task.workload, task.dtype, device)
-    return lambda config: lambda: passes.forward_backward(config)
+
+    def run_of(config: OverlapConfig) -> Callable[[], object]:
+        run = partial(passes.forward_backward, config)
+        with warming_up():
+            run()
+        passes.memory.barrier(COMPILING_S)
+        return run
+
+    return run_of
 
 
 def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
     """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
     runs: dict[int, Callable[[], object]] = {}
     for number, candidate in enumerate(outcome.candidates):
-        run = runs_of(candidate.config)
         try:
-            with warming_up():
-                run()
-            _meet(clock.device)
+            run = runs_of(candidate.config)
             run()
             if clock.device.type == "cuda":
                 torch.cuda.synchronize(clock.device)
@@ -273,12 +276,3 @@ def _from_first(value: Any) -> Any:
 def _slowest(times: list[float]) -> list[float]:
     """The largest of each over the ranks; infinity where one rank could not run it."""
     return over_ranks(torch.tensor(times, dtype=torch.float64), group_name(None), "max").tolist()
-
-
-def _meet(device: torch.device) -> None:
-    """Return when every rank has arrived and its device is idle."""
-    if group_name(None):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        with waiting("barrier before a measurement"):
-            dist.barrier()

@@ -185,7 +185,7 @@ class Exchange:
         self.results = self.buffers.results
         self.arrived = self._region("arrived", (self.tiles, self.world))
         self.returned = self._region("returned", (self.chunks,))
-        banks, words = schedule.COUNT_BANKS.value, experts + schedule.COUNT_WORDS
+        banks, words = schedule.COUNT_BANKS.value, experts + schedule.MORE_COUNTS.value
         self.counts = self._region("counts", (banks, self.world, words), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (self.world,))
@@ -230,19 +230,14 @@ class Exchange:
             self._kept[columns] = self.rows.local.new_empty(self.room, columns)
         return self._kept[columns]
 
-    def free_place(self) -> int | None:
-        """A place of no pass, or of one that was dropped; None: no more pass can be opened."""
-        for place in range(self.passes):
-            if place not in self._open or self._open[place][0]() is None:
-                return place
-        return None
-
     def begin(self, table: Tensor | None = None) -> OpenPass:
         """Open the next pass. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
-        place = self.free_place()
+        # Of no pass, or of one that was dropped.
+        places = (p for p in range(self.passes) if p not in self._open or self._open[p][0]() is None)
+        place = next(places, None)
         if place is None or (table is not None and place > 0):
             raise UserError(
                 f"forward passes through {self.name} before a backward",
@@ -278,7 +273,7 @@ class Exchange:
             report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
             A=self.room, passes=self.passes, place=opened.place, timeout_us=self.timeout_us,
             NVSHMEM=self.nvshmem, BM=self.chunk_rows,
-            BE=triton.next_power_of_2(experts + schedule.COUNT_WORDS), BW=triton.next_power_of_2(self.world),
+            BE=triton.next_power_of_2(self.counts.local.shape[2]), BW=triton.next_power_of_2(self.world),
             BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 8},
         )  # fmt: skip
         launch(

@@ -66,17 +66,15 @@ import triton.language as tl
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS, WAIT_COUNTS
 
-HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.
 TILES_AT_ONCE = 64
-HEADER = tl.constexpr(HEADER_WORDS)
+HEADER = tl.constexpr(8)
 VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
 NUM_TILES = tl.constexpr(2)
 BASE = tl.constexpr(3)
 # With its counts a PE sends base and room.
-COUNT_WORDS = 2
-MORE_COUNTS = tl.constexpr(COUNT_WORDS)
+MORE_COUNTS = tl.constexpr(2)
 # Counts of two passes: whoever puts those of the next one has seen that the reader is through with the last.
 COUNT_BANKS = tl.constexpr(2)
 
@@ -93,7 +91,7 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
 
 def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
     """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 2 + 8 + 28 = 100."""
-    return HEADER_WORDS + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
+    return HEADER.value + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory, VirtualMemory, virtual_memories
 from lancet_kernels.kernels.symmetric.nvshmem import NvshmemMemory, init_module
 from lancet_kernels.kernels.symmetric.shared import SharedMemory
@@ -35,10 +35,7 @@ def create(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         (memory,) = virtual_memories(1, device)
         return memory
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
-        )
+    check_name("device of symmetric memory", device.type, ("cpu", "cuda"))
     if device.type == "cpu":
         return SharedMemory(group, timeout_s)
     not_torch = unreachable(group, device, timeout_s)

@@ -36,21 +36,14 @@ def machine() -> str:
 
 
 class Meetings:
-    """The meetings of one memory's ranks; `rank` of `world`.
-
-    group: None means all ranks or, where there is no torch.distributed, the one there is.
-    """
+    """The meetings of one memory's ranks; `rank` of `world`. group: None means all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float):
         self.timeout_s = timeout_s
-        if dist.is_available() and dist.is_initialized():
-            group = group or dist.group.WORLD
-            assert group is not None  # initialized
-            self.rank, self.world = group.rank(), group.size()
-            self._store = _get_process_group_store(group)
-        else:
-            self.rank, self.world = 0, 1
-            self._store = dist.HashStore()
+        group = group or dist.group.WORLD
+        assert group is not None  # initialized
+        self.rank, self.world = group.rank(), group.size()
+        self._store = _get_process_group_store(group)
         # Which memory of this group it is: the same number on every rank that makes them in the same order.
         number = self._store.add(f"symmetric/count/{self.rank}", 1)
         self._prefix = f"symmetric/{number}"

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,50 +187,43 @@ def _closed(what: str) -> UserError:
     )
 
 
-@dataclass
-class _Heap:
-    """What all PEs share: each request, the PE that made it first, and its copies [world]."""
-
-    world: int
-    device: torch.device
-    requests: list[tuple[int, str]] = field(default_factory=list)
-    copies: dict[int, list[Tensor]] = field(default_factory=dict)
-
-
 class VirtualMemory(SymmetricMemory):
-    """PE `rank` of those that `virtual_memories` makes."""
+    """PE `rank` of those that `virtual_memories` makes.
 
-    def __init__(self, heap: _Heap, rank: int):
-        what = "one PE: no peers" if heap.world == 1 else f"{heap.world} PEs in one process"
-        super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
-        self.shares_device = heap.world > 1
-        self._heap = heap
-        self._count = 0
+    requests: of all of them: which PE made it first, what it asked for, its copies [world] if it is a region.
+    """
+
+    def __init__(
+        self, rank: int, world: int, device: torch.device, requests: list[tuple[int, str, list[Tensor]]]
+    ) -> None:
+        what = "one PE: no peers" if world == 1 else f"{world} PEs in one process"
+        super().__init__(rank, world, device, f"virtual: {what}, on {device}")
+        self.shares_device = world > 1
+        self._requests, self._count = requests, 0
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:
         # One thread runs all PEs one after another, so they must bring the same.
         request = f"{request} {value}".rstrip()
-        if self._count == len(self._heap.requests):
-            self._heap.requests.append((self.rank, request))
-        first, expected = self._heap.requests[self._count]
+        if self._count == len(self._requests):
+            self._requests.append((self.rank, request, []))
+        first, expected, _ = self._requests[self._count]
         if request != expected:
             raise disagreement({first: expected, self.rank: request})
         self._count += 1
         return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        if self._count not in self._heap.copies:
-            new = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
-            self._heap.copies[self._count] = [new() for _ in range(self.world)]
-        copies = self._heap.copies[self._count]
+        *_, copies = self._requests[self._count - 1]
+        while len(copies) < self.world:
+            copies.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
         return copies[self.rank], [copy.data_ptr() for copy in copies]
 
     def _free(self, together: bool) -> None:
         # The copies go with the last PE that has them.
-        del self._heap
+        del self._requests
 
 
 def virtual_memories(world: int, device: torch.device | str = "cpu") -> list[VirtualMemory]:
     """`world` PEs in this process, on `device`. Each allocates for itself, in any order of the PEs."""
-    heap = _Heap(world, torch.device(device))
-    return [VirtualMemory(heap, rank) for rank in range(world)]
+    requests: list[tuple[int, str, list[Tensor]]] = []
+    return [VirtualMemory(rank, world, torch.device(device), requests) for rank in range(world)]

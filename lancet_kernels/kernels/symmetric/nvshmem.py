@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import os
 import sys
@@ -40,26 +41,20 @@ INSTEAD = (
 LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
 
 
-def missing(device: torch.device) -> str:
-    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried."""
+def missing() -> str:
+    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on a GPU can be tried."""
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
-    if device.type != "cuda":
-        return f"regions on {device}, NVSHMEM's are on a GPU"
-    try:
-        core = importlib.import_module("nvshmem.core")
-    except Exception as error:
-        # Also a library that it loads and that is not there.
-        return f"no nvshmem.core ({type(error).__name__}: {error}; {INSTALL})"
     built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}
     installed = {name.rpartition("-")[2] for name in _distributions("nvshmem4py-cu")}
     if installed and not installed & built_for:
         versions = ", ".join(sorted(installed))
         return f"nvshmem4py for {versions}, but torch is built for CUDA {torch.version.cuda}"
     try:
-        core.get_version()
+        importlib.import_module("nvshmem.core").get_version()
     except Exception as error:
-        return f"no library libnvshmem_host ({type(error).__name__}: {error}; {INSTALL})"
+        # Also a library that it loads and that is not there.
+        return f"no nvshmem.core that works ({type(error).__name__}: {error}; {INSTALL})"
     return ""
 
 
@@ -80,7 +75,7 @@ class NvshmemMemory(MemoryOfRanks):
         group has NVSHMEM."""
         device = torch.device(device)
         meetings = Meetings(group, timeout_s)
-        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
+        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing())) if lack}
         if lacks:
             raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
         self._core = importlib.import_module("nvshmem.core")
@@ -234,6 +229,7 @@ def find_bitcode(arch: int) -> Path | None:
     return None
 
 
+@functools.cache
 def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
     """The launch option of kernels with NVSHMEM=True. Raises UserError if there is no bitcode."""
     file = find_bitcode(arch)

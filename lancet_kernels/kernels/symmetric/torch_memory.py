@@ -21,6 +21,7 @@ from torch import Tensor
 from lancet_kernels.kernels.symmetric.agree import Meetings, MemoryOfRanks, machine
 from lancet_kernels.kernels.symmetric.memory import by_rank
 
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable of torch: may several ranks have their copies on one GPU? For tests."""
 
@@ -30,7 +31,7 @@ def missing(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
     try:
-        backend = _torch_symmetric_memory().get_backend(device)
+        backend = import_module(SYMMETRIC_MEMORY).get_backend(device)
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} without symmetric memory ({error})"
     if backend != "CUDA":
@@ -73,7 +74,7 @@ class TorchMemory(MemoryOfRanks):
         self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        torch_memory = _torch_symmetric_memory()
+        torch_memory = import_module(SYMMETRIC_MEMORY)
         raw = self._meetings.together(
             f"{request}: allocate",
             lambda: torch_memory.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_(),
@@ -95,12 +96,6 @@ class TorchMemory(MemoryOfRanks):
     def _free(self, together: bool) -> None:
         # Peers keep what they have mapped.
         self._regions_of_torch.clear()
-
-
-def _torch_symmetric_memory() -> Any:
-    import torch.distributed._symmetric_memory as torch_memory
-
-    return torch_memory
 
 
 def gpu_id(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import CONFIG
         ({"put_rows": 3}, "powers of 2"),
         ({"reduce_block": 0}, "powers of 2"),
         ({"programs": 0}, "programs: got 0, expected at least 1"),
-        ({"bodies": "cutlass"}, "bodies: got cutlass, expected triton or gluon"),
+        ({"bodies": "cutlass"}, "bodies: got 'cutlass', expected one of triton, gluon"),
     ],
 )
 def test_bad_configurations_are_refused(changes, message):

@@ -57,12 +57,8 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(runtime.nvshmem, "extern_libs", lambda a: asked.append(a) or libraries)
     monkeypatch.setattr(runtime, "init_module", lambda made: kernel.calls.append(made))
-    runtime._libraries.cache_clear()
-    try:
-        launch(kernel, (3,), words=(words, None), W=2, NVSHMEM=True, num_warps=4)
-        launch(kernel, (3,), words=words, NVSHMEM=False, num_warps=4)
-    finally:
-        runtime._libraries.cache_clear()
+    launch(kernel, (3,), words=(words, None), W=2, NVSHMEM=True, num_warps=4)
+    launch(kernel, (3,), words=words, NVSHMEM=False, num_warps=4)
     options = {"words": (words, None), "W": 2, "NVSHMEM": True, "num_warps": 4, "extern_libs": libraries}
     assert kernel.calls == [
         ("warmup", (3,), options, 0),

@@ -129,7 +129,7 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert rows["no-tma"]["problems"] == ["no TMA"]
     for name, error in (
         ("refused", "N is too small for this kernel"),
-        ("incomplete", "got nothing for out_ptr"),
+        ("incomplete", "missing 1 required positional argument: 'out_ptr'"),
         ("deadly", "exit code 134"),
     ):
         assert rows[name]["problems"] == ["does not compile"]
