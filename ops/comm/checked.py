@@ -228,7 +228,8 @@ class CheckedWork(dist.Work):
             for entered in self._entered.order.last.values():
                 entered.compare()
             self._entered.refuse_waiting_for_each_other()
-            failure.missing = sorted(self._entered.missing)  # type: ignore[attr-defined]
+            if not self._is_message:
+                failure.missing = sorted(self._entered.missing)  # type: ignore[attr-defined]
             raise failure
 
 
