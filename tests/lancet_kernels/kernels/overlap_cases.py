@@ -57,7 +57,7 @@ class Case:
         return 0 if self.uneven and rank % 2 else self.tokens
 
     def values(self, what: str, number: int, *shape: int) -> Tensor:
-        """Of an expert or a rank, by its number."""
+        """Random numbers for an expert or a rank, by its number."""
         generator = torch.Generator().manual_seed(1000 * self.seed + SEEDS[what] + number)
         return (torch.randn(*shape, generator=generator) * 0.5).to(self.dtype)
 

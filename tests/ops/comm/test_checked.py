@@ -114,7 +114,7 @@ def test_collectives_that_differ_are_named_on_both_ranks(pool, kind, got):
         assert got in said
         assert "\n" not in said
         assert len(said) < 400
-        assert seconds < 10
+        assert seconds < 60
     assert pool.pids() == before, "no process has ended"
 
 
