@@ -127,8 +127,8 @@ def _fused_between_gpus() -> Availability:
     # Imported here, because they import the kernels' modules.
     from lancet_kernels.kernels.symmetric import nvshmem, torch_memory
 
-    device = torch.device("cuda", 0)
-    by_maker = {"torch": torch_memory.missing(device), "NVSHMEM": nvshmem.missing(device)}
+    lack_of_torch = torch_memory.missing(torch.device("cuda", 0))
+    by_maker = {"torch": lack_of_torch, "NVSHMEM": nvshmem.missing()}
     usable = [maker for maker, lack in by_maker.items() if not lack]
     if not usable:
         return Availability(False, "; ".join(by_maker.values()))

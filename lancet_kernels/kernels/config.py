@@ -222,7 +222,7 @@ class OverlapConfig:
 def most_registers(tile: GemmConfig) -> int:
     """Registers of a thread if a program has an SM's to itself. Said aloud, because ptxas would rather spill
     (72 bytes, sm_80 forward) to fit two programs."""
-    return min(255, 65536 // (32 * tile.num_warps))
+    return min(REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM // (32 * tile.num_warps))
 
 
 def default_overlap_config(

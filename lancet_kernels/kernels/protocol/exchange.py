@@ -230,14 +230,17 @@ class Exchange:
             self._kept[columns] = self.rows.local.new_empty(self.room, columns)
         return self._kept[columns]
 
+    def free_place(self) -> int | None:
+        """A place of no pass, or of one that was dropped; None: no more pass can be opened."""
+        free = (p for p in range(self.passes) if p not in self._open or self._open[p][0]() is None)
+        return next(free, None)
+
     def begin(self, table: Tensor | None = None) -> OpenPass:
         """Open the next pass. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
-        # Of no pass, or of one that was dropped.
-        places = (p for p in range(self.passes) if p not in self._open or self._open[p][0]() is None)
-        place = next(places, None)
+        place = self.free_place()
         if place is None or (table is not None and place > 0):
             raise UserError(
                 f"forward passes through {self.name} before a backward",

@@ -178,15 +178,15 @@ def _finalize(core: ModuleType) -> None:
 _initialised: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def init_module(kernel: Any) -> bool:
+def init_module(kernel: Any) -> None:
     """Let a compiled Triton kernel use NVSHMEM's device functions. Call it before the first launch.
 
     kernel: what `fn.warmup(..., grid=...)` returns. Later calls do nothing, nor do those for kernels that are
     not linked with NVSHMEM, which must not get it.
-    -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
+    Raises UserError if NVSHMEM is not initialised or refuses.
     """
     if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
-        return False
+        return
     if not NvshmemMemory._started:
         raise UserError(
             "init_module",
@@ -205,7 +205,6 @@ def init_module(kernel: Any) -> bool:
             do="link the kernel with the bitcode of the NVSHMEM version that runs (same package)",
         )
     _initialised.add(kernel)
-    return True
 
 
 def _distributions(prefix: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Permute, combine and their gradients against `ops.moe.dispatch` and its references."""
+"""Permute, combine, activations and their gradients against the ops and their references."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import Tensor
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import rows as kernels
+from lancet_kernels.kernels.config import ACTIVATIONS
 from tests.grids import few_of
 from tests.poisoned_buffers import poisoned_buffers
 
@@ -197,3 +198,60 @@ def test_user_errors_name_what_is_wrong() -> None:
     for message, call in wrong:
         with pytest.raises(UserError, match=message):
             call()
+
+
+# ---- activations
+
+# (real rows, R, F): nothing, one, odd, no real row, wider than a tile, more rows than a tile
+ACTIVATED = [(0, 0, 4), (1, 1, 1), (5, 9, 5), (0, 8, 8), (3, 4, 1030), (557, 600, 7)]
+
+
+def rows_to_activate(
+    size: tuple[int, int, int], kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h and da, NaN where a row is not real; how many are."""
+    count, rows, hidden = size
+    rng = torch.Generator().manual_seed(rows)
+    width = 2 * hidden if kind == "swiglu" else hidden
+    h = 3 * torch.randn(rows, width, generator=rng, dtype=torch.float64)
+    da = torch.randn(rows, hidden, generator=rng, dtype=torch.float64)
+    for t in (h, da):
+        t[count:] = torch.nan
+    return h.to(dtype), da.to(dtype), torch.tensor([count])
+
+
+@pytest.mark.parametrize("dtype", few_of(kernels.ACTIVATION_DTYPES))
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_is_as_exact_as_the_op(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    for size in ACTIVATED:
+        h, da, count = rows_to_activate(size, kind, dtype)
+        with poisoned_buffers():
+            a = kernels.activation(h.to(device), count.to(device), kind).cpu()
+            dh = kernels.activation_backward(da.to(device), h.to(device), count.to(device), kind).cpu()
+        by_op = ops.expert_activation(h, count[None], kind)
+        dh_by_op = ops.expert_activation_backward(da, h, count[None], kind)
+        exact = ops.expert_activation(h.double(), count[None], kind)
+        dh_exact = ops.expert_activation_backward(da.double(), h.double(), count[None], kind)
+        real = size[0]
+        for mine, theirs, right in ((a, by_op, exact), (dh, dh_by_op, dh_exact)):
+            assert mine.dtype == dtype
+            # What is not real holds what it held: the poison.
+            assert mine[real:].isnan().all()
+            if real:
+                off, allowed = (float((t - right)[:real].abs().max()) for t in (mine, theirs))
+                one_rounding = torch.finfo(dtype).eps * float(right[:real].abs().max())
+                assert off <= 2 * allowed + one_rounding, (size, off, allowed)
+
+
+def test_user_errors_of_activations_name_what_is_wrong() -> None:
+    h, count = torch.zeros(3, 5), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(UserError, match="activation: got 'relu'"):
+        kernels.activation(h, count, "relu")
+    with pytest.raises(UserError, match="width of h_RH: got 5"):
+        kernels.activation(h, count, "swiglu")
+    with pytest.raises(UserError, match="dtype of h_RH"):
+        kernels.activation(h.double(), count, "gelu")
+    with pytest.raises(UserError, match="shape of count"):
+        kernels.activation(h, count[:0], "gelu")
+    with pytest.raises(UserError, match="shape of da_RF"):
+        kernels.activation_backward(h[:, :4].contiguous(), h, count, "gelu")

@@ -63,7 +63,7 @@ class Deadly:
     fn = SimpleNamespace(__module__=__name__, __name__="deadly")
 
     @property
-    def arg_names(self) -> list[str]:
+    def signature(self) -> None:
         os.write(2, b"LLVM ERROR: out of ideas\n")
         os._exit(134)
 

@@ -26,8 +26,8 @@ from lancet_kernels.kernels.compile import (
 )
 from lancet_kernels.kernels.specimens import all_specimens
 from lancet_kernels.kernels.symmetric import nvshmem
+from tests.lancet_kernels.kernels import bad_kernels
 from tests.lancet_kernels.kernels.protocol import ping
-from tests.lancet_kernels.kernels.tuning import bad_kernels
 from tests.processes import ROOT, printed
 
 OLDEST = ROOT / ".triton-oldest"
