@@ -54,6 +54,7 @@ class CommunicationModel:
         gpus: int,
         expert_ranks: int | None = None,
         shard_ranks: int | None = None,
+        tensor_ranks: int = 1,
     ) -> CommunicationModel:
         """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
 
@@ -61,7 +62,8 @@ class CommunicationModel:
             among these; all-reduces, reduce-scatters and all-gathers of group "replica" among the
             `gpus / expert_ranks` ranks with the same. The bytes of the last two are those of the whole.
             shard_ranks: consecutive ranks over which parameters are sharded (HSDP), group "shards"; group
-            "copies" are the `gpus / shard_ranks` ranks with the same shard.
+            "copies" are the `gpus / shard_ranks` ranks with the same shard. tensor_ranks: consecutive ranks
+            with slices of the same layers, group "tensor"; group "world" are those with the same slices.
         """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
@@ -80,7 +82,7 @@ class CommunicationModel:
             ("all_to_all", "world"): _points(lambda size: grouped_all_to_all_ms(cluster, size, *placement)),
             ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
         }
-        sums = {"world": (gpus, 1)}
+        sums = {"world": (gpus, tensor_ranks), "tensor": (tensor_ranks, 1)}
         if among < gpus:
             sums["replica"] = gpus, among
         if shard_ranks is not None:

@@ -23,6 +23,7 @@ SORTS = "sorts_operand"
 """Attribute of a product: the position of the operand that a dispatcher sorts by expert before it, or back
 behind it."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear")
+_ATTENTION = ("lancet_prediction.attention", "lancet_prediction.attention_backward")
 LAUNCHES = "is_in_a_fused_kernel"
 """Attribute of an instruction that another one's fused kernel computes; op by op, it is a launch."""
 
@@ -33,7 +34,8 @@ class KernelCosts:
 
     expert_ranks: how many ranks share one set of experts. dispatcher: a name in the cluster file. top_k:
     experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts;
-    0: no groups.
+    0: no groups. tensor_ranks: how many share the tokens of a microbatch. attention: the kernel, a name in
+    the cluster file; "": the file's one number for all.
     """
 
     cluster: Cluster
@@ -43,6 +45,8 @@ class KernelCosts:
     top_k: int = 1
     groups: int = 0
     top_groups: int = 0
+    tensor_ranks: int = 1
+    attention: str = ""
 
     def __post_init__(self) -> None:
         if self.cluster.kernels is None:
@@ -50,7 +54,10 @@ class KernelCosts:
                 f"cluster {self.cluster.name}", got="no table [kernels]", expected="efficiencies of kernels",
                 do="use dgx-h100, or add the table",
             )  # fmt: skip
-        check_name("dispatch", self.dispatcher, self.cluster.dispatchers, do=f"{self.cluster.name} has these")
+        has = f"{self.cluster.name} has these"
+        check_name("dispatch", self.dispatcher, self.cluster.dispatchers, do=has)
+        if self.attention:
+            check_name("attention", self.attention, self.cluster.attention, do=has)
 
     def __call__(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         if instruction.milliseconds is not None:
@@ -85,7 +92,9 @@ class KernelCosts:
 
     @cached_property
     def _communication(self) -> CommunicationModel:
-        return CommunicationModel.from_cluster(self.cluster, self.gpus, self.expert_ranks)
+        return CommunicationModel.from_cluster(
+            self.cluster, self.gpus, self.expert_ranks, tensor_ranks=self.tensor_ranks
+        )
 
     def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         k, gflop = self.kernels, instruction.flops * 1e-9
@@ -97,10 +106,8 @@ class KernelCosts:
             return memory
         # Half precision, whichever of the two is fast; TFLOP/s are GFLOP per millisecond.
         peak = max(self.cluster.peak_tflops.values())
-        if instruction.op == "lancet_prediction.attention":
-            efficiency = k.attention_forward
-        elif instruction.op == "lancet_prediction.attention_backward":
-            efficiency = k.attention_backward
+        if instruction.op in _ATTENTION:
+            efficiency = self._attention_efficiency(instruction, tensors)
         elif facts(instruction.op).grouped_gemm or instruction.op in _PRODUCTS:
             efficiency = self._gemm_efficiency(instruction, tensors)
         else:
@@ -111,6 +118,15 @@ class KernelCosts:
             rows = tensors[operands[instruction.attributes[SORTS]]].content_bytes
             sorting = self.carrier.receive_passes * 2 * rows / (bandwidth * k.permute)
         return max(gflop / (peak * efficiency), memory) + sorting
+
+    def _attention_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+        is_backward = instruction.op == _ATTENTION[1]
+        if not self.attention:
+            return self.kernels.attention_backward if is_backward else self.kernels.attention_forward
+        query = tensors[instruction.inputs[1 if is_backward else 0]]  # the backward's gradient comes first
+        *_, sequence, width = query.shape
+        window = instruction.attributes["window"]
+        return self.cluster.attention[self.attention].efficiency(width, sequence, window, is_backward)
 
     def _gemm_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""

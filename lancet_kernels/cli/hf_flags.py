@@ -49,6 +49,16 @@ class HfFlags:
         "with --hf: what the backward computes again; selective is attention",
         choices=("none", "full", "selective", "attention", "experts"),
     )
+    tensor: int = option(
+        1, "with --hf: GPUs that share the tokens and slice dense layers, as Megatron", parse=positive_int
+    )
+    states: str = option(
+        "float32", "with --hf: dtype of gradients and Adam's moments", choices=("float32", "bfloat16")
+    )
+    attention: str = option(
+        "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex",
+        metavar="NAME",
+    )  # fmt: skip
     dispatch: str = option(
         "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
     )
@@ -63,7 +73,8 @@ class HfFlags:
         sharding = "full" if self.fsdp else "none" if self.replicate else "optimizer"
         question = Question(
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
-            self.recompute, self.dispatch,
+            self.recompute, self.dispatch, self.tensor, self.states,
+            self.attention,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 
