@@ -35,7 +35,8 @@ class KernelCosts:
     expert_ranks: how many ranks share one set of experts. dispatcher: a name in the cluster file. top_k:
     experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts;
     0: no groups. tensor_ranks: how many share the tokens of a microbatch. attention: the kernel, a name in
-    the cluster file; "": the file's one number for all.
+    the cluster file; "": the file's one number for all. busiest: rows that the rank with most gets, relative
+    to an even share: it sets the time of exchanges and experts.
     """
 
     cluster: Cluster
@@ -47,6 +48,7 @@ class KernelCosts:
     top_groups: int = 0
     tensor_ranks: int = 1
     attention: str = ""
+    busiest: float = 1.0
 
     def __post_init__(self) -> None:
         if self.cluster.kernels is None:
@@ -63,7 +65,7 @@ class KernelCosts:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
         if instruction.kind is Kind.ALL_TO_ALL:
-            return self.all_to_all_ms(instruction.bytes)
+            return self.all_to_all_ms(instruction.bytes * self.busiest)
         if instruction.kind.is_communication:
             return communication_ms(self._communication, instruction)
         if not instruction.flops and not instruction.bytes:
@@ -97,9 +99,10 @@ class KernelCosts:
         )
 
     def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        k, gflop = self.kernels, instruction.flops * 1e-9
+        rows = self.busiest if works_on_received_rows(instruction) else 1.0
+        k, gflop = self.kernels, rows * instruction.flops * 1e-9
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
-        memory = instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
+        memory = rows * instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
         if not instruction.flops:
             if facts(instruction.op).moves_rows:
                 return self.carrier.send_passes * instruction.bytes / (bandwidth * k.permute)
@@ -115,8 +118,8 @@ class KernelCosts:
         sorting = 0.0
         if SORTS in instruction.attributes:
             operands = (*instruction.inputs, *instruction.outputs)
-            rows = tensors[operands[instruction.attributes[SORTS]]].content_bytes
-            sorting = self.carrier.receive_passes * 2 * rows / (bandwidth * k.permute)
+            sorted_bytes = rows * tensors[operands[instruction.attributes[SORTS]]].content_bytes
+            sorting = self.carrier.receive_passes * 2 * sorted_bytes / (bandwidth * k.permute)
         return max(gflop / (peak * efficiency), memory) + sorting
 
     def _attention_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
@@ -132,11 +135,13 @@ class KernelCosts:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""
         k = self.kernels
         groups, m, n, contraction = _gemm(instruction, tensors)
+        result = facts(instruction.op).grouped_gemm
+        m *= self.busiest if result == "rows" else 1.0
+        contraction *= self.busiest if result == "weight" else 1.0
         tiles = groups * math.ceil(m / k.tile_rows) * math.ceil(n / k.tile_columns)
         waves = math.ceil(tiles / k.multiprocessors)
         busy = groups * m * n / (k.tile_rows * k.tile_columns * waves * k.multiprocessors)
         most = busy * contraction / (contraction + k.k_overhead)
-        result = facts(instruction.op).grouped_gemm
         if not result:
             return most * k.dense
         if result == "weight":
@@ -173,6 +178,11 @@ class KernelCosts:
             if self.groups == places:
                 return choices
         return places * (1 - (1 - 1 / places) ** choices)
+
+
+def works_on_received_rows(instruction: Instruction) -> bool:
+    """Is it a part of the experts, whose work is that of the rows which a rank has received?"""
+    return bool(facts(instruction.op).grouped_gemm) or instruction.op.startswith("lancet.expert_activation")
 
 
 def _gemm(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> tuple[float, float, float, float]:

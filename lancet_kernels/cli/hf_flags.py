@@ -55,6 +55,10 @@ class HfFlags:
     states: str = option(
         "float32", "with --hf: dtype of gradients and Adam's moments", choices=("float32", "bfloat16")
     )
+    routing: str = option(
+        "balanced", "with --hf: balanced, zipf:S, or counts.json of a run; ,capacity:C behind it drops",
+        metavar="HOW",
+    )  # fmt: skip
     attention: str = option(
         "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex",
         metavar="NAME",
@@ -74,7 +78,7 @@ class HfFlags:
         question = Question(
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
             self.recompute, self.dispatch, self.tensor, self.states,
-            self.attention,
+            self.attention, self.routing,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 

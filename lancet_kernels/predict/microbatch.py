@@ -37,6 +37,9 @@ from lancet_kernels.schedules.time.peak_memory import peak_memory
 WEIGHT_BYTES, COPY_BYTES = 2, 4
 """Bytes for each number: a bfloat16 weight, and the optimizer's float32 copy of it."""
 
+SUMS_IN_FLIGHT = 8
+"""Sums that travel before the first is waited for: of about two layers, each of which has some units."""
+
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 HOST_WAITS = "host_waits"
 """Attribute of a pair's message: does the host wait before it for the sizes of what its rank receives?"""
@@ -103,11 +106,15 @@ class Microbatch:
         cost, program = question.cost, step.program
         if question.sharding == "optimizer":
             program = _without_copies(program, step)
-        program, kernels = Kernels(cost.carrier, cost.top_k).of(_with_tied_once(program, step))
+        kernels = Kernels(cost.carrier, cost.top_k, busiest=question.load.memory)
+        program, kernels = kernels.of(_with_tied_once(program, step))
         experts = set(expert_parameters(step.model))
         of_experts = sum(p.numel() for p in experts)
         numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
-        timed = _with_optimizer(_shared(program, step, question), question, numbers)
+        program = _shared(program, step, question)
+        if question.sharding == "full":
+            program = _with_waits_for_sums(program)
+        timed = _with_optimizer(program, question, numbers)
         return cls(question, replace(step, timed=timed, cost=cost), kernels, numbers)
 
     @property
@@ -188,6 +195,24 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
             tensors |= {t: replace(tensors[t], bytes=0) for t in i.outputs}
         instructions.append(i)
     return replace(program, instructions=tuple(instructions), tensors=tensors, outputs=program.outputs[:1])
+
+
+def _with_waits_for_sums(program: Program) -> Program:
+    """The Program that waits for the sums of each unit when those of the next but one begin, as fully_shard
+    does: until then, what they send stays in memory. Without it, all would until the optimizer's step."""
+    instructions: list[Instruction] = []
+    units: list[tuple[str, ...]] = []
+    for i in program.instructions:
+        if sums_gradients(i):
+            units.append(i.outputs)
+            if len(units) > SUMS_IN_FLIGHT:
+                arrived = units[-1 - SUMS_IN_FLIGHT]
+                name = f"arrived_{len(units)}"
+                instructions.append(
+                    Instruction(name, "lancet_prediction.arrived", arrived, (), phase=Phase.BACKWARD)
+                )
+        instructions.append(i)
+    return replace(program, instructions=tuple(instructions))
 
 
 def _with_optimizer(program: Program, question: Question, numbers: tuple[int, int]) -> Program:

@@ -11,6 +11,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.kernel_costs import KernelCosts
 from lancet_kernels.predict.config import load_config, number_of_experts
+from lancet_kernels.predict.routing import BALANCED, Load, Routing
 
 RECOMPUTE = ("none", "full", "selective", "attention", "experts")
 SHARDING = ("none", "optimizer", "full")
@@ -29,7 +30,7 @@ class Question:
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
     tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
     states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of the cluster
-    file.
+    file. routing: as of `Routing.of`.
     """
 
     hf: str
@@ -45,6 +46,7 @@ class Question:
     tensor_ranks: int = 1
     states: str = "float32"
     attention: str = ""
+    routing: str = BALANCED
 
     def __post_init__(self) -> None:
         check_name("--recompute", self.recompute, RECOMPUTE)
@@ -93,9 +95,18 @@ class Question:
             top_groups=int(getattr(config, "topk_group", 0) or 0),
             tensor_ranks=self.tensor_ranks,
             attention=self.attention,
+            busiest=self.load.time,
         )
         costs.check()
         return costs
+
+    @cached_property
+    def load(self) -> Load:
+        """Of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
+        if not self.experts:
+            return Load()
+        layers = self.config.get_text_config().num_hidden_layers
+        return Routing.of(self.routing, self.experts, layers).load(self.expert_ranks)
 
     @property
     def policy(self) -> str:
@@ -127,6 +138,7 @@ class Question:
         """One line for headings."""
         layout = {"none": "replicated", "optimizer": "optimizer sharded", "full": "FSDP"}[self.sharding]
         experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
+        experts += f", routing {self.routing}" if self.routing != BALANCED else ""
         experts += f", tensors over {self.tensor_ranks}" if self.tensor_ranks > 1 else ""
         return (
             f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
@@ -149,6 +161,9 @@ class Question:
             "global_batch": self.microbatch * self.accumulate * self.gpus // self.tensor_ranks,
             "recompute": self.recompute,
             "dispatch": self.dispatch,
+            "routing": self.routing,
+            "busiest_rank": self.load.time,
+            "dropped": self.load.dropped,
             "attention": self.attention or "any",
         }
 
