@@ -31,13 +31,15 @@ MICROBATCHES = (1, 2, 4)
 @dataclass(frozen=True)
 class Layout:
     """A layout with what became of it. strategy: None if not simulated, as infinite time and memory say.
-    bound_ms: 0 if its states alone do not fit. why: "" for the best, otherwise why it is not among them."""
+    bound_ms: 0 if its states alone do not fit. binds: the largest term of its time. why: "" for the best,
+    otherwise why it is not among them."""
 
     question: Question
     bound_ms: float = 0.0
     strategy: str | None = None
     step_ms: float = math.inf
     peak_memory_gib: float = math.inf
+    binds: str = ""
     why: str = ""
 
     def to_json(self) -> dict[str, object]:
@@ -50,6 +52,7 @@ class Layout:
             "step_ms": self.step_ms if self.strategy else None,
             "peak_memory_gib": self.peak_memory_gib if self.strategy else None,
             "bound_ms": self.bound_ms,
+            "binds": self.binds,
             "why_not": self.why,
         }
 
@@ -180,4 +183,11 @@ def _simulated(layout: Layout, result: Answer) -> Layout:
     name = result.best
     one = result.strategies[name]
     why = "" if result.fits(name) else f"needs {one.peak_memory_gib:.0f} GiB"
-    return replace(layout, strategy=name, step_ms=one.step_ms, peak_memory_gib=one.peak_memory_gib, why=why)
+    return replace(
+        layout,
+        strategy=name,
+        step_ms=one.step_ms,
+        peak_memory_gib=one.peak_memory_gib,
+        binds=one.binds,
+        why=why,
+    )
