@@ -29,15 +29,17 @@ from lancet_kernels.transformers.experts import has_interface
 
 
 class _Loss(nn.Module):
-    """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits."""
+    """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args: shares_tokens: layers see a share of the tokens, whose positions are those of all.
+    """
+
+    def __init__(self, model: nn.Module, shares_tokens: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.shares_tokens = model, shares_tokens
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        # Of all tokens, where this rank has a share of them.
-        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if self.shares_tokens else None
         logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
         return nn.functional.cross_entropy(logits.float(), labels.flatten())
 
@@ -71,7 +73,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
         tensor_group = ""
         if question.tensor_ranks > 1:
             tensor_group = slice_model(model, question.tensor_ranks, question.microbatch)
-        step = _Loss(model)
+        step = _Loss(model, shares_tokens=bool(tensor_group))
         with without_contents():
             step.to_empty(device="cpu")
             model.tie_weights()  # to_empty gives each name a tensor of its own

@@ -56,7 +56,7 @@ def test_what_is_hidden_does_not_count(tmp_path, name):
 
 def test_a_file_without_kernels_is_one_line(tmp_path):
     (tmp_path / "trace.json").write_text("{}")
-    with pytest.raises(UserError, match="--kineto: got .*trace.json"):
+    with pytest.raises(UserError, match=r"--kineto: got .*trace\.json"):
         trace_terms(tmp_path / "trace.json", 1.0)
 
 
