@@ -30,7 +30,11 @@ from lancet_kernels.predict.tensor_parallel import GROUP_NAME
 
 POLICIES = ("none", "attention", "experts", "full")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_EXPERTS = ("lancet.grouped_gemm", "lancet.expert_activation")
+RECOMPUTED_OPS = {
+    "attention": (attention.OP,),
+    "experts": ("lancet.grouped_gemm", "lancet.expert_activation"),
+}
+"""By policy, the ops that are recomputed, beside element-wise ones."""
 
 
 def without_views(program: Program) -> Program:
@@ -58,7 +62,7 @@ def without_views(program: Program) -> Program:
 
 
 def _recomputable(policy: str) -> Callable[[Instruction], bool]:
-    ops = {"attention": (attention.OP,), "experts": _EXPERTS}.get(policy, ())
+    ops = RECOMPUTED_OPS.get(policy, ())
 
     def is_recomputed(i: Instruction) -> bool:
         # Megatron gathers tokens again, and keeps each rank's share.
