@@ -260,7 +260,7 @@ def _instruction(
 ) -> Instruction:
     op = op_name(node)
     attributes = _attributes(node)
-    # Each group has its own communication costs (`graph.costs.communication`).
+    # Each group has its own communication costs (`graph.costs.clusters`).
     if GROUP.on(node):
         attributes["group"] = GROUP.of(node)
     if facts(op).collective:

@@ -59,8 +59,8 @@ have, too."""
 WRITTEN_INTO: Entry[str] = Entry("written_into")
 """The name of the tensor into whose storage the node writes its result."""
 IN_PLACE: Entry[bool] = Entry("parts_in_place")
-"""The node joins parts that are written in place (`schedules.rewrite.in_place`)."""
+"""The node joins parts that are written in place (`schedules.rewrite.apply`)."""
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
 WORK: Entry[Any] = Entry("launch_work")
-"""The `schedules.time.fused_launch.LaunchWork` of a backward launch."""
+"""The `schedules.rewrite.fused.LaunchWork` of a backward launch."""

@@ -13,8 +13,7 @@ from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
 
 if TYPE_CHECKING:
     from lancet_kernels.graph.capture.capture import CaptureError
-    from lancet_kernels.layer.ddp import ddp, prepare_data_parallel
-    from lancet_kernels.layer.fsdp import fsdp
+    from lancet_kernels.layer.data_parallel import ddp, fsdp, prepare_data_parallel
     from lancet_kernels.ops.moe.fused_experts import reset_exchanges
     from lancet_kernels.optimization.graphed import GraphedStep
     from lancet_kernels.optimization.optimize import optimize
@@ -47,15 +46,15 @@ else:
         "ShardingStrategy": "schedules.shard.sharding_strategy",
         "SquareLinear": "parallelization.square_layer",
         "convert": "transformers.convert",
-        "ddp": "layer.ddp",
+        "ddp": "layer.data_parallel",
         "export_state_dict": "transformers.checkpoints",
-        "fsdp": "layer.fsdp",
+        "fsdp": "layer.data_parallel",
         "load_safetensors": "transformers.checkpoints",
         "optimize": "optimization.optimize",
         "overlap_pass": "optimization.overlap_pass",
         "parallelize": "parallelization.parallelize",
         "parallelize_linears": "parallelization.parallel_linears",
-        "prepare_data_parallel": "layer.ddp",
+        "prepare_data_parallel": "layer.data_parallel",
         "reset_exchanges": "ops.moe.fused_experts",
         "whole_state_dict": "parallelization.partitioned_linear",
     }

@@ -16,8 +16,7 @@ from lancet_kernels.ops.comm.shards import (
     take_shard,
 )
 from lancet_kernels.ops.comm.shift import shift, start_shift
-from lancet_kernels.ops.moe.combine import combine, combine_dweight
-from lancet_kernels.ops.moe.dispatch import dispatch, kept_counts, send_rows
+from lancet_kernels.ops.moe.dispatch import combine, combine_dweight, dispatch, kept_counts, send_rows
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
 from lancet_kernels.ops.moe.gate import assign_slots, gate, gate_backward, router_logits
 from lancet_kernels.ops.moe.grouped_gemm import (

@@ -32,11 +32,11 @@ from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.cut.partition_range import (
     PartitionOptions,
+    PipelineCosts,
     choose_ranges,
     forward_length,
     whole_forward,
 )
-from lancet_kernels.schedules.cut.pipeline import PipelineCosts
 from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early

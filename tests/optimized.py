@@ -12,7 +12,7 @@ from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import Outcome, dear_communication, outcome
 

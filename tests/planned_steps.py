@@ -31,7 +31,7 @@ from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels import CausalLMStep, convert, ddp, optimize
-from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.cli.options import names_among
+from lancet_kernels.files import write_json_atomically
 from lancet_kernels.measure.launch import launch
 from lancet_kernels.measure.ranks import report_errors, start_ranks, under_launcher
 from lancet_kernels.measure.step_bench import iteration

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.papers import hidup, lancet, primepar, report
-from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, json_text
 
 PAPERS = {"lancet": lancet, "hidup": hidup, "primepar": primepar}
 

@@ -14,16 +14,15 @@ from typing import Any
 
 from bench.papers.hidup_models import HiDupModel, example_batch, hidup_config
 from lancet_kernels.graph.capture.forward_program import forward_program
-from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.communication import POINT_BYTES, CommunicationModel
+from lancet_kernels.graph.costs.clusters import POINT_BYTES, Cluster, CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, source_of
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
 from lancet_kernels.predict.fake_ranks import without_contents
+from lancet_kernels.schedules.shard.blocks import ADJOINT, CollectiveCosts, signature_ms
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
 from lancet_kernels.schedules.shard.sharding_costs import COPIES, Communication, psi_of
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
-from lancet_kernels.schedules.shard.signatures import ADJOINT, CollectiveCosts, signature_ms
 
 SEQUENCES = 32
 """A GPU's batch, as in the code that the paper's authors published."""

@@ -16,7 +16,7 @@ import torch
 from lancet_kernels import MoELayer
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents

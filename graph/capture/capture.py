@@ -41,12 +41,15 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import output_node, set_value, tensors_restored
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
-from lancet_kernels.graph.capture.plain_tensors import PlainTensors
+from lancet_kernels.graph.capture.captured_graph import (
+    output_node,
+    set_value,
+    tensors_restored,
+    without_garbage_collection,
+)
 from lancet_kernels.graph.capture.recompute import insert_recomputation
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
-from lancet_kernels.graph.capture.trace import Assumptions, trace
+from lancet_kernels.graph.capture.trace import Assumptions, PlainTensors, trace
 from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.context import during

@@ -1,12 +1,15 @@
 """Reads and edits captured graphs: what a placeholder stands for, results as fake tensors, copies.
 
 Needs nothing of what captures them, whose import alone takes longer than that of torch.
+
+`without_garbage_collection`, because a graph is many small objects that stay alive.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -115,3 +118,16 @@ def state_name(node: fx.Node) -> str | None:
     """Name of the parameter or buffer that a placeholder of a joint graph stands for; None: an input or
     tangent."""
     return getattr(node.meta.get("desc"), "target", None)
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Context without garbage collection: graphs and Programs are many small objects that stay alive
+    anyway."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,5 +1,4 @@
 """What an instruction costs.
 
-Read `costs` first, then `clusters` and `communication`; `profiler`, `measure` and `measure_device` time this
-machine.
+Read `costs` first, then `clusters`; `profiler`, `measure` and `measure_device` time this machine.
 """

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from lancet_kernels.graph.capture.captured_graph import copy_of, with_any_strides
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_functional_collective, is_instruction
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
@@ -91,20 +91,27 @@ def measure_nodes(
     return times
 
 
+def run_as_a_whole(
+    module: fx.GraphModule, inputs: Sequence[object], device: torch.device
+) -> Callable[[], float]:
+    """Runs a graph in its own order, with its collectives over the link as it is, and returns milliseconds of
+    wall time. The states of the random generators are restored. Args: as of `measure_nodes`."""
+    runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
+
+    def run() -> float:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            elapsed_ms = _total_ms(lambda _: runner(list(inputs)), 0, device)
+        link.read()
+        return elapsed_ms
+
+    return run
+
+
 def milliseconds_as_it_runs(
     module: fx.GraphModule, inputs: Sequence[object], group: str, device: torch.device, repeats: int = 3
 ) -> float:
-    """Wall time of a whole graph in its own order, with its collectives over the link as it is: the median
-    over runs (without the first), the mean over the ranks. The states of the random generators are restored.
-
-    Args: as of `measure_nodes`.
-    """
-
-    runner = GraphRunner(copy_of(module), Phase.FORWARD, Recorder())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        elapsed_ms = _median_ms(partial(_total_ms, lambda _: runner(list(inputs)), 0, device), group, repeats)
-    link.read()
-    return elapsed_ms
+    """The time of `run_as_a_whole`: the median over runs (without the first), the mean over the ranks."""
+    return _median_ms(run_as_a_whole(module, inputs, device), group, repeats)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.costs.communication import Points
-from lancet_kernels.graph.costs.device_costs import cut_key
+from lancet_kernels.graph.costs.clusters import Points
 from lancet_kernels.graph.costs.measure import timed_on_gpu, unpaced
-from lancet_kernels.graph.costs.part_instruction import part_instruction
+from lancet_kernels.graph.costs.part_instruction import cut_key, part_instruction
 from lancet_kernels.graph.from_fx import facts_of, op_name, tensor_names
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms

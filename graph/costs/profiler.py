@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lancet_kernels.cache_file import CacheFile, cache_folder
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.files import CacheFile, cache_folder
+from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
-from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.costs.measure import (
     measure_communication,
     measure_nodes,
@@ -40,6 +39,7 @@ from lancet_kernels.graph.costs.measure_device import (
     measure_launch,
     measure_parts,
 )
+from lancet_kernels.graph.costs.part_instruction import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, write_json_atomically
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 
 FORMAT = "lancet-program"

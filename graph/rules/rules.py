@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules.derived import Derivation
-from lancet_kernels.graph.rules.equations import Equation, Shape, parse
+from lancet_kernels.graph.rules.derived import Derivation, Equation, Shape, parse
 
 Tensors = Mapping[str, TensorSpec]
 

@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.rules.equations import parse
+from lancet_kernels.graph.rules.derived import parse
 
 FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
 PHASES = (FORWARD, BACKWARD, GRADIENT)
@@ -240,7 +240,7 @@ class Product:
 
 
 def products(equation: str) -> dict[str, Product]:
-    """The product that each phase computes, from the equation of the forward (`graph.rules.equations`).
+    """The product that each phase computes, from the equation of the forward (`graph.rules.derived`).
 
     Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
     """

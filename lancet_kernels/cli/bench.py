@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.utils._pytree as pytree
 
-from lancet_kernels.atomic import file_errors, json_text, write_json_atomically
 from lancet_kernels.cli.options import (
     PlanningFlags,
     add_options,
@@ -32,6 +31,7 @@ from lancet_kernels.cli.training.data import load_corpus
 from lancet_kernels.cli.training.train_options import TrainOptions, check_options
 from lancet_kernels.cli.training.trainer import Trainer
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, json_text, write_json_atomically
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, MODELS
 from lancet_kernels.measure import netns
 from lancet_kernels.measure.launch import LANCET, launch

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels import __version__
-from lancet_kernels.atomic import json_text
+from lancet_kernels.files import json_text
 
 _MACHINE = (
     "os libc_version python_version torch_version cuda_compiled_version cuda_runtime_version "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lancet_kernels.atomic import json_text
+from lancet_kernels.files import json_text
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.cli.options import option, positive_int
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.schedules import MICROBATCHES
 
 if TYPE_CHECKING:

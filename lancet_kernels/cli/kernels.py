@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from lancet_kernels.atomic import json_text
 from lancet_kernels.cli import aligned
 from lancet_kernels.cli.options import positive_int
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import json_text
 
 if TYPE_CHECKING:
     from lancet_kernels.kernels.tuning.compile_pool import Row

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.cli.hf_flags import OF_HF, HfFlags, add_output_options, run_hf
 from lancet_kernels.cli.options import (
     PlanningFlags,
@@ -20,6 +19,7 @@ from lancet_kernels.cli.options import (
     to_options,
 )
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.layer.gpt2_moe import MODELS
 from lancet_kernels.ops.moe.gates import GATES

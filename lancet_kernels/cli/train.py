@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lancet_kernels.atomic import json_text
 from lancet_kernels.cli.options import add_options, to_options
 from lancet_kernels.cli.training.train_loop import read_config, train
 from lancet_kernels.cli.training.train_options import TrainOptions, check_options
+from lancet_kernels.files import json_text
 from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import start_ranks, under_launcher
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lancet_kernels.atomic import json_text
 from lancet_kernels.cli.kernels import ARCHITECTURES
 from lancet_kernels.cli.options import add_options, option, positive_float, positive_int
+from lancet_kernels.files import json_text
 from lancet_kernels.kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 The wire is one word, the time in nanoseconds at which it is free; messages take it one at a time. One that is
 urgent (an all-to-all) takes its time when it enters, behind what is on the wire. One that is not (a sum of
 gradients) takes it when the wire is free, so that every urgent message that entered meanwhile goes first:
-the rule of `schedules.time.clock`. Each kernel is one program, which reads `globaltimer`.
+the rule of `schedules.time.simulate`. Each kernel is one program, which reads `globaltimer`.
 """
 
 import triton

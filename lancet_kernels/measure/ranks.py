@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.files import write_json_atomically
 from lancet_kernels.ops.comm.waiting import blames, join_board, waiting
 
 # Set by our launcher alone: the process whose end must end the rank.

@@ -13,17 +13,18 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.ddp import ddp
+from lancet_kernels.layer.data_parallel import ddp
 from lancet_kernels.layer.gradients import groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
@@ -43,7 +44,8 @@ Inputs = Sequence | Mapping[str, object]
 DDP, DDP_LIKE = "ddp", "ddp-like"
 BASELINES = ("none", "tutel")
 COUNTS = "exchange_counts"
-_FIGURES = "figures of all ranks"
+_FIGURES, _UNCUT = "figures of all ranks", "uncut graph"
+Value = TypeVar("Value", float, tuple)
 TIMES = ("iteration_ms", "exposed_ms", "all_to_all_ms", "cpu_ms", "late_ms", "no_core_ms")
 """The fields of `Iteration` of which `Measured` has the means."""
 
@@ -137,14 +139,32 @@ def measure(
 ) -> dict[str, Measured]:
     """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
 
+    Plans are predicted anew with the speed that the machine had in these rounds, which run the uncut graph of
+    the step, too: all errors are then those of the plan.
     Args: accumulate: microbatches of an iteration.
     """
-    iterations = in_turn(
-        contenders, lambda name: iteration(contenders[name], inputs, accumulate), rounds, warmup
-    )
-    return {
-        name: _measured(module, inputs, iterations[name], accumulate) for name, module in contenders.items()
+    plans = [m for m in contenders.values() if isinstance(m, OptimizedModule) and m.is_measured]
+    runs: dict[str, Callable[[], Any]] = {
+        name: partial(iteration, module, inputs, accumulate) for name, module in contenders.items()
     }
+    if plans:
+        runs[_UNCUT] = partial(_at_once, plans[0].run_as_a_whole())
+    results = in_turn(runs, lambda name: runs[name](), rounds, warmup)
+    if plans:
+        (uncut_ms,) = _mean_over_ranks([statistics.fmean(_middle_half(results.pop(_UNCUT)))])
+        for module in plans:
+            module.at_speed(uncut_ms)
+    return {name: _measured(module, inputs, results[name], accumulate) for name, module in contenders.items()}
+
+
+def _at_once(run: Callable[[], float]) -> float:
+    _barrier()
+    return run()
+
+
+def _middle_half(values: Iterable[Value]) -> list[Value]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
 
 def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
@@ -156,8 +176,7 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
         for one in iterations
     ]
     # Of medians, the parts would not add up to the whole. The first column is the time of the iteration.
-    middle = sorted(times)[len(times) // 4 : len(times) - len(times) // 4]
-    means = [statistics.fmean(column) for column in zip(*middle, strict=True)]
+    means = [statistics.fmean(column) for column in zip(*_middle_half(times), strict=True)]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*means, held])
     predicted = _predicted(module, accumulate) if isinstance(module, OptimizedModule) else None
@@ -199,9 +218,7 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
     Raises: UserError for a module without such an output.
     """
     module.zero_grad(set_to_none=True)
-    if dist.is_initialized():
-        with waiting("barrier before an iteration"):
-            dist.barrier()
+    _barrier()
     link.read()
     begin, cpu, without = time.perf_counter(), time.thread_time(), seconds_without_core()
     if isinstance(module, OptimizedModule) and accumulate > 1:
@@ -225,6 +242,12 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
         traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
         no_core_ms,
     )
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        with waiting("barrier before an iteration"):
+            dist.barrier()
 
 
 def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:

@@ -28,8 +28,8 @@ from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
-from lancet_kernels.layer.fsdp import fsdp
 from lancet_kernels.layer.gradients import broadcast_replicated
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank

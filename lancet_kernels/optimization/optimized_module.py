@@ -31,20 +31,22 @@ from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
+from lancet_kernels.graph.costs.costs import MeasuredCosts
+from lancet_kernels.graph.costs.measure import run_as_a_whole
 from lancet_kernels.graph.from_fx import host_waits
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.layer.replicas import Replicas
+from lancet_kernels.layer.gradients import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
+from lancet_kernels.optimization.planning import predicted
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
-from lancet_kernels.schedules.time.clock import COMPUTE, LINK
-from lancet_kernels.schedules.time.simulate import Event, Timeline
+from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, Timeline
 
 _log = logging.getLogger(__name__)
 
@@ -286,6 +288,23 @@ class OptimizedModule(nn.Module):
         """Runs the step on the example inputs, without its checks: to be measured."""
         run = self._without_plan if self._first is None else self._first
         return partial(run, *arguments)
+
+    @property
+    def is_measured(self) -> bool:
+        """Were the ops of the step timed on this machine?"""
+        return isinstance(self._step.cost, MeasuredCosts) and not self.fused_layers
+
+    def run_as_a_whole(self) -> Callable[[], float]:
+        """`graph.costs.measure.run_as_a_whole` of the step that was planned, uncut. Collective calls."""
+        return run_as_a_whole(self._step.module, self._step.inputs, self._step.device)
+
+    def at_speed(self, run_ms: float) -> None:
+        """Predict the plan anew, for ranks that now take `run_ms` for `run_as_a_whole`: a machine's speed
+        drifts between planning and what is compared with the plan. Collective."""
+        before = self.plan.report
+        ((plan, self.timeline),) = predicted(self._step.at_speed(run_ms), [self.plan], measured=True)
+        ratio = plan.report.predicted.iteration_ms / before.predicted.iteration_ms
+        self.plan = plan.reported(pair_ms=before.pair_ms * ratio)
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:
         raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")

@@ -18,11 +18,12 @@ from torch import fx
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.communication import (
+from lancet_kernels.graph.costs.clusters import (
+    Cluster,
     CommunicationModel,
     grouped_all_reduce_ms,
     grouped_all_to_all_ms,
+    load_cluster,
 )
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.from_fx import is_wait
@@ -30,7 +31,7 @@ from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.optimization.traced_graph import read_graph
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
-from lancet_kernels.schedules.order.sink import read_late
+from lancet_kernels.schedules.order.ordering import read_late
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED, Step, order, wait_late, walk
 from lancet_kernels.schedules.strategies import MORE_MEMORY
 from lancet_kernels.schedules.time.peak_memory import peak_memory

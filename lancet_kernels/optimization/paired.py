@@ -16,7 +16,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, out
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.layer.outside_gradients import has_hooks
+from lancet_kernels.layer.summed_gradients import has_hooks
 from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank

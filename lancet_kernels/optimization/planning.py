@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.program import Program
@@ -27,11 +27,10 @@ from lancet_kernels.optimization.step import ModelStep, agreed
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.cut.ranges import range_names
 from lancet_kernels.schedules.order.best_order import OrderSearch
-from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.plan import EFFICIENCY, FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.fused import CHOICES, every_launch
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
-from lancet_kernels.schedules.time.fused_launch import EFFICIENCY
 from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 

@@ -26,9 +26,8 @@ from lancet_kernels.graph.capture.captured_graph import (
     module_of,
     state_name,
 )
-from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin, twin_of
 from lancet_kernels.graph.capture.run import Recorder
-from lancet_kernels.graph.capture.twin import Twin, twin_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler, differ
@@ -209,9 +208,20 @@ class ModelStep(Step):
             run_ms, earlier_ms = self.profiler.milliseconds_as_it_runs(self.module, self.inputs, self.program)
             if differ(run_ms, earlier_ms or blocking_ms(op_by_op, costs)):
                 op_by_op, costs = measured(again=True)
-            beside_ms = self.profiler.other_threads_ms(op_by_op)
-            costs = replace(costs, slowdown=slowdown(op_by_op, costs, run_ms, beside_ms))
+            costs = self._as_it_runs(op_by_op, costs, run_ms)
         return replace(self, timed=self._timed(self.module, costs, self.program), cost=costs)
+
+    def at_speed(self, run_ms: float) -> ModelStep:
+        """A step that was measured here, on ranks that now take `run_ms` for its graph (`run_as_a_whole`)."""
+        assert isinstance(self.cost, MeasuredCosts)
+        program = replace(self, timed=None).program
+        op_by_op = self.profiler.program(self.module, self.inputs, program)
+        costs = self._as_it_runs(op_by_op, replace(self.cost, slowdown=1.0), run_ms)
+        return replace(self, timed=self._timed(self.module, costs, program), cost=costs)
+
+    def _as_it_runs(self, op_by_op: Program, costs: MeasuredCosts, run_ms: float) -> MeasuredCosts:
+        beside_ms = self.profiler.other_threads_ms(op_by_op)
+        return replace(costs, slowdown=slowdown(op_by_op, costs, run_ms, beside_ms))
 
     def measured(self, plan: Plan) -> Program:
         """The Program of a costed step with the plan's ranges cut, with measured times."""

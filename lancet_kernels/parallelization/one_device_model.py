@@ -30,7 +30,7 @@ from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.step import placeholder_value
 from lancet_kernels.schedules.cut.duplex import copies_of_batch
 from lancet_kernels.schedules.cut.ranges import PartitionRange
-from lancet_kernels.schedules.rewrite.realize import cut_ranges
+from lancet_kernels.schedules.rewrite.cut import cut_ranges
 from lancet_kernels.schedules.shard.shard_graph import shard_graph
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 

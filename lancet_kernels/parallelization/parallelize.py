@@ -37,10 +37,10 @@ from lancet_kernels.parallelization.parallel_linears import (
 )
 from lancet_kernels.parallelization.parallel_module import ParallelModule, sharded_module
 from lancet_kernels.schedules.cut.duplex import COPIES
+from lancet_kernels.schedules.shard.blocks import MESSAGE_KINDS
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, shared_baseline
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
-from lancet_kernels.schedules.shard.signatures import MESSAGE_KINDS
 from lancet_kernels.schedules.strategies import PlanningOptions
 
 HIDUP = "hidup"

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.costs.costs import collective_of, durations
-from lancet_kernels.graph.costs.kernel_costs import LAUNCHES, KernelCosts
+from lancet_kernels.graph.costs.costs import LAUNCHES, KernelCosts, collective_of, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.predict.attention import is_attention
 from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model

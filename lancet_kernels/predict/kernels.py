@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from lancet_kernels.graph.costs.clusters import Dispatcher
-from lancet_kernels.graph.costs.kernel_costs import LAUNCHES, SORTS, works_on_received_rows
+from lancet_kernels.graph.costs.costs import LAUNCHES, SORTS, works_on_received_rows
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, Program

@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from lancet_kernels.graph.capture.captured_graph import copy_of, state_name
-from lancet_kernels.graph.costs.kernel_costs import LAUNCHES
+from lancet_kernels.graph.costs.costs import LAUNCHES
 from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.meta import UNIT
 from lancet_kernels.graph.program.program import (

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.layer.fsdp import fsdp
+from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import ModelStep, capture_step

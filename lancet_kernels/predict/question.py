@@ -9,7 +9,7 @@ from typing import Any
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.predict.config import load_config, number_of_experts
 from lancet_kernels.predict.routing import BALANCED, Load, Routing
 

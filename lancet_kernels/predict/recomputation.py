@@ -20,8 +20,8 @@ import networkx
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lancet_kernels.graph.capture.layer_names import layer_name
 from lancet_kernels.graph.capture.recompute import insert_recomputation
+from lancet_kernels.graph.capture.trace import layer_name
 from lancet_kernels.graph.from_fx import is_element, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention

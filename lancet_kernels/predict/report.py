@@ -14,7 +14,7 @@ from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
 from lancet_kernels.predict.search import Found
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.time.clock import COMPUTE
+from lancet_kernels.schedules.time.simulate import COMPUTE
 from lancet_kernels.schedules.time.timeline import label
 
 _FILES = resources.files("lancet_kernels.predict")

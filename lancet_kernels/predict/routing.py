@@ -18,8 +18,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, json_text
 
 BALANCED = "balanced"
 _EXPECTED = (

@@ -16,8 +16,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.capture.captured_graph import output_node, state_name
-from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import output_node, state_name, without_garbage_collection
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
@@ -32,7 +31,7 @@ from lancet_kernels.predict.own_step import OwnStep
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import Timeline

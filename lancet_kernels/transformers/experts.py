@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.activation_names import ALL_ACTIVATIONS, GATED
-from lancet_kernels.layer.checkpointed_run import checkpointed_run
 from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
 from lancet_kernels.layer.layer_checks import check_data_parallel, check_experts, check_factor
+from lancet_kernels.layer.moe_layer import checkpointed_run
 from lancet_kernels.ops.comm.groups import AnyGroups
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.context import now

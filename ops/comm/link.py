@@ -6,8 +6,8 @@ all-reduce a part of them, see `GPUS_PER_NODE`). The wait is a deadline, not wor
 like a real transfer. Times measured this way are emulated, and all output labels them so.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
-the rule that plans are simulated with (`schedules.time.clock`): the one that could start first, from when the
-last rank has entered; of those, all-to-alls before all-reduces; else in the order they were issued. Only
+the rule that plans are simulated with (`schedules.time.simulate`): the one that could start first, from when
+the last rank has entered; of those, all-to-alls before all-reduces; else in the order they were issued. Only
 ranks of one machine can share it (they compare one monotonic clock).
 """
 
@@ -36,7 +36,7 @@ _INSTANT_S = 1e-4
 GPUS_PER_NODE = 8
 """Each rank stands for a GPU of a node with this many GPUs and shared network cards, as in p3dn and p4de:
 each GPU sends its own rows over them, but gradients are summed inside the node and sent once
-(`graph.costs.communication`)."""
+(`graph.costs.clusters`)."""
 
 
 @dataclass

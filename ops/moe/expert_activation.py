@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, GATED, INTERLEAVED
-from lancet_kernels.ops.moe.kernel_path import runs_in_kernels
+from lancet_kernels.ops.moe.dispatch import runs_in_kernels
 from lancet_kernels.ops.registration import op
 
 SLOPE, CLAMP = 1.702, 7.0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.base import slots_in_token_order
 from lancet_kernels.ops.registration import op
 
 TOKENS_AT_ONCE = 4096

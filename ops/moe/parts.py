@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.comm.rows import DROPPED, segments, traced_rows
 from lancet_kernels.ops.moe.dispatch import send_rows
-from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.base import slots_in_token_order
 from lancet_kernels.ops.registration import op
 
 

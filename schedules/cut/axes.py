@@ -28,8 +28,7 @@ from lancet_kernels.graph.program.forms import (
     Forms,
     cut_along,
 )
-from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.graph.program.reachability import connected
+from lancet_kernels.graph.program.program import Kind, Program, connected
 from lancet_kernels.schedules.cut.ranges import is_needed_behind
 
 PREFER_CUT = 1000

@@ -18,7 +18,7 @@ from lancet_kernels.graph.program.program import Instruction, Program
 @dataclass(frozen=True)
 class LaunchFillers:
     """Weight gradients that the fused backward launch of one part also computes: names in the cut graph, and
-    the predicted time of the launch with them (`schedules.rewrite.copy_fillers`)."""
+    the predicted time of the launch with them (`schedules.rewrite.fused`)."""
 
     launch: str
     gradients: tuple[str, ...]

@@ -22,13 +22,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from lancet_kernels.graph.program.program import Kind, Phase, Program
-from lancet_kernels.graph.program.reachability import bitset
+from lancet_kernels.graph.program.program import Kind, Phase, Program, bitset
 from lancet_kernels.schedules.order.ordering import Ready
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
-from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages
-from lancet_kernels.schedules.time.simulate import critical_path
+from lancet_kernels.schedules.time.simulate import INFINITY, Clock, critical_path, link_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
+from lancet_kernels.schedules.time.simulate import INFINITY, Clock, link_of
 
 DELAYED = 24
 """The most weight gradients that wait at once: those of two or three layers, whose activations stay alive."""

@@ -1,5 +1,24 @@
 """Topological orders of a Program: which instructions are ready, the valid order by a given key, and one with
-its messages issued early."""
+its messages issued early.
+
+Also moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
+
+`late_views`: views of what messages bring stand right before the first instruction that reads them. A
+schedule places a view where its message arrives in the simulation. Where a real collective takes longer,
+everything behind the view would stand still. What was sent stays in memory until the view.
+
+`sink_statistics`: statistics move to the end of the forward pass and constants to its start, so that ranges
+can be cut.
+
+Statistics are instructions that no later all-to-all depends on, such as the sums of the router losses, which
+read the gate's results for the whole batch. In their original place they would break a range into two.
+
+Constants are vectors computed from scalars alone (the positions for a keyed gate or dropout). A part reads
+its slice of them, so they must be computed before the range.
+
+Behind the last all-to-all, instructions that do not depend on it move too, right before their first reader:
+so a range can continue up to the model's head. The order of all other instructions is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +27,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from lancet_kernels.graph.program.program import Kind, Program
+import numpy as np
+
+from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 
 class Ready:
@@ -85,3 +107,111 @@ def issue_early(program: Program, order: Sequence[int], *, fixed: Collection[str
     return ordered(
         program, lambda i: (kinds[i] is Kind.COMPUTE, kinds[i] is Kind.ALL_REDUCE, place[i]), chains
     )
+
+
+def read_late(program: Program, order: Sequence[int], limit_bytes: float = float("inf")) -> list[int]:
+    """The order with each view of a message's result right before its first reader, as far as memory stays
+    within a limit. A view that nothing reads comes last.
+
+    Args: order: a valid order of positions, within the limit.
+    """
+    place = {i: k for k, i in enumerate(order)}
+    views = _views_of_messages(program, order)
+    first_reader = _first_readers(program, order, views)
+    storages = Storages(program)
+    alive = np.array(alive_bytes(storages, order), dtype=np.int64)
+    touches = storages.touches(order)
+    last = {s: place[i] for i in order for s in touches[i]}
+    moved = []
+    for i in views:
+        # What it touches stays until the reader.
+        longer = [s for s in touches[i] if last[s] < first_reader[i]]
+        then = alive[place[i] : first_reader[i]].copy()
+        for s in longer:
+            then[last[s] + 1 - place[i] :] += storages.bytes[s]
+        if not longer or int(then.max()) <= limit_bytes:
+            alive[place[i] : first_reader[i]] = then
+            last.update(dict.fromkeys(longer, first_reader[i]))
+            moved.append(i)
+    late = _first_readers(program, order, moved)
+    # In one place: views in their own order, then the reader.
+    return sorted(order, key=lambda i: (late.get(i, place[i]), i not in late, i))
+
+
+def _views_of_messages(program: Program, order: Sequence[int]) -> list[int]:
+    """Positions of the views of what messages bring, also views of views, in the order."""
+    views: dict[int, None] = {}
+    for i in order:
+        instruction = program.instructions[i]
+        if instruction.is_free and program.is_view(instruction) and not instruction.mutates:
+            sources = program.dependencies[i]
+            if any(j in views or program.instructions[j].kind.is_communication for j in sources):
+                views[i] = None
+    return list(views)
+
+
+def _first_readers(program: Program, order: Sequence[int], views: Collection[int]) -> dict[int, int]:
+    """By position of a view: the place in the order of its first reader that is none of the views."""
+    place, late = {i: k for k, i in enumerate(order)}, dict.fromkeys(views, len(program))
+    for i in reversed(order):
+        if i in late:
+            late[i] = min((late.get(j, place[j]) for j in program.dependents[i]), default=len(program))
+    return late
+
+
+def sink_statistics(program: Program) -> list[str]:
+    """Names of the instructions in the new order: a valid one, for `apply.reorder`."""
+    instructions = program.instructions
+    forward = [i for i, instruction in enumerate(instructions) if instruction.phase is Phase.FORWARD]
+    all_to_alls = {i for i in program.positions(Kind.ALL_TO_ALL) if i in set(forward)}
+    if not all_to_alls:
+        by_phase = sorted(instructions, key=lambda i: i.phase is not Phase.FORWARD)
+        return [instruction.name for instruction in by_phase]
+    last = max(all_to_alls)
+    end = next(
+        (i for i in range(last + 1, len(program)) if instructions[i].phase is not Phase.FORWARD), len(program)
+    )
+    front = _constants(program, end)
+    needed = [False] * len(program)
+    for i in reversed(range(last + 1)):
+        needed[i] = i in all_to_alls or any(needed[j] for j in program.dependents[i])
+    before = [i for i in range(last + 1) if needed[i] and i not in front]
+    sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
+    tail = [i for i in range(last + 1, end) if i not in front]
+    behind = _main_path_first(program, last, [*sinks, *tail])
+    # Forward instructions that only the backward reads (the transpose of a weight) may be in the backward
+    # part of the order; they move to the forward.
+    rest = sorted(range(end, len(program)), key=lambda i: instructions[i].phase is not Phase.FORWARD)
+    return [instructions[i].name for i in (*sorted(front), *before, *behind, *rest)]
+
+
+def _main_path_first(program: Program, last: int, positions: list[int]) -> list[int]:
+    """Instructions that depend on the last all-to-all keep their order; each other one goes right before its
+    first reader among them."""
+    follows = {last}
+    for i in positions:
+        if not follows.isdisjoint(program.dependencies[i]):
+            follows.add(i)
+    # For an instruction that does not depend on it: its first direct or indirect reader that does.
+    place = {i: i for i in follows}
+    for i in reversed(positions):
+        if i not in follows:
+            place[i] = min((place[j] for j in program.dependents[i] if j in place), default=len(program))
+    return sorted(positions, key=lambda i: (place[i], i in follows, i))
+
+
+def _constants(program: Program, end: int) -> set[int]:
+    """Positions before `end` of constants: vectors or scalars that are computed from scalars and
+    constants."""
+    inputs = set(program.inputs)
+    constants: set[int] = set()
+    for i, instruction in enumerate(program.instructions[:end]):
+        if instruction.phase is not Phase.FORWARD or instruction.mutates or instruction.kind.is_communication:
+            continue
+        is_constant = all(
+            program.producer[t] in constants if t not in inputs else not program.tensors[t].shape
+            for t in instruction.inputs
+        )
+        if is_constant and all(len(program.tensors[t].shape) <= 1 for t in instruction.outputs):
+            constants.add(i)
+    return constants

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.program.reachability import bitset, connected
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, bitset, connected
 from lancet_kernels.schedules.order.ordering import ordered
 
 

@@ -1,6 +1,6 @@
 """Passes over the fx graph of a training step.
 
 Read `walk` first: the step and the lists of passes, in their order. Each pass calls one of the others:
-`gathers` (FSDP), `buckets` (sums of gradients), `realize` and `cut` (parts of ranges), `apply` (orders,
-starts and waits), `in_place`, `fused` (fused launches); `pairs` makes one graph of two microbatches.
+`gathers` (FSDP), `buckets` (sums of gradients), `cut` (parts of ranges), `apply` (orders, starts and waits,
+writes in place), `fused` (fused launches); `pairs` makes one graph of two microbatches.
 """

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
-from lancet_kernels.graph.capture.layer_names import layer_meta
+from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.part_instruction import part_name
 from lancet_kernels.graph.from_fx import facts_of, tensor_names, with_elements
 from lancet_kernels.graph.meta import KEPT_BYTES, ROWS_BY_EXPERT

@@ -30,8 +30,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
-from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
-from lancet_kernels.graph.capture.twin import Twin
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
 from lancet_kernels.graph.meta import IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.phases import forward_nodes

@@ -35,19 +35,19 @@ from torch import fx
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import split_joint
 from lancet_kernels.graph.capture.captured_graph import copy_of, module_of
-from lancet_kernels.graph.capture.layer_names import layers_of
+from lancet_kernels.graph.capture.trace import layers_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.schedules.order.sink import sink_statistics as order_without_statistics
+from lancet_kernels.schedules.order.ordering import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite import apply, buckets, in_place
+from lancet_kernels.schedules.rewrite import apply, buckets
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
+from lancet_kernels.schedules.rewrite.cut import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.rewrite.fused import lower
 from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, with_joins
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.hiding import exposed_bounds, what_hides
 from lancet_kernels.schedules.time.simulate import Timeline
@@ -299,7 +299,7 @@ def wait_late(step: Step, plan: Plan) -> Step:
 def write_in_place(step: Step, _plan: Plan) -> Step:
     """Parts are written where their whole lies."""
     for graph in step.graphs:
-        in_place.write_in_place(graph)
+        apply.write_in_place(graph)
     return step
 
 

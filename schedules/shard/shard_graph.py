@@ -27,9 +27,8 @@ from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
 from lancet_kernels.graph.program.program import Instruction
 from lancet_kernels.graph.rules.rules import MEAN
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.schedules.shard.blocks import preparations
+from lancet_kernels.schedules.shard.blocks import SLICE, collective, preparations, signatures
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
-from lancet_kernels.schedules.shard.signatures import SLICE, collective, signatures
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 

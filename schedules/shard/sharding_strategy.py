@@ -14,8 +14,8 @@ from typing import Any
 from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.schedules.shard.blocks import ADJOINT
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES, Communication
-from lancet_kernels.schedules.shard.signatures import ADJOINT
 
 WIDTH = 118
 

@@ -16,8 +16,7 @@ import numpy as np
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
-from lancet_kernels.schedules.time.clock import link_of
-from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, lower_bound_ms
+from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, link_of, lower_bound_ms
 from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, Phase, original_name
-from lancet_kernels.schedules.time.clock import COMPUTE, LINK
-from lancet_kernels.schedules.time.simulate import Event
+from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event
 
 WEIGHT_GRADIENT, RECOMPUTATION = "weight gradient", "recomputation"
 COLOURS = {

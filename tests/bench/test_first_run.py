@@ -9,58 +9,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import first_run, several_ranks, steps
+from bench.gpu import first_run, steps
 from bench.gpu.first_run import Step
-from tests.processes import ROOT, TORCHRUN, printed, run, running, wait_for
+from tests.processes import ROOT, run, running, wait_for
 
 OURS = "tests.bench.first_run_steps"
-STEPS = {
-    "right": Step(60, 0, OURS),
-    "crashes": Step(60, 0, OURS),
+NAMES = "right crashes hangs wrong long unasked".split()
+STEPS = {name: Step(60, 0, OURS) for name in NAMES} | {
     "hangs": Step(4, 0, OURS),
-    "wrong": Step(60, 0, OURS),
     "long": Step(999, 999, OURS),
 }
 
 
-@pytest.fixture
-def run_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """run_steps(options) -> exit code, the lines of its steps by name, and the log."""
+def test_a_step_that_crashes_or_hangs_costs_its_limit_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(first_run, "STEPS", STEPS)
-
-    def call(*options: str) -> tuple[int, dict, str]:
-        code = first_run.main(["--device", "cpu", "--out", str(tmp_path), *options])
-        (file,) = tmp_path.glob("*.jsonl")
-        head, *lines = map(json.loads, file.read_text().splitlines())
-        assert head["run"]["label"] == "interpreter: proof, no figures"
-        assert {"torch", "triton", "python", "commit", "date", "device"} <= head["run"].keys()
-        return code, {line["step"]: line for line in lines}, file.with_suffix(".log").read_text()
-
-    return call
-
-
-def test_a_step_that_crashes_or_hangs_costs_its_limit_and_no_more(run_steps) -> None:
-    code, lines, log = run_steps("--until", "300")
-    assert code == 1
-    outcomes = {name: line["outcome"] for name, line in lines.items()}
-    assert outcomes == {
-        "right": "right", "crashes": "failed", "hangs": "killed", "wrong": "wrong", "long": "not begun",
-    }  # fmt: skip
+    order = ["long", "right", "crashes", "hangs", "wrong"]
+    given = ["--device", "cpu", "--out", str(tmp_path), "--until", "300", "--only", ",".join(order)]
+    assert first_run.main(given) == 1
+    (file,) = tmp_path.glob("*.jsonl")
+    head, *listed = map(json.loads, file.read_text().splitlines())
+    assert head["run"]["label"] == "interpreter: proof, no figures"
+    assert {"torch", "triton", "python", "commit", "date", "device"} <= head["run"].keys()
+    lines = {line["step"]: line for line in listed}
+    assert [(name, line["outcome"]) for name, line in lines.items()] == [
+        *zip(order, ("not begun", "right", "failed", "killed", "wrong"), strict=True)
+    ]
+    assert lines["long"]["why"].startswith("it needs 999 s, ")
     assert all(line["result"]["device"] == "cpu" for name, line in lines.items() if name != "long")
     assert lines["right"]["result"]["interpreted"] == "1"
     # Of the copied tree, not of what is installed.
     package = Path(lines["right"]["result"]["package"])
     assert not package.is_relative_to(ROOT)
     assert lines["hangs"]["said"].endswith("a word before the end\n")
-    assert "a word before the end\n" in log
+    assert "a word before the end\n" in file.with_suffix(".log").read_text()
     wait_for(lambda: not running(lines["hangs"]["result"]["child"]), 5)
-
-
-def test_only_the_steps_that_are_asked_for(run_steps) -> None:
-    code, lines, _ = run_steps("--only", "long,right")
-    assert code == 0
-    assert [*lines] == ["long", "right"]
-    assert lines["long"]["why"].startswith("it needs 999 s, ")
 
 
 def test_an_unknown_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,15 +61,13 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long  # by default: one_program, below
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 @pytest.mark.parametrize(
     "chosen",
     [
-        "one_program",
-        pytest.param(
-            "machine,all_programs,speed_sonic,virtual_pes,eta,shapes,passes", marks=pytest.mark.long
-        ),
-        pytest.param("virtual_pes_more,ranks_on_one_gpu", marks=pytest.mark.long),
+        "one_program,machine,all_programs,speed_sonic,virtual_pes,eta,shapes,passes",
+        "virtual_pes_more,ranks_on_one_gpu",  # which starts "bench.gpu.several_ranks"
     ],
 )
 def test_what_runs_on_a_cpu_is_right(tmp_path: Path, chosen: str) -> None:
@@ -98,14 +80,12 @@ def test_what_runs_on_a_cpu_is_right(tmp_path: Path, chosen: str) -> None:
     _, *lines = map(json.loads, file.read_text().splitlines())
     assert [line["step"] for line in lines] == chosen.split(",")
     assert {line["outcome"] for line in lines} == {"right"}
-    for line in lines:
-        if line["step"] == "eta":
-            assert [*line["result"]] == ["full", "fast", "middle", "slow"]
-            assert all(
-                each[way]["eta"] > 0 for each in line["result"].values() for way in ("forward", "backward")
-            )
-        if line["step"] == "speed_sonic":
-            assert line["result"]["backward"]["tflops"] > 0
+    results = {line["step"]: line["result"] for line in lines}
+    for each in results.get("eta", {}).values():
+        assert all(each[way]["eta"] > 0 for way in ("forward", "backward"))
+    if "eta" in results:
+        assert [*results["eta"]] == ["full", "fast", "middle", "slow"]
+        assert results["speed_sonic"]["backward"]["tflops"] > 0
 
 
 def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
@@ -114,13 +94,10 @@ def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
     assert first_run_table(tmp_path) == "Not measured: no GPU was at hand."
     run = {"device": "Made-up GPU", "torch": "2.11", "triton": "3.6", "date": "today", "label": "measured"}
     speed = {"right": True, "forward": {"ms": 3.0, "least_ms": 2.0, "tflops": 551.26}}
+    slow = {"slow": {"put_ms": 1, "backward": {"ms": 2, "eta": 0.9}}}
     lines = [
         {"step": "speed_sonic", "outcome": "right", "result": speed},
-        {
-            "step": "eta",
-            "outcome": "killed",
-            "result": {"slow": {"put_ms": 1, "backward": {"ms": 2, "eta": 0.9}}},
-        },
+        {"step": "eta", "outcome": "killed", "result": slow},
         {"step": "passes", "outcome": "not begun", "why": "no time"},
     ]
     for name, label in (("first-run-a", "measured"), ("first-run-b", "interpreter")):
@@ -139,16 +116,13 @@ def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
 
 def test_every_step_is_known_to_its_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(first_run.STEPS) <= {*steps.SPEEDS, *steps.TESTS, *vars(steps)}
-    steps.main("machine", "cpu")
-    found = json.loads(capsys.readouterr().out.splitlines()[0].removeprefix(first_run.FACT))
+    for step in ("one_program", "machine"):
+        steps.main(step, "cpu")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(first_run.FACT)]
+    right, found = (json.loads(line.removeprefix(first_run.FACT)) for line in (lines[0], lines[-1]))
+    assert right["right"]
     assert found["copy_gb_s"] > 0
     assert found["matmul"]["tflops"] == float(f"{found['matmul']['tflops']:.4g}")
-
-
-@pytest.mark.long
-def test_a_dry_run_on_two_ranks() -> None:
-    said = printed(*TORCHRUN, 2, "-m", "bench.gpu.several_ranks", "cpu", TRITON_INTERPRET="1")
-    assert json.loads(said) == {"right": True, "wrong": [], "ranks": 2, "steps": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -164,16 +138,3 @@ def test_what_is_wrong_is_seen(dtype: torch.dtype) -> None:
         broken[100] = value
         assert not steps.agreement({"y": wanted, "dx": broken}, {"y": wanted, "dx": wanted}, dtype)["right"]
     assert steps.agreement({"y": wanted[:0]}, {"y": wanted[:0]}, dtype)["right"]
-
-
-def test_ranks_have_other_tokens_in_every_step_that_all_can_make_again() -> None:
-    sizes, like = several_ranks.SIZES["one-gpu"]._replace(width=4), torch.empty(0)
-    numbers = {
-        (step, rank): len(several_ranks.tokens_of(sizes, step, rank, like)[0])
-        for step in range(20)
-        for rank in range(2)
-    }
-    assert len(set(numbers.values())) > 20
-    assert [place for place, number in numbers.items() if number == 0] == [(0, 1), (1, 0)]
-    for a, b in zip(*(several_ranks.tokens_of(sizes, 3, 1, like) for _ in range(2)), strict=True):
-        assert torch.equal(a, b)

@@ -6,8 +6,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase

@@ -13,7 +13,7 @@ from lancet_kernels.predict.simulate import captured_program
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.weight_gradients import greedy_order
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 
 KINDS = {"c": Kind.COMPUTE, "a": Kind.ALL_TO_ALL, "r": Kind.ALL_REDUCE}

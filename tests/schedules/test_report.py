@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lancet_kernels.graph.capture.layer_names import layers_of
+from lancet_kernels.graph.capture.trace import layers_of
 from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.program.program import Kind, original_name
 from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lancet_kernels.atomic import file_errors, json_text, write_json_atomically, write_text_atomically
-from lancet_kernels.cli.training import checkpoint
 from lancet_kernels.cli.training.data import load_corpus
 from lancet_kernels.cli.training.train_options import TrainOptions, check_options
-from lancet_kernels.cli.training.trainer import Trainer
+from lancet_kernels.cli.training.trainer import Trainer, find_checkpoint, load_checkpoint, save_checkpoint
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, json_text, write_json_atomically, write_text_atomically
 from lancet_kernels.measure.ranks import Rank
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name
 from lancet_kernels.ops.comm.waiting import waiting
@@ -78,7 +77,7 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
                     since.clear()
             every = options.checkpoint_every
             if stop or (every and (step % every == 0 or step == options.steps)):
-                checkpoint.save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
+                save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
             if stop:
                 break
     if step < options.steps:
@@ -107,7 +106,7 @@ def _check_same(about: Mapping[str, object], run: Path) -> None:
 
 def _restore(trainer: Trainer, run: Path) -> int:
     """Load the newest checkpoint of a run. -> the step it was saved after."""
-    newest = checkpoint.find_checkpoint(run / _CHECKPOINTS)
+    newest = find_checkpoint(run / _CHECKPOINTS)
     if newest is None:
         raise UserError(
             "resume",
@@ -115,7 +114,7 @@ def _restore(trainer: Trainer, run: Path) -> int:
             expected="a run with one",
             do="start a new run",
         )
-    step, steps = checkpoint.load_checkpoint(newest, trainer.model, trainer.optimizer), trainer.options.steps
+    step, steps = load_checkpoint(newest, trainer.model, trainer.optimizer), trainer.options.steps
     if step >= steps:
         taken = f"{steps}, with {step} already taken"
         raise UserError("steps", got=taken, expected=f"more than {step}", do="raise --steps")

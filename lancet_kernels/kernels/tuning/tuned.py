@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from lancet_kernels.atomic import locked
-from lancet_kernels.cache_file import CacheFile, cache_folder
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import CacheFile, cache_folder, locked
 from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
 from lancet_kernels.kernels.runtime import architecture
 from lancet_kernels.kernels.tuning.workloads import Workload

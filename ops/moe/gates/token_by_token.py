@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.ops.moe.gates.base import Gate, sigmoid
-from lancet_kernels.ops.moe.gates.slots import top_k_stable
+from lancet_kernels.ops.moe.gates.base import Gate, sigmoid, top_k_stable
 from lancet_kernels.ops.random import GOLDEN, signed, splitmix64
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.slots import NO_SLOT, slots_in_choice_order
+from lancet_kernels.ops.moe.gates.base import NO_SLOT, Gate, slots_in_choice_order
 
 
 @dataclass(frozen=True)

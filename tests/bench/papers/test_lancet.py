@@ -7,7 +7,7 @@ import pytest
 
 from bench.papers import lancet, report
 from bench.papers.__main__ import main
-from bench.papers.lancet_settings import WHAT_IF, Decomposition, Measured, measure
+from bench.papers.lancet import WHAT_IF, Decomposition, Measured, measure
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.simulate import Setting, simulate_setting
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.graph.capture.run import with_direct_calls
-from lancet_kernels.ops.moe.combine import combine
+from lancet_kernels.ops.moe.dispatch import combine
 
 aten = torch.ops.aten
 

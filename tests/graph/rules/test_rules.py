@@ -5,8 +5,7 @@ import pytest
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules.derived import elementwise, permute, view
-from lancet_kernels.graph.rules.equations import parse
+from lancet_kernels.graph.rules.derived import elementwise, parse, permute, view
 
 
 def cuts(op, inputs, outputs, *, only_experts=False, **attributes):

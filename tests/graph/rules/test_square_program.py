@@ -10,8 +10,7 @@ from torch.nn.functional import gelu
 
 from lancet_kernels import SquareLinear, optimize
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.communication import point_to_point_ms
+from lancet_kernels.graph.costs.clusters import load_cluster, point_to_point_ms
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program

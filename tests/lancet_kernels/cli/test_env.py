@@ -14,6 +14,7 @@ import torch
 import torch.distributed._symmetric_memory
 from torch.utils.collect_env import get_env_info
 
+import lancet_kernels
 from lancet_kernels.cli.environment import as_text, environment
 from lancet_kernels.cli.main import main
 
@@ -77,3 +78,9 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert several["works"]
     assert several["reason"].startswith("by torch; ")
     assert "yes  fused, one GPU                          compute capability 9.0\n" in as_text(facts)
+
+
+def test_the_version_is_told(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")

@@ -13,10 +13,8 @@ move; 15 % checks arguments. A launch that keeps its compiled kernel and descrip
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
 import re
 import shutil
 import subprocess
@@ -28,15 +26,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-# Where the time of a pass goes: ends of files, and functions.
-PARTS = {
-    "Triton's JITFunction.run": ("triton/runtime/jit.py", "run"),
-    "  comparing constants": ("triton/language/core.py", "__ne__"),
-    "making descriptors": ("kernels/hopper/kernel.py", "descriptors"),
-    "checking arguments": ("kernels/overlap_data.py", "check_pass"),
-    "opening passes": ("protocol/exchange.py", "begin"),
-    "releasing them": ("protocol/exchange.py", "release"),
-}
 
 
 def build(folder: Path) -> dict[str, str]:
@@ -110,7 +99,7 @@ def launches() -> dict:
     asked = pretend()
     from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
     from lancet_kernels.kernels.kernel_launch import recorded
-    from lancet_kernels.kernels.warmup import variants, warming_up
+    from lancet_kernels.kernels.warmup import variants, warm_up
 
     log = Path(os.environ["STUB_LOG"])
 
@@ -121,12 +110,11 @@ def launches() -> dict:
 
     layer, other = layers()
 
-    def warm_up() -> None:
-        with warming_up():
-            for each in (layer, other, layer):
-                each.run()
+    def warm_up_all() -> None:
+        for each in (layer, other, layer):
+            warm_up(each.forward, each.backward, each.x, each.routing, each.experts, each.config)
 
-    result: dict = {"warmed_up": noted(warm_up), "variants": variants()}
+    result: dict = {"warmed_up": noted(warm_up_all), "variants": variants()}
     result["epochs"] = [int(each.forward._epoch) for each in (layer, other)]
     kernels = [k for cache in gluon_overlap_kernel.device_caches.values() for k in cache[0].values()]
     result["scratch"] = [k.metadata.global_scratch_size * 66 for k in kernels]
@@ -176,16 +164,7 @@ def host_time(times: int = 30) -> None:
 
     layer.run()
     ways = cpu_ms(forward), cpu_ms(layer.run)
-    print("CPU time of the host: forward {:.2f} ms, with backward {:.2f} ms; of it".format(*ways))
-    with cProfile.Profile(time.process_time) as profile:
-        profiled = cpu_ms(layer.run)
-    stats = pstats.Stats(profile).stats
-    for part, (file, name) in PARTS.items():
-        calls, ms = 0, 0.0
-        for (path, _, function), (_, count, _, seconds, _) in stats.items():
-            if path.endswith(file) and function == name:
-                calls, ms = calls + count, ms + seconds * 1e3
-        print(f"  {part:26} {ms / times / profiled:4.0%}  {calls / times:4.1f} calls")
+    print("CPU time of the host: forward {:.2f} ms, with backward {:.2f} ms".format(*ways))
 
 
 def main(*arguments: str) -> int:

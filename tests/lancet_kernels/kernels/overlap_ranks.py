@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
+from lancet_kernels.kernels.symmetric import SharedMemory, SymmetricMemory
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,
     Case,
@@ -134,15 +135,6 @@ def virtual_layers(
     return [Layer(case, rank, *ways, config) for rank, ways in enumerate(zip(*by_way, strict=True))]
 
 
-def alone(case: Case, rank: int) -> Layer:
-    """The rank's tokens with all experts on one PE, in this process."""
-    (memory,) = virtual_memories(1)
-    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts))
-    layer.x, layer.dy = tokens_of(case, rank)
-    layer.routing = routing_of(case, rank)
-    return layer
-
-
 def make_dense(dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...] = DENSE) -> list[DenseGemm]:
     """Independent GEMMs, odd in size unless `sizes` says otherwise, into NaN."""
     generator = torch.Generator().manual_seed(5)
@@ -166,40 +158,41 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
 
 
-def same_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Are they sums of the same numbers, stored in `dtype` on the way? BLAS may have added in another order:
-    it looks at the shape of a tile, and on some CPUs at where in the tile a row stands. NaN equals NaN."""
-    largest = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
-    return torch.allclose(a, b, rtol=0.0, atol=8 * torch.finfo(dtype).eps * largest, equal_nan=True)
-
-
 def check_same(a: Answer, b: Answer, say: str) -> None:
     for each in fields(Answer):
         assert same_bits(getattr(a, each.name), getattr(b, each.name)), f"{say}: {each.name} differs"
 
 
+def received(case: Case, rank: int) -> list[Tensor]:
+    """Rows of x and of dy that come to a rank, in order, and what they count."""
+    rows: list[list[Tensor]] = [[], [], []]
+    for e, source in product(range(rank * case.local, (rank + 1) * case.local), range(case.world)):
+        routing, (x, dy) = routing_of(case, source), tokens_of(case, source)
+        first = int(routing.count[:e].sum())
+        choice = routing.choice[first : first + int(routing.count[e])].long()
+        token = choice // case.choices
+        for of, value in zip(rows, (x[token], dy[token], routing.weight.view(-1)[choice]), strict=True):
+            of.append(value)
+    return [torch.cat(each) for each in rows]
+
+
 def check_rows(layer: Layer) -> None:
     """After one pass: the rows here are the sources' rows, bit for bit, and nothing else was written."""
-    case, rank = layer.case, layer.rank
-    x_rows, dy_rows, weights = [], [], []
-    for e in range(rank * case.local, (rank + 1) * case.local):
-        for source in range(case.world):
-            routing, (x, dy) = routing_of(case, source), tokens_of(case, source)
-            first = int(routing.count[:e].sum())
-            choice = routing.choice[first : first + int(routing.count[e])].long()
-            x_rows.append(x[choice // case.choices])
-            dy_rows.append(dy[choice // case.choices])
-            weights.append(routing.weight.reshape(-1)[choice])
-    x_rows, dy_rows, weights = (torch.cat(each) for each in (x_rows, dy_rows, weights))
+    x_rows, dy_rows, weights = received(layer.case, layer.rank)
     for exchange, expected in ((layer.forward, x_rows), (layer.backward, dy_rows)):
         # The first pass lies in front.
         rows = exchange.rows.local
-        assert same_bits(rows[: len(expected)], expected), f"rows of {exchange.name} of rank {rank}"
-        assert rows[len(expected) :].isnan().all(), f"rows of {exchange.name} of rank {rank}: behind the last"
+        assert same_bits(rows[: len(expected)], expected), f"rows of {exchange.name} of rank {layer.rank}"
+        assert rows[len(expected) :].isnan().all(), f"behind the rows of {exchange.name} of rank {layer.rank}"
     assert same_bits(layer.backward.row_weights.local[: len(weights)], weights)
+    sent = int(layer.routing.count.sum())
+    for exchange in (layer.forward, layer.backward):
+        results = exchange.results.local
+        assert results[:sent].isfinite().all(), f"results of {exchange.name} of rank {layer.rank}"
+        assert results[sent:].isnan().all(), f"behind the results of {exchange.name} of rank {layer.rank}"
 
 
-def check_results(layer: Layer, other: Layer, same: Callable[[Tensor, Tensor], bool] = same_bits) -> None:
+def check_results(layer: Layer, other: Layer) -> None:
     """After one pass: what came back is what came back to `other`, the same pass in another way."""
     for mine, theirs in ((layer.forward, other.forward), (layer.backward, other.backward)):
-        assert same(mine.results.local, theirs.results.local), f"results of {mine.name}"
+        assert same_bits(mine.results.local, theirs.results.local), f"results of {mine.name}"

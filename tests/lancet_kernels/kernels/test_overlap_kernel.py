@@ -5,32 +5,23 @@ Every buffer starts as NaN between guard bands. Accuracy: at most twice the erro
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.tuning import tuned
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
+from lancet_kernels.kernels.config import GemmConfig
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
-    CONFIG,
     GuardedMemory,
     Layer,
-    alone,
     answer_of,
     check_dense,
-    check_results,
     check_rows,
-    check_same,
     make_dense,
     make_layer,
     same_bits,
-    same_sums,
 )
 from tests.poisoned_buffers import poisoned_buffers
 
@@ -44,19 +35,12 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
     with GuardedMemory(timeout_s=30) as memory:
         for number, (case, options) in enumerate(work):
             changes = dict(options)
-            dense, compare = changes.pop("dense", False), changes.pop("alone", False)
+            dense = changes.pop("dense", False)
             with poisoned_buffers():
                 layer = make_layer(memory, f"{number}", case, **changes)
                 given = [t.clone() for t in layer.tensors()]
                 layer.dense = make_dense(case.dtype) if dense else []
                 answer, products = run_pass(layer)
-                if compare:
-                    other = alone(case, memory.rank)
-                    expected, same = other.run(), partial(same_sums, dtype=case.dtype)
-                    check_results(layer, other, same)
-                    assert same(answer.out, expected.out), f"{case}: out differs from that of one PE"
-                    assert same(answer.dx, expected.dx), f"{case}: dx differs from that of one PE"
-                    assert same(answer.dweight, expected.dweight), f"{case}: dweight differs"
             check_rows(layer)
             assert all(map(same_bits, given, layer.tensors())), f"{case}: an input was written"
             memory.check_guards()
@@ -89,29 +73,28 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
 
 
 DENSE = {"dense": True, "programs": 3}
-ALONE = {"alone": True}
 THREE = {"programs": 3}
 SMALL = {
     1: [
         (Case(world=1, local=3, activation="silu"), DENSE),
     ],
     2: [
-        (Case(tokens=0), {}),
-        (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
         (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), DENSE),
-        (Case(local=3, choices=4, tokens=17, capacity=17), {"programs": 2} | ALONE),
+        (Case(local=3, choices=4, tokens=17, capacity=17), {"programs": 2}),
     ],
     "1, more": [
         (Case(world=1, local=1, tokens=9, choices=1, dtype=FP16, activation="swiglu"), {}),
     ],
     "2, more": [
-        (Case(), DENSE | ALONE),
+        (Case(tokens=0), {}),
+        (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
+        (Case(), DENSE),
         (Case(local=1, choices=1, tokens=17, capacity=17, width=37, hidden=29, dtype=FP16,
-              activation="swiglu", bias=False), DENSE | ALONE),
+              activation="swiglu", bias=False), DENSE),
         (Case(local=8, choices=4, tokens=11, capacity=5, width=18, hidden=15, dtype=BF16), {}),
         (Case(tokens=1, choices=1, capacity=1), {}),
         (Case(local=1, tokens=35, choices=1, capacity=35, choose="one", dtype=BF16), DENSE),
-        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16), DENSE | ALONE),
+        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16), DENSE),
         (Case(local=4, choices=4, tokens=40, capacity=40, choose="one", activation="swiglu", dtype=FP16),
          THREE),
         (Case(local=2, choices=3, tokens=9, width=37, hidden=29), THREE | {"put_rows": 1, "put_block": 64}),
@@ -119,7 +102,7 @@ SMALL = {
     4: [
         (Case(world=4, local=1, tokens=9, choices=3, dtype=BF16, activation="swiglu"), DENSE),
         (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True, dtype=FP16), {}),
-        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), THREE | ALONE),
+        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), THREE),
     ],
 }  # fmt: skip
 
@@ -129,41 +112,17 @@ def test_passes(pool, cases):
     prove(pool, SMALL[cases][0][0].world, SMALL[cases])
 
 
-def variants_on_rank(case: Case) -> None:
-    """The same pass in other launches gives the same bits."""
-    with GuardedMemory(timeout_s=30) as memory:
-        answers = {}
-        for name, changes in {
-            "fused": {},
-            "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8},
-            "other sums": {"reduce_block": 16},
-        }.items():
-            with poisoned_buffers():
-                layer = make_layer(memory, name, case, **changes)
-                answers[name] = layer.run()
-            layer.check()
-        for name, answer in answers.items():
-            check_same(answer, answers["fused"], f"{case} {name}")
-        memory.barrier()
-
-
-@pytest.mark.long
-def test_launches_do_not_change_a_bit(pool):
-    case = Case(tokens=19, local=2, choices=3, capacity=19, dtype=FP16)
-    pool.run(variants_on_rank, case, timeout_s=600)
-
-
 def many() -> Iterator[tuple[Case, dict]]:
     """The long grid."""
     base = Case()
     every = product(("gelu", "silu", "swiglu"), (torch.float32, FP16, BF16), (False, True))
     for activation, dtype, bias in every:
-        yield replace(base, activation=activation, dtype=dtype, bias=bias), DENSE | ALONE
+        yield replace(base, activation=activation, dtype=dtype, bias=bias), DENSE
     for local in range(1, 9):
         yield replace(base, local=local, choices=min(4, 2 * local), capacity=7, dtype=BF16), {}
     for tokens in (0, 1, 2, 15, 16, 17, 33):
         sizes = {"tokens": tokens, "capacity": max(1, tokens)}
-        yield replace(base, **sizes, width=17, hidden=33), ALONE
+        yield replace(base, **sizes, width=17, hidden=33), {}
         yield replace(base, **sizes, width=48, hidden=16, dtype=FP16, activation="swiglu"), {}
     for choose in ("one", "few"):
         for capacity in (1, 5, 16, 40):
@@ -180,49 +139,3 @@ def test_the_whole_grid(pool, ranks):
     ]
     for start in range(0, len(work), 8):
         prove(pool, ranks, work[start : start + 8], timeout_s=600.0)
-
-
-def test_configuration_is_the_default_one():
-    """What is proven here is what launches take on a CPU."""
-    default = default_overlap_config(24, 20, "gelu", torch.float32, torch.device("cpu"))
-    assert default == CONFIG
-
-
-@pytest.mark.parametrize(
-    ("change", "bodies"),
-    [
-        ({}, "gluon"),
-        ({"dtype": torch.float16}, "gluon"),
-        ({"dtype": torch.float32}, "triton"),
-        ({"hidden": 96}, "triton"),
-        ({"arch": 100}, "triton"),
-        ({"arch": 80}, "triton"),
-        ({"far": True}, "triton"),
-    ],
-    ids=str,
-)
-def test_the_hopper_kernel_is_the_default_where_it_can_run(change, bodies):
-    sizes = {"width": 128, "hidden": 192, "dtype": torch.bfloat16, "arch": 90}
-    config = OverlapConfig.for_gpu(**sizes | {"programs": 132} | change)
-    assert (config.bodies, config.programs) == (bodies, 132)
-
-
-class H100:
-    major, minor, multi_processor_count = 9, 0, 132
-
-
-def test_launches_leave_multiprocessors_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
-    monkeypatch.setattr(tuned, "tuned", lambda *_: None)
-    given = 128, 192, "gelu", torch.bfloat16, torch.device("cuda", 0)
-    assert default_overlap_config(*given).programs == 132
-    monkeypatch.setenv("LANCET_FUSED_SMS", "100")
-    assert default_overlap_config(*given).programs == 100
-    measured = OverlapConfig.for_gpu(128, 192, torch.bfloat16, 90, 132)
-    monkeypatch.setattr(tuned, "tuned", lambda *_: measured)
-    assert default_overlap_config(*given) == replace(measured, programs=100)
-    assert default_overlap_config(*given, far=True).bodies == "triton"
-    for wrong in ("0", "133", "many"):
-        monkeypatch.setenv("LANCET_FUSED_SMS", wrong)
-        with pytest.raises(UserError, match=f"LANCET_FUSED_SMS: got {wrong}, expected 1 to 132"):
-            default_overlap_config(*given)

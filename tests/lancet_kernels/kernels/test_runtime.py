@@ -8,7 +8,6 @@ from triton.runtime import interpreter
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.runtime import prepare_once_per_launch
 
 pytestmark = pytest.mark.skipif(not runtime.INTERPRETED, reason="about the interpreter")
 
@@ -62,12 +61,6 @@ def test_after_a_launch_the_language_is_as_before(fail) -> None:
         assert tl.load is load
         assert tl.tensor.__radd__ is reverse
     assert launch(2) == 9
-
-
-def test_to_ask_twice_changes_nothing() -> None:
-    before = interpreter._patch_lang
-    prepare_once_per_launch()
-    assert interpreter._patch_lang is before
 
 
 def test_a_numpy_that_the_interpreter_does_not_take_is_refused() -> None:

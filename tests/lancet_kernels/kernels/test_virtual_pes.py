@@ -1,20 +1,155 @@
-"""The fused kernels on virtual PEs: several at once on one GPU; in the interpreter one without peers."""
+"""The fused kernels on virtual PEs: several at once on one GPU; in the interpreter one without peers.
 
+One process and one thread play all W PEs of `virtual_memories`. A kernel of one PE waits for kernels of the
+others, so until all of them are launched nothing may make the host wait for the device, or the device for
+the host:
+
+- each PE has its own stream (CUDA_DEVICE_MAX_CONNECTIONS: tests/conftest.py) and, with
+  default_overlap_config(..., pes_here=W), its share of the SMs: programs of all PEs are resident at once;
+- the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
+  allocator asks it for memory. So `warm_up` what will be played.
+
+On the CPU the interpreter runs one launch after the other: only what needs no later launch can be played.
+"""
+
+from __future__ import annotations
+
+import functools
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
+from unittest import mock
 
 import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.kernel_launch import recorded
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.symmetric import virtual_memories
+from lancet_kernels.kernels.tuning.tuned import default_overlap_config
 from lancet_kernels.kernels.warmup import warming_up
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
-from tests.lancet_kernels.kernels.overlap_ranks import check_dense, check_same, same_bits
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    DENSE,
+    Layer,
+    check_dense,
+    check_same,
+    make_dense,
+    same_bits,
+    virtual_layers,
+)
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
-from tests.lancet_kernels.kernels.virtual_pass import VirtualPass
-from tests.lancet_kernels.kernels.virtual_pes import launched_without_tasks
+
+T = TypeVar("T")
+# Sizes that tensor descriptors take: multiples of 16 bytes.
+ALIGNED_DENSE = ((200, 264, 136), (136, 72, 328), (136, 520, 200))  # M, N, K
+
+
+class VirtualPass:
+    """Forward and backward of a case on all its PEs, with all data on the device; rows and results are NaN
+    before the first.
+
+    dense: independent GEMMs ride along in both. bodies: of the kernel.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        *,
+        dense: bool = False,
+        bodies: str = "triton",
+        timeout_s: float = 8.0,
+    ) -> None:
+        self.device = device
+        self._streams = _streams(device, case.world) if device.type == "cuda" else []
+        sizes = case.width, case.hidden, case.activation, case.dtype
+        config = default_overlap_config(*sizes, device, pes_here=case.world)
+        if bodies == "gluon":
+            config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, config.programs)
+        self.layers = virtual_layers(virtual_memories(case.world, device), case, config, timeout_s)
+        for layer in self.layers:
+            if dense:
+                layer.dense = make_dense(case.dtype, ALIGNED_DENSE if bodies == "gluon" else DENSE)
+            layer.to(device)
+        self.exchanges = [way for layer in self.layers for way in (layer.forward, layer.backward)]
+
+    def load(self, case: Case) -> None:
+        """The values of another case of these sizes, at the same addresses."""
+        for layer in self.layers:
+            other = Layer(case, layer.rank, layer.forward, layer.backward)
+            for mine, new in zip(layer.tensors(), other.tensors(), strict=True):
+                mine.copy_(new)
+
+    def play(self, rank: int) -> Answer:
+        """One whole pass of one PE; asks the device for nothing."""
+        return self.layers[rank].run()
+
+    def check(self) -> None:
+        """Raise CommunicationError if a wait of any PE ran out of time."""
+        for layer in self.layers:
+            layer.check()
+
+    def on(self, rank: int) -> AbstractContextManager:
+        """Inside, torch and Triton use the PE's stream."""
+        return torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
+
+    def each(self, play: Callable[[int], T] | None = None) -> list[T]:
+        """play(rank) of every PE, each on its stream; -> what they return. By default a whole pass.
+
+        What the current stream did before is seen by all, and it waits for all of them; the host does not.
+        """
+        here, results = torch.cuda.current_stream(self.device) if self._streams else None, []
+        for stream in self._streams:
+            stream.wait_stream(here)
+        for rank in range(len(self.layers)):
+            with self.on(rank):
+                results.append((play or self.play)(rank))
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return results
+
+    def warm_up(self, play: Callable[[int], object] | None = None) -> None:
+        """Do everything that play does the first time, but put nothing and wait for nobody.
+
+        First without launching the overlap kernel, which is compiled beside the others; then with launches
+        that have no tasks. To the exchanges these are two passes that all PEs skip: epochs go on, nothing is
+        sent, no rows are occupied. Memory is a first time, too: warm up while what will be held meanwhile is
+        held.
+        """
+        if not self._streams:
+            return
+        torch.cuda.synchronize(self.device)
+        with warming_up():
+            self.each(play)
+        torch.cuda.synchronize(self.device)
+        with launched_without_tasks():
+            self.each(play)
+        torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def launched_without_tasks() -> Iterator[None]:
+    """Inside, overlap kernels are launched as always, and end at once: nothing is sent, nothing waited for.
+
+    What a driver does at the first launch of a kernel (memory for its stack, say) is done after that.
+    """
+    no_schedule = mock.patch.object(Exchange, "schedule")
+    with no_schedule, mock.patch.object(overlap, "ALL_TASKS", 0):
+        yield
+
+
+@functools.cache
+def _streams(device: torch.device, world: int) -> list[torch.cuda.Stream]:
+    """The same ones for every VirtualPass: the memory that was freed on them is used again on them."""
+    return [torch.cuda.Stream(device) for _ in range(world)]
+
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WORLDS = [1, 2, 4]
@@ -74,7 +209,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
                 case, options = work
                 for bodies in ("triton", "gluon") if "hopper_work" in params else ("triton",):
                     run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
-                    run.pes.each(run.play)
+                    run.each()
         torch.cuda.synchronize()
 
 
@@ -84,9 +219,9 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
     if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
         pytest.skip("the interpreter runs one small PE")
     run = VirtualPass(case, device, **options)
-    run.pes.warm_up(run.play)
+    run.warm_up()
     for _ in range(3 if device.type == "cuda" else 1):
-        answers = run.pes.each(run.play)
+        answers = run.each()
         run.check()
         check_accuracy(answers, case)
         for layer in run.layers:
@@ -103,9 +238,9 @@ def test_the_hopper_kernel_is_as_the_plain_one(compiled: None, hopper_work: tupl
     rows = []
     for bodies in ("triton", "gluon"):
         run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
-        run.pes.warm_up(run.play)
+        run.warm_up()
         for _ in range(3):
-            answers = run.pes.each(run.play)
+            answers = run.each()
             run.check()
             check_accuracy(answers, case)
             for layer in run.layers:
@@ -124,16 +259,16 @@ def test_many_passes_without_a_pause(compiled: None, world: int, bodies: str) ->
     """Nothing waits for the device between passes: PEs run ahead of one another. The same bits each time."""
     case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"), bodies=bodies)
-    run.pes.warm_up(run.play)
-    first = run.pes.each(run.play)
+    run.warm_up()
+    first = run.each()
     run.check()
     check_accuracy(first, case)
 
     def often(rank):
         return [run.play(rank) for _ in range(20)]
 
-    run.pes.warm_up(often)
-    for mine, once in zip(run.pes.each(often), first, strict=True):
+    run.warm_up(often)
+    for mine, once in zip(run.each(often), first, strict=True):
         for again in mine:
             check_same(again, once, f"{case} {bodies}")
     run.check()
@@ -145,18 +280,18 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
     """A graph for each PE, replayed 50 times: epochs and rows taken go on inside it."""
     case = replace(ODD, world=world, width=32, hidden=32)
     run = VirtualPass(case, torch.device("cuda"))
-    run.pes.warm_up(run.play)
-    run.pes.each(run.play)
+    run.warm_up()
+    run.each()
     run.check()
     graphs, answers = [], []
     for rank in range(world):
         graph = torch.cuda.CUDAGraph()
-        with run.pes.on(rank), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        with run.on(rank), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             answers.append(run.play(rank))
         graphs.append(graph)
     for seed in range(1, 51):
         run.load(replace(case, seed=seed))
-        run.pes.each(lambda rank: graphs[rank].replay())
+        run.each(lambda rank: graphs[rank].replay())
         torch.cuda.synchronize()
         run.check()
         check_accuracy(answers, replace(case, seed=seed))
@@ -167,9 +302,9 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
 def test_a_pe_that_never_comes(compiled: None, bodies: str) -> None:
     """The launch of the other one ends, says whom it waited for, and leaves the GPU free."""
     run = VirtualPass(GELU, torch.device("cuda"), bodies=bodies, timeout_s=0.5)
-    run.pes.warm_up(run.play)
+    run.warm_up()
     begin = time.monotonic()
-    with run.pes.on(0):
+    with run.on(0):
         out, _saved = run.layers[0].run_forward()
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 30
@@ -183,7 +318,7 @@ def test_a_pe_that_never_comes(compiled: None, bodies: str) -> None:
 @pytest.mark.gpu
 def test_a_warm_up_sends_nothing(compiled):
     run = VirtualPass(ODD, torch.device("cuda"))
-    run.pes.warm_up(run.play)
+    run.warm_up()
     assert_skipped(run, 2)
 
 
@@ -193,10 +328,10 @@ def test_launches_without_tasks_send_nothing_and_wait_for_nobody(device: torch.d
     run = VirtualPass(case, device)
     with launched_without_tasks():
         for _ in range(3):
-            run.pes.each(run.play)
+            run.each()
     assert_skipped(run, 3)
     if world == 1:
-        check_accuracy(run.pes.each(run.play), case)
+        check_accuracy(run.each(), case)
     run.check()
 
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, moe_losses, set_gradient_group, set_routing_step
 from lancet_kernels.cli.main import main
-from lancet_kernels.cli.training.checkpoint import find_checkpoint, load_checkpoint, training_state
 from lancet_kernels.cli.training.train_loop import train
 from lancet_kernels.cli.training.train_options import TrainOptions
+from lancet_kernels.cli.training.trainer import find_checkpoint, load_checkpoint, training_state
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.layer.gradients import clip_gradients, gradient_groups, groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule

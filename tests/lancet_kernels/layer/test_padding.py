@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import MoELayer, moe_losses, ops
-from lancet_kernels.layer.checkpointed_run import CheckpointedRun
+from lancet_kernels.layer.moe_layer import CheckpointedRun
 from lancet_kernels.ops.context import during
 from tests.examples import examples
 from tests.grids import few_of

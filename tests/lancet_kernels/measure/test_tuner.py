@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lancet_kernels
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig
@@ -119,20 +118,6 @@ def test_time_that_is_up_leaves_the_rest_for_the_next_run(cache) -> None:
     assert cache.entries() == {}
 
 
-def test_only_the_first_candidates_if_so_wanted(cache) -> None:
-    (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), most=1, runs_of=nothing_runs)
-    assert [outcome.winner] == outcome.candidates
-
-
-def test_a_corrupt_cache_is_survived(cache) -> None:
-    tasks, options = [Task(TINY, torch.bfloat16), MIDDLE], {"clock": FakeClock(), "runs_of": nothing_runs}
-    tune(tasks, H100, cache, **options)
-    cache.path.write_text(cache.path.read_text()[:200])
-    with pytest.warns(UserWarning, match="not readable"):
-        assert [o.status for o in tune(tasks, H100, cache, **options)] == ["tuned", "tuned"]
-    assert len(TunedCache(cache.path).entries()) == 2
-
-
 def disagreeing_ranks(folder: str) -> tuple[str, dict]:
     """Rank 0 finds the first candidate fastest, rank 1 the last; both must take the same."""
     rank = dist.get_rank()
@@ -197,12 +182,6 @@ def test_a_dry_run_lists_what_would_be_timed(capsys, tmp_path) -> None:
     assert "\n1 task: 1 would be tuned" in out
     assert "1 task on sm_90 (no GPU here)" in err
     assert not list(tmp_path.iterdir())
-
-
-def test_the_version_is_told(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")
 
 
 def test_wrong_arguments_are_one_line_each(capsys) -> None:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.graph.costs import measure_device
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel, MeasuredCosts, source_of
-from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile, cut_key
-from lancet_kernels.graph.costs.part_instruction import part_instruction
+from lancet_kernels.graph.costs.part_instruction import (
+    DeviceCosts,
+    DeviceCostsFile,
+    cut_key,
+    part_instruction,
+)
 from lancet_kernels.graph.costs.profiler import DEVICE_COSTS, Profiler
 from lancet_kernels.graph.ops import facts, rule_for
 from lancet_kernels.graph.program.forms import WHOLE, cut_along
@@ -23,7 +26,7 @@ from lancet_kernels.optimization import step as library
 from lancet_kernels.optimization.planning import plans_for
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.cut.ranges import reassembly_instruction
-from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.planned_steps import SmallStep, StepCase

@@ -11,11 +11,10 @@ import torch
 
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers
 from lancet_kernels.optimization.step import ModelStep, capture_step
-from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules import plan as fused_prediction
+from lancet_kernels.schedules.plan import FusedGroup, LaunchWork, Plan, best_fit
 from lancet_kernels.schedules.rewrite.walk import Step
 from lancet_kernels.schedules.strategies import PlanningOptions
-from lancet_kernels.schedules.time import fused_launch as fused_prediction
-from lancet_kernels.schedules.time.fused_launch import LaunchWork, best_fit
 from tests.grids import few_of
 from tests.planned_steps import StepCase, build_step
 

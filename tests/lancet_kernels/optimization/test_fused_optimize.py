@@ -14,9 +14,9 @@ from lancet_kernels.graph.from_fx import program_from_graph
 from lancet_kernels.kernels.symmetric import SharedMemory
 from lancet_kernels.ops.moe import fused_experts, fused_graph
 from lancet_kernels.optimization import optimized_module
+from lancet_kernels.schedules import plan as fused_prediction
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions
-from lancet_kernels.schedules.time import fused_launch as fused_prediction
 from tests.grids import few_of
 from tests.lancet_kernels.layer.test_fused_layer import largest_difference
 from tests.planned_steps import StepCase, build_step

@@ -15,7 +15,7 @@ from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers, progra
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
-from lancet_kernels.schedules.order.sink import sink_statistics
+from lancet_kernels.schedules.order.ordering import sink_statistics
 from lancet_kernels.schedules.rewrite.apply import reorder
 from lancet_kernels.schedules.strategies import DUPLEX, STRATEGY_NAMES
 from tests.optimized import BOUND, optimized

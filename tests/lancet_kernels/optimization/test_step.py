@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lancet_kernels import optimize
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts
-from lancet_kernels.graph.costs.device_costs import DeviceCosts
+from lancet_kernels.graph.costs.part_instruction import DeviceCosts
 from lancet_kernels.graph.costs.profiler import differ
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.optimization.step import capture_step, slowdown

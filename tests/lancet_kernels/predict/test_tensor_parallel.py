@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import microbatches

@@ -61,8 +61,8 @@ def paced_transfer(link: Link, seconds: float, *starts: float, urgent: bool = Tr
 
 
 def test_all_reduces_share_the_wire_by_the_rule_of_the_clock(clock: FakeTime) -> None:
-    """As in `schedules.time.clock`: R 100-105 is not interrupted by X at 102; X goes before S. T, which not
-    all ranks have entered, holds nobody up."""
+    """As in `schedules.time.simulate`: R 100-105 is not interrupted by X at 102; X goes before S. T, which
+    not all ranks have entered, holds nobody up."""
     link = Link()
     reduced = paced_transfer(link, 5, 100.0, 99.0, urgent=False)
     other = paced_transfer(link, 3, 101.0, 101.0, urgent=False)

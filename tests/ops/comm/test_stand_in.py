@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lancet_kernels import MoELayer, optimize
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.fsdp import fsdp
+from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.ops.comm.groups import Groups, group_of, group_size
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.stand_in import standing_for

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lancet_kernels.ops.moe.gates.slots import (
+from lancet_kernels.ops.moe.gates.base import (
     slots_in_order,
     top_k_stable,
 )

@@ -19,7 +19,7 @@ from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.rewrite import walk
 from lancet_kernels.schedules.rewrite.apply import instruction_order
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges
+from lancet_kernels.schedules.rewrite.cut import GraphCutter, cut_ranges
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, STRATEGY_NAMES, Planner, PlanningOptions
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.capturing import Step, read_only_step

@@ -14,12 +14,13 @@ from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WIND
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.cut.axes import PREFER_CUT, AxisInference, _cost
 from lancet_kernels.schedules.cut.partition_range import (
+    IMPOSSIBLE,
     PartitionOptions,
+    PipelineCosts,
     choose_ranges,
     forward_length,
     group_instructions,
 )
-from lancet_kernels.schedules.cut.pipeline import IMPOSSIBLE, PipelineCosts
 from lancet_kernels.schedules.cut.ranges import PartitionRange, positions, stages
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.simulate import simulate

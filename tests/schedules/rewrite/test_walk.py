@@ -13,7 +13,7 @@ from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
-from lancet_kernels.schedules.order.sink import sink_statistics
+from lancet_kernels.schedules.order.ordering import sink_statistics
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, check_halves, walk

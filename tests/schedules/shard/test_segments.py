@@ -7,16 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.transformer_blocks import EDGES, BlockSizes, block, problem
+from bench.papers.primepar_settings import EDGES, BlockSizes, block, problem
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.grouping import (
-    all_reduce_ms,
-    boxes,
-    redistributions_ms,
-    shift_ms,
-    travelling_shares,
-)
 from lancet_kernels.graph.rules.slices import (
     BACKWARD,
     FORWARD,
@@ -30,10 +23,15 @@ from lancet_kernels.graph.rules.slices import (
 )
 from lancet_kernels.schedules.shard.partition_costs import (
     PartitionCost,
+    all_reduce_ms,
+    boxes,
     intra_cost,
     linear,
     pointwise,
     redistributions,
+    redistributions_ms,
+    shift_ms,
+    travelling_shares,
 )
 from lancet_kernels.schedules.shard.segments import (
     Problem,

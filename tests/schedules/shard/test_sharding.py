@@ -12,12 +12,12 @@ from hypothesis import given as drawn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, psi_of
 from lancet_kernels.schedules.shard.sharding_search import Search, search_sharding
 from lancet_kernels.schedules.shard.sharding_states import StateSpace
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
-from lancet_kernels.schedules.shard.signatures import signatures
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of

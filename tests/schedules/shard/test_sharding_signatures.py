@@ -13,8 +13,8 @@ from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.capture.forward_program import forward_of
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
+from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
-from lancet_kernels.schedules.shard.signatures import signatures
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.capturing import placeholder_values
 from tests.graph.cut_and_reassemble import Recorder, UnequalUnits, check_way

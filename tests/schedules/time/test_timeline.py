@@ -5,8 +5,7 @@ import json
 import pytest
 
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.schedules.time.clock import COMPUTE, LINK
-from lancet_kernels.schedules.time.simulate import Event, simulate
+from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, simulate
 from lancet_kernels.schedules.time.timeline import label, perfetto_trace, save_picture, save_trace
 from tests.schedules.made_programs import given, program
 

@@ -11,20 +11,18 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
                          the counts, and from where the peer has room (`Script.base`)
     put results          the stores of gemm.store_to_rows (TILE_OUT) to the results of the sources, and
                          of steps.return_dots beside them
-    fence                tl.debug_barrier of device.put_signal and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in steps.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and backward_tile (TILE_IN) after wait_rows
-    count itself         tl.atomic_add(sem="acq_rel") on done in steps.return_tile, on sent in finish_put
     wait returned        device.wait_all in combine_results_kernel; "read results" is what follows
     backward             whatever reads rows of the pass later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these; of a forward
                          the place of its rows, which later passes take
     the stream           what the host launches
 
-A release covers the stores of its own warp and, after a fence, of all warps of its program, of this task;
-through the counter also those of the tile's other columns. That it covers earlier tasks too is used for one
-thing only: a release comes behind the release before it in the same word.
+A release covers the stores of its task. That it covers earlier tasks too is used for one thing only: a
+release comes behind the release before it in the same word. How the warps, parts and columns of one PE come
+to have one signal is not in here: mutants of the kernels show it in the emulator (`test_gluon_kernel.py`).
 
 Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
 behind the other, source after source, so that a tile may hold units of several sources, and where a unit
@@ -35,17 +33,12 @@ exchanges their results (`ResultBuffers`).
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass
 
 from tests.lancet_kernels.kernels.protocol.weak_memory import (
-    FENCE,
-    LAST,
     LOW,
     PAUSE,
     READ,
-    RESET,
     SEND,
     WAIT,
     Message,
@@ -61,34 +54,26 @@ class Config:
     """One system to explore.
 
     Attributes:
-        stream: passes of the layer on every PE, or one string for each PE.
+        stream: passes of the layer on every PE.
         units: of rows from a source to a peer, at most. per_tile: units of a tile.
-        warps: parts of a unit, each stored by another warp.
-        tiles: columns of a tile of results, each made by another task. parts: each unit of a chunk is put by
-            another task. programs: resident on each PE.
+        programs: resident on each PE.
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
-        awaited: signals land when a wait needs them (weak_memory).
         broken: what is left out or done wrong (`test_protocol.CAUGHT`), or "" for the protocol as it is.
     """
 
-    stream: str | tuple[str, ...]
+    stream: str
     ranks: int = 2
     units: int = 1
     per_tile: int = 2
-    warps: int = 1
-    tiles: int = 1
-    parts: bool = False
     programs: int = 1
     gradients: bool = False
     sparse: bool = False
-    awaited: bool = False
     broken: str = ""
 
-    def passes(self, rank: int) -> list[tuple[str, int]]:
-        stream = self.stream if isinstance(self.stream, str) else self.stream[rank]
-        return [(launch[0], int(launch[1:])) for launch in stream.split()]
+    def passes(self) -> list[tuple[str, int]]:
+        return [(launch[0], int(launch[1:])) for launch in self.stream.split()]
 
     def filled(self, epoch: int, source: int, peer: int) -> int:
         """How many units source sends to peer: the counts."""
@@ -121,10 +106,7 @@ def build(config: Config) -> System:
     script = Script(config)
     launches = [script.launches(rank) for rank in range(config.ranks)]
     names = [f"{name}{list(rest)}" for name, _, *rest in script.places]
-    return System(
-        launches, script.messages, names, script.needed_until, show,
-        programs=config.programs, awaited=config.awaited,
-    )  # fmt: skip
+    return System(launches, script.messages, names, script.needed_until, show, config.programs)
 
 
 # In a tag: of the second exchange.
@@ -140,9 +122,9 @@ class Task:
     """Writes the steps of one task, and knows which stores a release at this point covers."""
 
     def __init__(self, script: Script) -> None:
-        self.script, self.broken = script, script.config.broken
+        self.script = script
         self.steps: list[Step] = []
-        self.own_warp = self.other_warps = self.covered = 0
+        self.covered = 0
 
     def wait(self, conditions: list[tuple[int, int]], text: str) -> None:
         self.steps.append((WAIT, tuple(conditions), f"waits for {text}"))
@@ -150,29 +132,19 @@ class Task:
     def read(self, reads: list[tuple[int, int]], text: str) -> None:
         self.steps.append((READ, tuple(reads), f"reads {text}"))
 
-    def put(self, key: Key, value: int, text: str) -> None:
-        """Each warp stores its part; the first is the one that signals later."""
-        text = f"{show(value)} in {text}"
-        first, *others = (
-            self.script.message(Message(place, value, f"{text}, by warp {warp}"))
-            for warp, place in enumerate(self.script.whole(key))
-        )
-        self.own_warp |= first
-        self.other_warps |= sum(others)
-        self.covered |= first
-        self.steps.append((SEND, first | sum(others), f"puts {text}"))
-
-    def fence(self) -> None:
-        if self.broken != "no fence":
-            self.covered |= self.other_warps
-            self.steps.append((FENCE, None, "fences"))
-
-    def signal(self, key: Key, word: int, add: bool = False) -> Message:
-        covers = 0 if self.broken == "relaxed signal" else self.covered
+    def put(self, key: Key, value: int) -> None:
         name, peer, *index = key
-        text = f"PE {peer}'s {self.script.exchange}{name}{index} {'+' if add else ':'}= {word >> LOW}"
-        message = Message(self.script.place(*key), word, text, True, covers, add)
-        self.steps.append((SEND, self.script.message(message), f"signals {text}"))
+        text = f"{show(value)} in PE {peer}'s {name}{index}"
+        message = self.script.message(Message(self.script.place(*key), value, text))
+        self.covered |= message
+        self.steps.append((SEND, message, f"puts {text}"))
+
+    def signal(self, key: Key, word: int) -> int:
+        covers = 0 if self.script.config.broken == "relaxed signal" else self.covered
+        name, peer, *index = key
+        text = f"PE {peer}'s {self.script.exchange}{name}{index} := {word >> LOW}"
+        message = self.script.message(Message(self.script.place(*key), word, text, True, covers))
+        self.steps.append((SEND, message, f"signals {text}"))
         return message
 
 
@@ -191,16 +163,9 @@ class Script:
         return epoch << 16 | (GRADIENTS if self.exchange else 0) | sender << 8 | unit
 
     def place(self, *key: str | int) -> int:
-        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on.
-
-        ("results", at, row, tile, warp) both exchanges have together.
-        """
+        """("rows", at, row), ("arrived", at, tile, source), and so on. Both exchanges share the results."""
         exchange = "" if key[0] == "results" else self.exchange
         return self.places.setdefault((f"{exchange}{key[0]}", *key[1:]), len(self.places))
-
-    def whole(self, key: Key) -> list[int]:
-        """The places of all warps' parts."""
-        return [self.place(*key, warp) for warp in range(self.config.warps)]
 
     def message(self, message: Message) -> int:
         self.messages.append(message)
@@ -211,7 +176,7 @@ class Script:
         if self.exchange or self.config.broken == "rows in one place":
             return 0
         taken: dict[int, tuple[int, int]] = {}
-        for kind, number in self.config.passes(at):
+        for kind, number in self.config.passes():
             if kind == "B":
                 taken.pop(number, None)
                 continue
@@ -229,13 +194,13 @@ class Script:
         """Which of two places the counts have."""
         return 0 if self.config.broken == "counts in one place" else epoch % 2
 
-    def word(self, epoch: int, count: int = 0) -> int:
-        return (1 if self.config.broken == "flag without epoch" else epoch) << LOW | count
+    def word(self, epoch: int) -> int:
+        return (1 if self.config.broken == "flag without epoch" else epoch) << LOW
 
     def launches(self, rank: int) -> list[list[list[Step]]]:
         launches: list[list[list[Step]]] = []
         backwards = 0
-        for kind, epoch in self.config.passes(rank):
+        for kind, epoch in self.config.passes():
             if kind == "F":
                 counts, forward = self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)
                 if self.config.broken == "two streams" and launches:
@@ -286,19 +251,16 @@ class Script:
         """What a backward reads: rows that came from the peers."""
         peers = peers or range(self.config.ranks)
         return [
-            (place, self.tag(epoch, source, unit))
+            (self.place("rows", rank, self.base(rank, epoch) + row), self.tag(epoch, source, unit))
             for row, (source, unit) in enumerate(self.config.received(epoch, rank))
-            for place in self.whole(("rows", rank, self.base(rank, epoch) + row))
             if source in peers
         ]
 
     def _results(self, rank: int, epoch: int) -> list[tuple[int, int]]:
         """What the reduction reads, as soon as all of it has been returned."""
         return [
-            (place, self.tag(epoch, owner, unit))
+            (self.place("results", rank, row), self.tag(epoch, owner, unit))
             for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
-            for tile in range(self.config.tiles)
-            for place in self.whole(("results", rank, row, tile))
         ]
 
     def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
@@ -314,18 +276,14 @@ class Script:
         config, bank, task = self.config, self.bank(epoch), Task(self)
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks)]
         for peer in peers:
-            text = f"PE {peer}'s counts[{bank}, {rank}]"
-            task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0), text)
-            task.fence()
+            task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0))
             task.signal(("counted", peer, bank, rank), self.word(epoch))
         if config.broken != "counts not waited for":
             words = [(self.place("counted", rank, bank, peer), self.word(epoch)) for peer in peers]
             task.wait(words, f"counted[{bank}] >= {epoch}")
         else:
             task.steps.append((PAUSE, None, "goes on"))
-        reads = []
-        for peer in peers:
-            reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
+        reads = [(self.place("counts", rank, bank, peer), self.tag(epoch, peer, 0)) for peer in peers]
         self._keep(reads, rank, launch)
         task.read(reads, f"counts[{bank}]")
         return [task.steps]
@@ -336,101 +294,56 @@ class Script:
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
         arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
         tasks = [
-            task
+            self._send(rank, epoch, peer, tile)
             for tile in range(max(map(len, arrivals.values())))
             for peer in peers
             if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
-            for task in self._send(rank, epoch, peer, tile)
         ]
-        # One group: column by column.
-        by_tile = [self._tiles(rank, epoch, tile, units) for tile, units in enumerate(arrivals[rank])]
-        tasks += [task for column in zip(*by_tile, strict=True) for task in column]
-        tasks.append(self._combine(rank, epoch))
-        if config.broken == "flag reset" and epoch > 1:
-            tiles = range(-(-config.units * config.ranks // config.per_tile))
-            each = [(tile, source) for tile in tiles for source in range(config.ranks)]
-            flags = tuple(self.place("arrived", rank, *one) for one in each)
-            text = "zeroes its arrived"
-            tasks.insert(0, [(PAUSE, None, f"begins epoch {epoch}"), (RESET, flags, text)])
-        return tasks
+        tasks += [self._tile(rank, epoch, tile, units) for tile, units in enumerate(arrivals[rank])]
+        return [*tasks, self._combine(rank, epoch)]
 
-    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[list[Step]]:
-        """PUTs of the units that lie in one tile of the peer; the last one signals."""
-        config, base, shift = self.config, self.base(peer, epoch), 0
+    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[Step]:
+        """PUT of the units that lie in one tile of the peer."""
+        config, base, task = self.config, self.base(peer, epoch), Task(self)
         if config.broken == "offsets of the last epoch":
-            shift = sum(
+            base += sum(
                 config.filled(epoch - 1, source, peer) - config.filled(epoch, source, peer)
                 for source in range(rank)
             )
-        own = [
-            (i, unit) for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]) if source == rank
-        ]
-        parts = [[each] for each in own] if config.parts else [own]
-        tasks, signals = [], []
-        for part in parts:
-            task = Task(self)
-            self._credit(task, rank, epoch, peer)
-            for i, unit in part:
-                row = base + tile * config.per_tile + i + shift
-                task.put(("rows", peer, row), self.tag(epoch, rank, unit), f"PE {peer}'s rows[{row}]")
-            task.fence()
-            self._count(task, ("sent", rank, epoch, peer, tile), len(parts))
-            if config.broken == "counter without epoch":
-                task.signal(("arrived", peer, tile, 0), 1 << LOW, add=True)
-            else:
-                signals.append(task.signal(("arrived", peer, tile, rank), self.word(epoch)))
-            tasks.append(task.steps)
-        self._publish(signals)
-        return tasks
+        self._credit(task, rank, epoch, peer)
+        for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
+            if source == rank:
+                task.put(("rows", peer, base + tile * config.per_tile + i), self.tag(epoch, rank, unit))
+        task.signal(("arrived", peer, tile, rank), self.word(epoch))
+        return task.steps
 
-    def _count(self, task: Task, key: Key, tasks: int) -> None:
-        """The task ends here unless it is the last of so many."""
-        if tasks > 1:
-            task.steps.append((LAST, (self.place(*key), tasks), f"counts itself in {key[0]}{list(key[1:])}"))
-
-    def _publish(self, signals: list[Message]) -> None:
-        """Whichever task sends the signal has taken in, by the counter, what the others stored."""
-        if not self.config.broken.startswith("relaxed counter"):
-            covers = functools.reduce(operator.or_, (signal.covers for signal in signals), 0)
-            for signal in signals:
-                signal.covers = covers
-
-    def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
-        """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources."""
-        config = self.config
-        tasks = [Task(self) for _ in range(config.tiles)]
-        signals: dict[int, list[Message]] = {}
-        for column, task in enumerate(tasks):
-            if config.broken != "results before arrival":
-                self._wait_and_read(task, rank, epoch, tile, units)
-            for source, unit in units:
-                row = config.sent(epoch, source).index((rank, unit))
-                text = f"PE {source}'s results[{row}, {column}]"
-                task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
-            task.fence()
-            self._count(task, ("done", rank, epoch, tile), len(tasks))
-            for source in dict.fromkeys(source for source, _ in units):
-                key = "returned", source, config.chunk(epoch, source, rank, tile)
-                signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
-            if config.broken == "results before arrival":
-                self._wait_and_read(task, rank, epoch, tile, units)
-        for each in signals.values():
-            self._publish(each)
-        return [task.steps for task in tasks]
+    def _tile(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[Step]:
+        """TILE_IN and TILE_OUT of a tile; it signals all its sources."""
+        config, task = self.config, Task(self)
+        if config.broken != "results before arrival":
+            self._wait_and_read(task, rank, epoch, tile, units)
+        for source, unit in units:
+            row = config.sent(epoch, source).index((rank, unit))
+            task.put(("results", source, row), self.tag(epoch, rank, unit))
+        for source in dict.fromkeys(source for source, _ in units):
+            key = "returned", source, config.chunk(epoch, source, rank, tile)
+            task.signal(key, self.word(epoch))
+        if config.broken == "results before arrival":
+            self._wait_and_read(task, rank, epoch, tile, units)
+        return task.steps
 
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
         config, base, word = self.config, self.base(rank, epoch), self.word(epoch)
         sources = list(dict.fromkeys(source for source, _ in units))
-        words = [(self.place("arrived", rank, tile, source), word) for source in sources]
         if config.broken == "waits for one source only":
-            words = words[:1]
-        elif config.broken == "counter without epoch":
-            words = [(self.place("arrived", rank, tile, 0), len(sources) << LOW)]
+            sources = sources[:1]
+        words = [(self.place("arrived", rank, tile, source), word) for source in sources]
         task.wait(words, f"arrived[{tile}] >= {word >> LOW} of all its sources")
-        reads = []
-        for i, (source, unit) in enumerate(units):
-            places = self.whole(("rows", rank, base + tile * config.per_tile + i))
-            reads += [(place, self.tag(epoch, source, unit)) for place in places]
+        first = base + tile * config.per_tile
+        reads = [
+            (self.place("rows", rank, first + i), self.tag(epoch, source, unit))
+            for i, (source, unit) in enumerate(units)
+        ]
         task.read(reads, f"tile {tile} of rows from {base} on")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
@@ -463,7 +376,6 @@ class Script:
             key = "released", peer, rank
             # Of the releases that a PE sends into one word the later comes behind the earlier (stream order).
             task.covered |= self.earlier.get((self.exchange, key), 0)
-            task.signal(key, epoch << LOW)
-            self.earlier[self.exchange, key] = 1 << len(self.messages) - 1
+            self.earlier[self.exchange, key] = task.signal(key, epoch << LOW)
             tasks.append(task.steps)
         return tasks

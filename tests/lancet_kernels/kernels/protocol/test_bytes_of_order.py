@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.lancet_kernels.kernels.protocol import task_lists
-from tests.lancet_kernels.kernels.protocol.task_lists import (
+from tests.lancet_kernels.kernels.protocol import test_tasks as task_lists
+from tests.lancet_kernels.kernels.protocol.test_tasks import (
     PUT,
     TILE_IN,
     WGRAD,

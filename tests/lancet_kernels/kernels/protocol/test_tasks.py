@@ -1,10 +1,13 @@
 """Tasks of fused launches: the device finds those of the rules, and none waits for one behind it.
 
+What this alone finds: a task that waits for a later one of its PE, to which a single program never comes.
 That rows are released in time, and counts are those of the epoch, depends on earlier launches only:
 `test_protocol.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,25 +16,122 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lancet_kernels.kernels.protocol import schedule
+from lancet_kernels.kernels.protocol import schedule, steps, tasks
 from lancet_kernels.kernels.protocol.arguments import Constants, PassState, Pointers, Sizes
 from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_task
 from lancet_kernels.kernels.protocol.tasks import gemm_task, num_gemm_tasks
 from tests.examples import examples
-from tests.lancet_kernels.kernels.protocol.task_lists import (
-    DENSE,
-    PUT,
-    TILE_IN,
-    TILE_OUT,
-    WGRAD,
-    LaunchShape,
-    Routed,
-    Task,
-    in_groups,
-    task_list,
+
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE".split()
 )
+GROUP, PARTS = tasks.GROUP.value, steps.PARTS.value
+Task = tuple[int, ...]
+Key = tuple[int, int]  # local expert, tile of the expert
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launch has, apart from puts and tiles, whose numbers the counts decide.
+
+    Attributes: tiles_in, tiles_out: column tiles of the first and second GEMM. wgrad: weight gradients.
+        dense_tiles: tiles of independent GEMMs. programs: size of the grid.
+    """
+
+    tiles_in: int = 1
+    tiles_out: int = 1
+    wgrad: bool = False
+    dense_tiles: int = 0
+    programs: int = 1
+
+    @property
+    def lag(self) -> int:
+        """By how many tiles the second GEMM is behind the first."""
+        return GROUP * -(-self.programs // (GROUP * self.tiles_in))
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Counts of all PEs, and what follows from them.
+
+    Attributes:
+        counts: [W][E]. local: experts on each PE. block_m: rows of a tile.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    local: int
+    block_m: int
+
+    @property
+    def world(self) -> int:
+        return len(self.counts)
+
+    def tiles(self, rank: int) -> list[Key]:
+        """The tiles of a PE, in order."""
+        found = []
+        for local in range(self.local):
+            rows = sum(count[rank * self.local + local] for count in self.counts)
+            found += [(local, m) for m in range(-(-rows // self.block_m))]
+        return found
+
+    def touched(self, source: int, expert: int) -> set[int]:
+        """The tiles of an expert in which rows of a source lie."""
+        before = sum(count[expert] for count in self.counts[:source])
+        return {i // self.block_m for i in range(before, before + self.counts[source][expert])}
+
+    def puts(self, rank: int) -> list[tuple[Key, Task]]:
+        """(key, task) in order: by local expert and tile, to rank + 1 first and to the PE itself last."""
+        found = []
+        for expert in range(self.world * self.local):
+            peer, local = divmod(expert, self.local)
+            step = (peer - rank - 1) % self.world
+            found += [
+                ((local, m), step, (PUT, expert, m, part))
+                for m in self.touched(rank, expert)
+                for part in range(PARTS)
+            ]
+        return [(key, task) for key, _, task in sorted(found)]
+
+
+def task_list(
+    routed: Routed, rank: int, shape: LaunchShape, dense: list = (), wgrads: list = ()
+) -> list[Task]:
+    """All tasks of a launch in the order of their numbers.
+
+    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
+    """
+    tiles = routed.tiles(rank)
+    listed = [task for _, task in routed.puts(rank)]
+    for problem, (rows, columns) in enumerate(dense):
+        listed += [(DENSE, problem, m, n) for m, n in in_groups(rows, columns)]
+    ins, outs = (
+        _of_tiles(kind, tiles, n) for kind, n in ((TILE_IN, shape.tiles_in), (TILE_OUT, shape.tiles_out))
+    )
+    lag = min(shape.lag, len(tiles))
+    listed += ins[: lag * shape.tiles_in]
+    for first in range(0, len(tiles), GROUP):
+        turn = slice((lag + first) * shape.tiles_in, (lag + first + GROUP) * shape.tiles_in)
+        listed += ins[turn] + outs[first * shape.tiles_out : (first + GROUP) * shape.tiles_out]
+    return listed + list(wgrads)
+
+
+def in_groups(rows: int, columns: int) -> list[tuple[int, int]]:
+    """The tiles of a matrix: GROUP rows at a time, each group column by column."""
+    groups = [range(rows)[first : first + GROUP] for first in range(0, rows, GROUP)]
+    return [(m, n) for group in groups for n in range(columns) for m in group]
+
+
+def _of_tiles(kind: int, tiles: list[Key], columns: int) -> list[Task]:
+    """All tasks of one GEMM: the tiles of each expert in groups."""
+    listed = []
+    for local in sorted({local for local, _ in tiles}):
+        first = tiles.index((local, 0))
+        rows = sum(key[0] == local for key in tiles)
+        listed += [(kind, first + m, n) for m, n in in_groups(rows, columns)]
+    return listed
+
 
 # Which of which, index, m, n a kind has.
 FIELDS = {PUT: (1, 2, 3), TILE_IN: (1, 3), TILE_OUT: (1, 3), WGRAD: (0, 1, 2, 3), DENSE: (1, 2, 3)}
@@ -171,28 +271,12 @@ def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataOb
 EXAMPLE = Routed(((2, 5, 0, 1, 0, 3), (3, 1, 0, 4, 2, 0)), 3, 4)
 
 
-def test_example_in_the_docstring() -> None:
+def test_the_device_finds_the_tasks_of_the_example() -> None:
     for rank in range(2):
-        table, report, tiles, chunks = device_table(EXAMPLE, rank)
-        words = table.tolist()
-        assert words[:4] == [0, 5 + rank, 4, 10 * rank]
-        where, found = 8, {}
-        sizes = {"count": 12, "before": 12, "first_send": 12, "rows": 6, "first_row": 6, "first_tile": 6}
-        sizes |= {"base": 2, "expert": tiles, "put_expert": chunks, "put_tile": chunks}
-        for name, size in sizes.items():
-            found[name] = words[where : where + size]
-            where += size
-        assert found["count"] == [*EXAMPLE.counts[0], *EXAMPLE.counts[1]]
-        assert found["before"] == [0] * 6 + [2, 5, 0, 1, 0, 3]
-        assert found["first_send"] == [0, 2, 7, 7, 8, 8, 0, 3, 4, 4, 8, 10]
-        assert found["rows"] == [5, 6, 0, 5, 2, 3]
-        assert found["first_row"] == [0, 5, 11, 0, 5, 7]
-        assert found["first_tile"] == [0, 2, 4, 0, 2, 3]
-        assert found["base"] == [0, 10]
-        assert not report.any()
-    assert found["put_expert"][:6] == [0, 3, 0, 3, 4, 1]
-    assert found["put_tile"][:6] == [0, 0, 1, 1, 0, 1]
-    assert task_list(EXAMPLE, 1, LaunchShape())[3 * 8] == (PUT, 3, 1, 0)
+        found, expected = device_list(EXAMPLE, rank, LaunchShape(2, 1, True, 2, 3), [(1, 2)], (16, 10, 20))
+        assert found == expected
+    puts = [task[1:3] for task in expected[: 6 * PARTS : PARTS]]
+    assert puts == [(0, 0), (3, 0), (0, 1), (3, 1), (4, 0), (1, 1)]
 
 
 def test_offsets_of_more_counts_than_are_read_at_once() -> None:

@@ -9,18 +9,17 @@ Memory. A store lies in flight, unordered, from its step until another step land
 it lands after the stores that it covers (all, if it is a release; none, if it is relaxed). Nothing else is
 ordered: neither two signals, nor a store after an earlier signal, nor anything by the end of a launch.
 
-Everything lands by itself, at any time; or, which merges states and finds the same mistakes, a signal lands
-when a wait needs it, together with the stores that it covers (`System.awaited`). Then to read a place to
-which a store is in flight, or to store to one that is still needed, is an error at once: that store could
-have stayed away, or landed, just then. To land sooner makes no difference, since that only takes away what is
-in flight to stumble over; if words only grow, which is checked: a second signal to the same word while one is
-in flight is an error, and so is a smaller one. A system that resets words, or adds to them, cannot be
-explored in this way.
+Everything may land by itself, at any time. To merge states, a signal here lands when a wait needs it,
+together with the stores that it covers; and to read a place to which a store is in flight, or to store to one
+that is still needed, is an error at once: that store could have stayed away, or landed, just then. To land
+sooner makes no difference, since that only takes away what is in flight to stumble over; if words only grow,
+which is checked: a second signal to the same word while one is in flight is an error, as is a smaller one.
+(Landings at any time were explored, too, until 2026-11-27: the same 17 of 17 mistakes were found either way.)
 
-What a program does without waiting (store, fence, signal, count, claim) commutes with all that others do, so
-it is taken at once, with the step before it. A reading is taken with the wait before it: later it could only
-find more, or what was written over it, which is caught as such. Steps of their own are every wait, every
-pause and every landing. Claims go in list order; equal programs are interchangeable.
+What a program does without waiting (store, signal, claim) commutes with all that others do, so it is taken at
+once, with the step before it. A reading is taken with the wait before it: later it could only find more, or
+what was written over it, which is caught as such. Steps of their own are every wait and every pause. Claims
+go in list order; equal programs are interchangeable.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ LOW = 32  # a signal is epoch << LOW | count, as in device.word
 WAIT = "wait"  # ((place, at least), ...): all of them
 PAUSE = "pause"  # time may pass here
 READ = "read"  # ((place, tag), ...): must find exactly that
-LAST = "last"  # (place, tiles): one more; the task ends unless it was the last of them
-SEND = "send"  # bit mask of messages
-FENCE = "fence"  # nothing by itself: what a signal covers is in the signal
-RESET = "reset"  # (place, ...): zero them
+SEND = "send"  # bit mask of one message
 
 Step = tuple[str, object, str]
 Rank = tuple[int, int, tuple[tuple[int, int], ...]]  # launch, tasks claimed, (task, step) of every program
@@ -53,14 +49,13 @@ class Wrong(Exception):
 
 @dataclass
 class Message:
-    """A store or a signal. covers: bit mask of what lands before it. add: to what is there."""
+    """A store or a signal. covers: bit mask of what lands before it."""
 
     place: int
     value: int
     text: str
     signal: bool = False
     covers: int = 0
-    add: bool = False
 
 
 @dataclass
@@ -72,8 +67,8 @@ class System:
         messages: all stores and signals; a SEND is a bit mask of them.
         place_names, show: how to name a place and a value.
         needed_until: [place][value], who reads it, and in which of its launches for the last time.
-        programs: of each rank. awaited: signals land when a wait needs them, else all at any time.
-        stores_to, signals_to, signals: made from messages.
+        programs: of each rank.
+        stores_to, signals_to: made from messages.
     """
 
     launches: list[list[list[list[Step]]]]
@@ -82,17 +77,13 @@ class System:
     needed_until: dict[int, dict[int, tuple[int, int]]]
     show: Callable[[int], str]
     programs: int = 1
-    awaited: bool = False
     stores_to: list[int] = field(default_factory=list)
     signals_to: list[int] = field(default_factory=list)
-    signals: int = 0
 
     def __post_init__(self) -> None:
-        self.stores_to = [0] * len(self.place_names)
-        self.signals_to = [0] * len(self.place_names)
+        self.stores_to, self.signals_to = ([0] * len(self.place_names) for _ in range(2))
         for number, message in enumerate(self.messages):
             (self.signals_to if message.signal else self.stores_to)[message.place] |= 1 << number
-            self.signals |= message.signal << number
 
     def begin(self) -> State:
         memory, flight, ranks = [0] * len(self.place_names), [0], []
@@ -108,14 +99,6 @@ class System:
     def next(self, state: State, lines: list[str] | None = None) -> Iterator[State]:
         """All states one step away. With `lines`, clears it and tells there what the step is."""
         ranks, memory, flight = state
-        for bit, message in self._in(0 if self.awaited else flight):
-            if message.covers & flight:
-                continue
-            if lines is not None:
-                lines.clear()
-            after = list(memory)
-            remaining = self._land(bit, message, ranks, after, flight, lines)
-            yield ranks, tuple(after), remaining
         for number, rank in enumerate(ranks):
             launch, _, programs = rank
             for who, (task, step) in enumerate(programs):
@@ -142,11 +125,11 @@ class System:
             yield bit, self.messages[bit.bit_length() - 1]
 
     def _lands(self, conditions, memory, flight: int) -> int | None:
-        """The signals that must land for a wait to end: none, or if `awaited` some; None if it cannot end."""
+        """The signals that must land for a wait to end; None if it cannot end."""
         lands = 0
         for place, least in conditions:
             if memory[place] < least:
-                coming = flight & self.signals_to[place] if self.awaited else 0
+                coming = flight & self.signals_to[place]
                 if not coming or self.messages[coming.bit_length() - 1].value < least:
                     return None
                 lands |= coming
@@ -168,7 +151,7 @@ class System:
             lines.append(f"      lands: {message.text}")
         if not message.signal:
             self._check_overwrite(message, ranks, memory)
-        memory[message.place] = message.value + (memory[message.place] if message.add else 0)
+        memory[message.place] = message.value
         return flight & ~bit
 
     def _check_overwrite(self, message: Message, ranks, memory) -> None:
@@ -211,42 +194,27 @@ class System:
 
     def _run(self, number, steps, step, ranks, memory, flight, lines) -> int:
         """Steps from here to the next that waits. -> where that is, or the number of steps."""
-        while step < len(steps):
+        while step < len(steps) and steps[step][0] not in (WAIT, PAUSE):
             kind, argument, text = steps[step]
-            if kind in (WAIT, PAUSE):
-                return step
             if lines is not None:
                 lines.append(f"PE {number}: {text}")
             if kind == READ:
                 for place, tag in argument:
                     self._check_read(number, place, tag, memory, flight[0])
-            elif kind == SEND:
-                if self.awaited:
-                    self._check_sends(argument, ranks, memory, flight[0])
+            else:
+                self._check_send(argument, ranks, memory, flight[0])
                 flight[0] |= argument
-            elif kind == LAST:
-                memory[argument[0]] += 1
-                if memory[argument[0]] < argument[1]:
-                    return len(steps)
-            elif kind == RESET:
-                if self.awaited:
-                    raise ValueError("a system that resets words needs signals that land at any time")
-                for place in argument:
-                    memory[place] = 0
             step += 1
         return step
 
-    def _check_sends(self, sent: int, ranks, memory, flight: int) -> None:
-        for _, message in self._in(sent):
-            if not message.signal:
-                self._check_overwrite(message, ranks, memory)
-            elif message.add:
-                raise ValueError("a system that adds to words needs signals that land at any time")
-            elif (
-                flight & self.signals_to[message.place] & ~message.covers
-                or memory[message.place] >= message.value
-            ):
-                raise Wrong(f"a word does not grow from signal to signal: {message.text}")
+    def _check_send(self, bit: int, ranks, memory, flight: int) -> None:
+        message = self.messages[bit.bit_length() - 1]
+        if not message.signal:
+            self._check_overwrite(message, ranks, memory)
+            return
+        earlier = flight & self.signals_to[message.place] & ~message.covers
+        if earlier or memory[message.place] >= message.value:
+            raise Wrong(f"a word does not grow from signal to signal: {message.text}")
 
     def _check_read(self, number: int, place: int, tag: int, memory, flight: int) -> None:
         found, where = memory[place], self.place_names[place]
@@ -254,7 +222,7 @@ class System:
             raise Wrong(
                 f"read before arrival: PE {number} finds {self.show(found)} in {where}, not {self.show(tag)}"
             )
-        if self.awaited and flight & self.stores_to[place]:
+        if flight & self.stores_to[place]:
             raise Wrong(f"read before arrival: a store to PE {number}'s {where} may still be in flight")
 
 
@@ -285,17 +253,17 @@ def explore(system: System, most: int = 10_000_000) -> Result:
                     came_from[following] = state
                     queue.append(following)
         except Wrong as wrong:
-            return Result(len(came_from), str(wrong), _tell(system, came_from, state, wrong=True))
+            return Result(len(came_from), str(wrong), _tell(system, came_from, state))
         if not moved and not system.finished(state):
             wrong = "deadlock: " + "; ".join(system.waits(state))
-            return Result(len(came_from), wrong, _tell(system, came_from, state, wrong=False))
+            return Result(len(came_from), wrong, _tell(system, came_from, state))
         if len(came_from) > most:
             raise AssertionError(f"more than {most} states: make the system smaller")
     return Result(len(came_from))
 
 
-def _tell(system: System, came_from: dict[State, State | None], last: State, wrong: bool) -> tuple[str, ...]:
-    """The steps from the beginning to `last`, and, if the step after it went wrong, that one."""
+def _tell(system: System, came_from: dict[State, State | None], last: State) -> tuple[str, ...]:
+    """The steps from the beginning to `last`, and, if a step after it goes wrong, that one."""
     path = [last]
     while (earlier := came_from[path[-1]]) is not None:
         path.append(earlier)
@@ -303,14 +271,11 @@ def _tell(system: System, came_from: dict[State, State | None], last: State, wro
     told: list[str] = []
     lines: list[str] = []
     for state, following in pairwise(path):
-        for candidate in system.next(state, lines):
-            if candidate == following:
-                told += lines
-                break
-    if wrong:
-        try:
-            for _ in system.next(last, lines):
-                pass
-        except Wrong:
-            told += lines
+        next(candidate for candidate in system.next(state, lines) if candidate == following)
+        told += lines
+    try:
+        for _ in system.next(last, lines):
+            pass
+    except Wrong:
+        told += lines
     return tuple(told)

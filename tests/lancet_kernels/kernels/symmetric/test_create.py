@@ -1,15 +1,9 @@
 """Which maker is picked, for which ranks; and what happens when the ranks do not agree on it."""
 
-import os
-import signal
-import time
-
 import torch
 import torch.distributed as dist
 
-from lancet_kernels import CommunicationError
 from lancet_kernels.kernels.symmetric import SharedMemory, create
-from tests.processes import processes
 from tests.refusals import refusal
 
 
@@ -50,42 +44,3 @@ def create_on_different_devices() -> str:
 def test_ranks_on_different_devices(pool):
     for message in pool.run(create_on_different_devices):
         assert "got regions on the CPU (rank 0), regions on GPUs (rank 1)" in message
-
-
-# ---- the store that torchrun's ranks have: kept by a process that can die
-
-
-def lose_the_store(rank: int, port: int, results) -> None:
-    """Rank 0 keeps the store, and dies; the barrier of rank 1 says so."""
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    memory = SharedMemory(timeout_s=20)
-    for number in range(20):
-        memory.allocate(f"x{number}", (4,), torch.float32)
-    memory.barrier()
-    if rank == 0:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        memory.barrier()
-    except CommunicationError as error:
-        results.put(str(error))
-        results.close()
-        results.join_thread()
-    os._exit(0)
-
-
-def test_store_is_lost():
-    port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
-    context = processes()
-    results = context.Queue()
-    ranks = [context.Process(target=lose_the_store, args=(rank, port, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        message = results.get(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert message.startswith("rank 1: barrier failed: no answer from the store of the process group (")
-    assert "\n" not in message

@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,6 @@ import torch.distributed as dist
 from lancet_kernels.kernels.symmetric import SharedMemory, shared
 from tests.grids import few_of
 from tests.processes import processes
-from tests.ranks import RankError
-
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
 
 
 def payload(writer: int, reader: int, num_bytes: int) -> bytes:
@@ -25,31 +24,27 @@ def payload(writer: int, reader: int, num_bytes: int) -> bytes:
     return bytes(data.tolist())
 
 
-def put_on_rank(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Every rank puts a row to every rank, by address alone. -> this rank's copy then, as bytes."""
+def put_on_rank() -> bytes:
+    """Every rank puts a row of 30 bytes to every rank, by address alone. -> this rank's copy, as bytes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with SharedMemory(timeout_s=10) as memory:
-        region = memory.allocate("rows", (world, *shape), dtype)
+        region = memory.allocate("rows", (world, 3, 5), torch.bfloat16)
         assert (memory.rank, memory.world) == (rank, world)
-        assert region.local.shape == (world, *shape)
-        assert region.local.dtype == dtype
-        assert not region.local.view(torch.uint8).any(), "not zero-filled"
+        assert (region.local.shape, region.local.dtype) == ((world, 3, 5), torch.bfloat16)
+        assert not region.local.any(), "not zero-filled"
         assert region.peers.tolist()[rank] == region.local.data_ptr()
         assert all(address % 16 == 0 for address in region.peers.tolist())
         memory.barrier()  # a rank that is ahead would put into what another still looks at
-        row = region.local[0].numel() * dtype.itemsize
         for peer, address in enumerate(region.peers.tolist()):
-            ctypes.memmove(address + rank * row, payload(rank, peer, row), row)
+            ctypes.memmove(address + rank * 30, payload(rank, peer, 30), 30)
         memory.barrier()
         return bytes(region.local.view(torch.uint8).flatten().tolist())
 
 
 @pytest.mark.parametrize("ranks", few_of([2, 4]))
-@pytest.mark.parametrize("dtype", few_of(DTYPES), ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_puts_are_seen_bitwise(pool, dtype, ranks):
-    row = 3 * 5 * dtype.itemsize
-    for rank, seen in enumerate(pool.run(put_on_rank, dtype, (3, 5), ranks=ranks)):
-        assert seen == b"".join(payload(writer, rank, row) for writer in range(ranks))
+def test_puts_are_seen_bitwise(pool, ranks):
+    for rank, seen in enumerate(pool.run(put_on_rank, ranks=ranks)):
+        assert seen == b"".join(payload(writer, rank, 30) for writer in range(ranks))
 
 
 def put_while_it_runs_on_rank() -> float:
@@ -82,18 +77,6 @@ def failure(function) -> tuple[str, str]:
     return "no error", ""
 
 
-# case -> what each of two ranks asks for, in this order: (name, shape, dtype), or "barrier"
-X = ("x", (4,), torch.float32)
-MISMATCHES = {
-    "name": ([X], [("y", (4,), torch.float32)]),
-    "shape": ([X], [("x", (2, 2), torch.float32)]),
-    "dtype": ([X], [("x", (4,), torch.float16)]),
-    "order": ([X, ("y", (1,), torch.int64)], [("y", (1,), torch.int64), X]),
-    "second": ([X, ("y", (1,), torch.int64)], [X, ("y", (2,), torch.int64)]),
-    "barrier": ([X], ["barrier"]),
-}
-
-
 def words(request) -> str:
     if request == "barrier":
         return request
@@ -101,32 +84,34 @@ def words(request) -> str:
     return f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def mismatch_on_rank(case: str) -> tuple[str, str]:
-    """Rank 1 asks for its own, all others for the first; then a barrier shows that the memory still works."""
+X, Y = ("x", (4,), torch.float32), ("y", (1,), torch.int64)
+# What rank 1 asks for, and what all others do.
+MISMATCHES = [
+    (X, Y), (X, ("x", (2, 2), torch.float32)), (X, ("x", (4,), torch.float16)), (X, "barrier"), ("barrier", X)
+]  # fmt: skip
+
+
+def mismatches_on_rank() -> list[tuple[str, str]]:
+    """After each mismatch a barrier, and a region, show that the memory still works."""
+    said = []
     with SharedMemory(timeout_s=10) as memory:
-
-        def ask() -> None:
-            for request in MISMATCHES[case][memory.rank == 1]:
-                if request == "barrier":
-                    memory.barrier()
-                else:
-                    memory.allocate(*request)
-
-        result = failure(ask)
-        memory.barrier()
-        memory.allocate("after", (1,), torch.float32)
-        return result
+        for number, pair in enumerate(MISMATCHES):
+            request = pair[memory.rank != 1]
+            ask = memory.barrier if request == "barrier" else partial(memory.allocate, *request)
+            said.append(failure(ask))
+            memory.barrier()
+            memory.allocate(f"after {number}", (1,), torch.float32)
+    return said
 
 
 @pytest.mark.parametrize("ranks", few_of([2, 4]))
-@pytest.mark.parametrize("case", MISMATCHES)
-def test_mismatch_is_named_on_every_rank(pool, case, ranks):
-    first, second = next(pair for pair in zip(*MISMATCHES[case], strict=True) if pair[0] != pair[1])
+def test_mismatch_is_named_on_every_rank(pool, ranks):
     others = ", ".join(str(rank) for rank in range(ranks) if rank != 1)
-    for kind, message in pool.run(mismatch_on_rank, case, ranks=ranks):
-        assert kind == "UserError"
-        assert f"{words(first)} (rank {others}), {words(second)} (rank 1)" in message
-        assert "\n" not in message
+    for said in pool.run(mismatches_on_rank, ranks=ranks):
+        for (theirs, ours), (kind, message) in zip(MISMATCHES, said, strict=True):
+            assert kind == "UserError"
+            assert f"{words(ours)} (rank {others}), {words(theirs)} (rank 1)" in message
+            assert "\n" not in message
 
 
 def bad_requests_on_rank() -> list[tuple[str, str]]:
@@ -212,6 +197,7 @@ def close_on_rank() -> dict:
     memory = SharedMemory(timeout_s=10)
     region = memory.allocate("x", (1 << 20,), torch.uint8)
     before, kept = mapped_bytes() - others, region.local
+    assert not segments([os.getpid()]), "a name is left, for a rank that is killed to leave behind"
     memory.barrier()
     memory.close()
     memory.close()
@@ -236,26 +222,32 @@ def test_close_frees(pool):
         assert "region 'x'" in result["errors"][0][1]
 
 
-def killed_on_rank() -> None:
-    memory = SharedMemory(timeout_s=10)
-    region = memory.allocate("x", (1 << 20,), torch.uint8)
-    region.local.fill_(1)
-    memory.barrier()
-    if memory.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
+def answer(function: Callable, rank: int, place: object, results) -> None:
+    results.put(function(rank, place))
+    results.close()
+    results.join_thread()
+    os._exit(0)
 
 
-def test_killed_rank_leaves_nothing(pool):
-    pool.run(put_while_it_runs_on_rank)  # the workers are there, and their ids
-    pids = pool.pids()
-    with pytest.raises(RankError, match=r"rank 1 died \(exit code -9\)"):
-        pool.run(killed_on_rank)
-    assert segments(pids) == []
+def in_processes(function: Callable, place: object) -> tuple[object, list]:
+    """function(rank, place) in two processes, of which one dies. -> what the other says; the processes."""
+    context = processes()
+    results = context.Queue()
+    ranks = [context.Process(target=answer, args=(function, rank, place, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        said = results.get(timeout=60)
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            process.kill()
+    return said, ranks
 
 
-def killed_between_create_and_map(rank: int, store: str, results) -> None:
-    """A process of its own: rank 1 dies when it has made its segment, before anybody has removed a name."""
+def killed_between_create_and_map(rank: int, store: str) -> tuple[str, str]:
+    """Rank 1 dies when it has made its segment, before anybody has removed a name."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     if rank == 1:
         create = shared._create
@@ -266,34 +258,38 @@ def killed_between_create_and_map(rank: int, store: str, results) -> None:
 
         shared._create = create_and_die
     memory = SharedMemory(timeout_s=3.0)
-    results.put(failure(lambda: memory.allocate("x", (4,), torch.float32)))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    return failure(lambda: memory.allocate("x", (4,), torch.float32))
 
 
 @pytest.mark.long
 def test_killed_in_the_middle_of_allocating(tmp_path):
-    context = processes()
-    results = context.Queue()
-    ranks = [
-        context.Process(target=killed_between_create_and_map, args=(rank, f"{tmp_path}/store", results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    pids = [process.pid for process in ranks]
-    try:
-        kind, message = results.get(timeout=60)
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
+    (kind, message), ranks = in_processes(killed_between_create_and_map, f"{tmp_path}/store")
     assert kind == "CommunicationError"
     assert "waiting for rank(s) 1" in message
     assert ranks[1].exitcode == -signal.SIGKILL
-    assert segments(pids) == []
+    assert segments([process.pid for process in ranks]) == []
+
+
+def lose_the_store(rank: int, port: int) -> tuple[str, str]:
+    """Rank 0 keeps the store, as a process of torchrun does, and dies; the barrier of rank 1 says so."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    memory = SharedMemory(timeout_s=20)
+    for number in range(20):
+        memory.allocate(f"x{number}", (4,), torch.float32)
+    memory.barrier()
+    if rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure(memory.barrier)
+
+
+def test_store_is_lost():
+    port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
+    (kind, message), _ = in_processes(lose_the_store, port)
+    assert kind == "CommunicationError"
+    assert message.startswith("rank 1: barrier failed: no answer from the store of the process group (")
+    assert "\n" not in message
 
 
 def other_machine_on_rank() -> tuple[str, str]:

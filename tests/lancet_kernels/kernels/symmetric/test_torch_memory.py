@@ -2,7 +2,7 @@
 
 The stand-in has the functions of torch 2.11 to 2.13 that we call, over POSIX shared memory between the ranks.
 Each rank's tensor begins elsewhere in its buffer, as with torch's pools. That torch's own functions do the
-same on GPUs is for the tests marked gpu.
+same on GPUs is for `bench/gpu/several_ranks.py`.
 """
 
 import ctypes
@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.kernels.symmetric import TorchMemory, create, torch_memory
+from lancet_kernels.kernels.symmetric import TorchMemory, torch_memory
 from lancet_kernels.kernels.symmetric.torch_memory import unreachable
-from tests.refusals import refusal
 
 CPU = torch.device("cpu")
 BEGIN = 64
@@ -120,42 +119,3 @@ def reach_cases_on_rank() -> list[str]:
 
 def test_every_rank_says_alike_why_it_is_unreachable(pool):
     assert pool.run(reach_cases_on_rank) == [[case[-1] for case in CASES]] * 2
-
-
-def both_missing_on_rank() -> str:
-    return refusal(lambda: create(device="cuda", timeout_s=20))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
-def test_what_both_makers_lack_is_said_once(pool):
-    for message in pool.run(both_missing_on_rank):
-        assert message.count("no CUDA device") == 1
-
-
-def torch_on_one_gpu() -> dict:
-    """Two ranks on one GPU: what torch's own functions give."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    reason = unreachable(None, device, 60)
-    if reason:
-        return {"reason": reason}
-    rank = dist.get_rank()
-    with TorchMemory(None, device, timeout_s=60) as memory:
-        rows = memory.allocate("rows", (2, 1024), torch.float32)
-        memory.barrier()
-        # torch's copy through an address: a tensor over the peer's memory, by the handle.
-        handle = memory._regions_of_torch[-1][1]
-        theirs = handle.get_buffer(1 - rank, (2, 1024), torch.float32)
-        theirs[rank].fill_(float(rank + 1))
-        memory.barrier()
-        return {"reason": "", "rows": rows.local.cpu(), "peers": rows.peers.tolist()}
-
-
-@pytest.mark.gpu
-def test_two_ranks_on_one_gpu(pool, monkeypatch):
-    monkeypatch.setenv(torch_memory.SHARED_GPU, "1")
-    for rank, found in enumerate(pool.run(torch_on_one_gpu)):
-        if found["reason"]:
-            pytest.skip(found["reason"])
-        assert found["rows"][1 - rank].eq(float(2 - rank)).all()
-        assert len(set(found["peers"])) == 2

@@ -18,8 +18,11 @@ from lancet_kernels.kernels.tuning import specimens
 from lancet_kernels.kernels.tuning.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
+    ProductLoop,
     compile_specimen,
     problems,
+    product_loops,
+    serialized,
 )
 from lancet_kernels.kernels.tuning.compile_pool import compile_all
 from lancet_kernels.kernels.tuning.specimens import all_specimens
@@ -65,7 +68,24 @@ def check_rows(found, triton, arch):
         if arch == "sm_90":
             assert row["wgmma"] >= specimen.wgmma, row
             assert row["tma"] >= specimen.tma, row
+        if row["name"] == "gluon_overlap":
+            check_loops(row, triton)
     return [(row["name"], row["config"]) for row in found["kernels"]]
+
+
+def check_loops(row, triton):
+    """The Hopper kernel: wgmma as wide as a tile, one always in flight, no spills in loops."""
+    assert (row["problems"], row["serialized"]) == ([], []), row
+    # Products across rows, of weight gradients, have a loop of their own.
+    across = row["config"].startswith("backward") or "+dw" in row["config"]
+    assert len(row["loops"]) == 1 + across, row
+    for loop in row["loops"]:
+        # A step of 64: four products, and 50 to 60 instructions of addresses. A barrier before its place
+        # is empty; with Triton 3.6 also one before the wait for the operands.
+        barriers = 2 if triton == "oldest" else 1
+        assert (loop["shape"], loop["products"], loop["barriers"]) == ("64x256x16", 4, barriers), row
+        assert (loop["in_flight"], loop["spill_stores"], loop["spill_loads"]) == (1, 0, 0), row
+        assert loop["instructions"] <= 70, row
 
 
 @pytest.mark.long
@@ -192,32 +212,30 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not any(row["nvshmem"] for row in found["kernels"])
-    assert [row["config"] for row in found["skipped"]] == [
-        "4x256 bf16 nvshmem",
-        "4x256 bf16 nvshmem tma",
-    ]
+    assert [row["config"] for row in found["skipped"]] == ["4x256 bf16 nvshmem", "4x256 bf16 nvshmem tma"]
     assert "2 kernels with NVSHMEM were skipped" in err
 
 
 PRINT_PTX = """
-from lancet_kernels.kernels.tuning import compile
-from tests.lancet_kernels.kernels.protocol import ping
-from tests.processes import ROOT, printed
-(specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]
-print(compile._compile(specimen, {arch})[0].asm["ptx"])
+from lancet_kernels.kernels.tuning.compile import _compile
+from {module} import {function}
+(specimen,) = [s for s in {function}({arch}) if (s.name, s.config) == ("{name}", "{config}")]
+print(_compile(specimen, {arch})[0].asm["ptx"])
 """
+
+
+def ptx_of(triton, arch, name, config):
+    where = (ping.__name__, "specimens") if name == "ping" else (specimens.__name__, "all_specimens")
+    given = {"module": where[0], "function": where[1], "arch": arch, "name": name, "config": config}
+    return printed_with(triton, "-c", PRINT_PTX.format(**given))
 
 
 @pytest.mark.long
 @need_bitcode
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("triton", TRITONS)
-def test_puts_over_nvshmem_are_linked(triton, arch):
-    """The bodies are there, not only the calls; what stays open is what the CUDA driver itself offers."""
-    ptx = printed_with(triton, "-c", PRINT_PTX.format(arch=arch, transport="nvshmem"))
-    declared = re.findall(r"\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
-    assert set(declared) <= {"vprintf", "__assertfail"}
-    assert not re.search(r"\.extern .*nvshmem", ptx)
+def test_puts_over_nvshmem_are_linked(triton):
+    """The bodies are there: calls without effect would go, and ptxas refuses those that it cannot find."""
+    ptx = ptx_of(triton, 90, "ping", "4x256 bf16 nvshmem")
     # NVSHMEM's state of this PE, which nvshmemx_cumodule_init fills in
     assert re.search(r"\.visible .*nvshmemi_device_state_d", ptx)
     bodies = " ".join(re.findall(r"Begin function (\w+)", ptx))
@@ -230,6 +248,68 @@ def test_puts_over_nvshmem_are_linked(triton, arch):
 @pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_through_pointers_need_no_nvshmem(triton):
-    ptx = printed_with(triton, "-c", PRINT_PTX.format(arch=90, transport="pointers"))
+    ptx = ptx_of(triton, 90, "ping", "4x256 bf16 pointers")
     assert "nvshmem" not in ptx
     assert re.search(r"atom\.global\.sys\.release\.exch", ptx)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("triton", TRITONS)
+def test_stores_of_the_hopper_kernel_are_16_bytes_wide(triton):
+    ptx = ptx_of(triton, 90, "gluon_overlap", "forward gelu bf16 128x256x64 w8 s4")
+    assert re.search(r"st\.global\S*\.v4", ptx)
+    assert not re.search(r"st\.global\S*\.b16", ptx)
+
+
+def test_the_hopper_kernel_has_no_specimens_for_other_architectures():
+    counts = [sum(s.name == "gluon_overlap" for s in all_specimens(arch)) for arch in (80, 90, 100)]
+    assert counts[1] > 10
+    assert counts[0] == counts[2] == 0
+
+
+@pytest.mark.long  # by default: made-up lines, below
+def test_products_that_wait_for_each_other_are_noticed():
+    pipelined, joined, waiting = compile_all([*bad_kernels.loops_of_products()], 90, workers=1)
+    assert (pipelined.problems, pipelined.compiled.in_flight) == ([], 1)
+    few = "0 products in flight, fewer than 1"
+    assert joined.problems == ["products wait for each other (C7514 of ptxas)", few]
+    assert waiting.problems == [few]
+
+
+# Made-up lines as `cuobjdump -sass` prints them: a loop as in the Hopper kernel, then one in which ptxas
+# waits after each product; both jump back from behind, to wait for a barrier, as does the whole program.
+SASS = """
+        /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R2 ;   /* 0x0 */
+        /*0010*/              @!P1 BRA 0x140 ;
+        /*0020*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12].tnspB, R24 ;
+        /*0030*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x1, 0x100 ;
+        /*0060*/               @P0 BRA 0x0 ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;
+        /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00a0*/                   STL [R1], R2 ;
+        /*00b0*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;
+        /*00c0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*00d0*/                   LDL R2, [R1] ;
+        /*00e0*/               @P0 BRA 0x80 ;
+        /*00f0*/                   BRA 0x0 ;
+        /*0100*/                   EXIT ;
+        /*0140*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R2 ;
+        /*0150*/               @P1 BRA 0x20 ;
+        /*0160*/                   BRA 0x140 ;
+"""
+
+
+def test_loops_of_products_and_what_their_strictest_wait_leaves_running():
+    pipelined, waiting = product_loops(SASS)
+    assert pipelined == ProductLoop(7, 2, 1, 0, 0, in_flight=1, shape="64x256x16")
+    assert waiting == ProductLoop(7, 2, 0, 1, 1, in_flight=0, shape="64x256x16")
+    assert product_loops(SASS.replace("HGMMA", "FFMA")) == ()
+
+
+def test_what_ptxas_says_of_products():
+    log = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert serialized(f"{log}\n{log}\n0 bytes spill stores") == ("C7515",)
+    assert serialized("ptxas info    : Used 168 registers") == ()

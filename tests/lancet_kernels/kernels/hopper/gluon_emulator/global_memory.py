@@ -77,12 +77,8 @@ class GlobalMemory:
     """Stands between Triton's interpreter and the memory: its methods replace those of the builder."""
 
     HOOKS = (
-        "create_masked_load",
-        "create_masked_store",
-        "create_atomic_rmw",
-        "create_atomic_cas",
-        "create_barrier",
-    )
+        "create_masked_load create_masked_store create_atomic_rmw create_atomic_cas create_barrier"
+    ).split()
 
     def __init__(self, scheduler: Scheduler, builder: Any) -> None:
         self.scheduler = scheduler

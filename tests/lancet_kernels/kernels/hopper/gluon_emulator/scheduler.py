@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 HERE = Path(__file__).parent
 WEIGHTS = (1.0, 1.0, 1.0, 0.1, 0.01)
@@ -39,14 +39,6 @@ class Misuse(EmulationError):
 
 class _Stop(BaseException):
     """Ends the other tasks after a failure; kernels cannot catch it."""
-
-
-class Operation(Protocol):
-    """Something issued that is not complete: `land` completes it."""
-
-    weight: float
-
-    def land(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -101,7 +93,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.builder, self.patience = builder, patience
         self.tasks: list[Task] = []
-        self.operations: list[Operation] = []
+        self.operations: list[Any] = []  # issued and not complete: `land` completes it, drawn by its `weight`
         self.current: Task | None = None
         self.version = 0  # of all memory that tasks share
         self.steps = 0
@@ -161,10 +153,10 @@ class Scheduler:
             self._switch()
         me.polled = key
 
-    def issue(self, operation: Operation) -> None:
+    def issue(self, operation: Any) -> None:
         self.operations.append(operation)
 
-    def land(self, operation: Operation) -> None:
+    def land(self, operation: Any) -> None:
         """Complete it now, if it is not complete."""
         if operation in self.operations:
             self.operations.remove(operation)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.runtime import INTERPRETED
-from lancet_kernels.ops.moe import kernel_path
+from lancet_kernels.ops.moe import dispatch
 from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from tests.grids import few_of
 from tests.ops.op_cases import routed_batch, skewed_logits
@@ -50,7 +50,7 @@ def in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
 
     def in_kernels_alone(op: Any, *args: object) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(kernel_path, "_kernels_run_on", lambda device: True)
+            patch.setattr(dispatch, "_kernels_run_on", lambda device: True)
             # The implementation itself: inside a dispatched op the mode would not see anything.
             with NoQuestions():
                 return (getattr(op, "function", None) or op._init_fn)(*args)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
-from lancet_kernels.schedules.order.ordering import ordered
-from lancet_kernels.schedules.order.sink import read_late
+from lancet_kernels.schedules.order.ordering import ordered, read_late
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from tests.schedules.made_programs import program, random_programs
 

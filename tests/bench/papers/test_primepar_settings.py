@@ -5,10 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.primepar_settings import partition_program
-from bench.papers.transformer_blocks import BlockSizes, best_megatron, fixed, problem, spatial
+from bench.papers.primepar_settings import (
+    BlockSizes,
+    best_megatron,
+    fixed,
+    partition_program,
+    problem,
+    spatial,
+)
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.costs.grouping import all_reduce_ms
+from lancet_kernels.schedules.shard.partition_costs import all_reduce_ms
 from lancet_kernels.schedules.shard.segments import borders_of, megatron, solve
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.grids import few_of

@@ -4,8 +4,8 @@ import torch
 from torch import fx
 
 from lancet_kernels import ops
-from lancet_kernels.graph.capture.layer_names import announce_layers, layer_name
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
+from lancet_kernels.graph.capture.trace import announce_layers, layer_name
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 

@@ -6,8 +6,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.schedules.order.best_order import SEARCHED, best_order
-from lancet_kernels.schedules.order.local_search import improved
+from lancet_kernels.schedules.order.best_order import SEARCHED, best_order, improved
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import run
 from tests.examples import examples

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from lancet_kernels import MoELayer
-from lancet_kernels.layer.checkpointed_run import CheckpointedRun
+from lancet_kernels.layer.moe_layer import CheckpointedRun
 
 D, E, T = 8, 8, 12
 KINDS: dict[str, dict] = {

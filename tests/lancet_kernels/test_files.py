@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from lancet_kernels.atomic import file_errors, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, locked, write_json_atomically, write_text_atomically
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
