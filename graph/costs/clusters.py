@@ -87,7 +87,9 @@ class CommunicationModel:
             ("all_to_all", "world"): _points(lambda size: grouped_all_to_all_ms(cluster, size, *placement)),
             ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
         }
-        sums = {"world": (gpus, tensor_ranks), "tensor": (tensor_ranks, 1)}
+        sums = {"world": (gpus, tensor_ranks)}
+        if tensor_ranks > 1:
+            sums["tensor"] = tensor_ranks, 1
         if among < gpus:
             sums["replica"] = gpus, among
         if shard_ranks is not None:
