@@ -25,6 +25,7 @@ from lancet_kernels.predict.microbatch import (
     PARAMETERS,
     Microbatch,
     waits_for_sizes,
+    with_sums_waited_for,
 )
 from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import Question, gib
@@ -269,7 +270,9 @@ class _Captured:
         """A strategy with the figures of all layers."""
         fewer, more = self._at_depths(strategy)
         # Every further layer keeps as much in memory, whatever the order of the step is.
-        kept = [_memory(one.program, range(len(one.program))) for one in self.microbatches]
+        kept = [
+            _memory(with_sums_waited_for(one.program), range(len(one.program))) for one in self.microbatches
+        ]
         memory = {
             kind: size + self.depths.extra * (kept[1][kind] - kept[0][kind])
             for kind, size in more.memory.items()

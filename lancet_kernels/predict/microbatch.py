@@ -37,9 +37,6 @@ from lancet_kernels.schedules.time.peak_memory import peak_memory
 WEIGHT_BYTES, COPY_BYTES = 2, 4
 """Bytes for each number: a bfloat16 weight, and the optimizer's float32 copy of it."""
 
-SUMS_IN_FLIGHT = 8
-"""Sums that travel before the first is waited for: of about two layers, each of which has some units."""
-
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 HOST_WAITS = "host_waits"
 """Attribute of a pair's message: does the host wait before it for the sizes of what its rank receives?"""
@@ -111,10 +108,7 @@ class Microbatch:
         experts = set(expert_parameters(step.model))
         of_experts = sum(p.numel() for p in experts)
         numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
-        program = _shared(program, step, question)
-        if question.sharding == "full":
-            program = _with_waits_for_sums(program)
-        timed = _with_optimizer(program, question, numbers)
+        timed = _with_optimizer(_shared(program, step, question), question, numbers)
         return cls(question, replace(step, timed=timed, cost=cost), kernels, numbers)
 
     @property
@@ -137,7 +131,7 @@ class Microbatch:
     @cached_property
     def peak_bytes(self) -> int:
         """Peak memory in the original order."""
-        return peak_memory(self.program)
+        return peak_memory(with_sums_waited_for(self.program))
 
     def planner(self, limit_gb: float) -> Planner:
         """Plans the microbatch within a memory limit."""
@@ -197,21 +191,10 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
     return replace(program, instructions=tuple(instructions), tensors=tensors, outputs=program.outputs[:1])
 
 
-def _with_waits_for_sums(program: Program) -> Program:
-    """The Program that waits for the sums of each unit when those of the next but one begin, as fully_shard
-    does: until then, what they send stays in memory. Without it, all would until the optimizer's step."""
-    instructions: list[Instruction] = []
-    units: list[tuple[str, ...]] = []
-    for i in program.instructions:
-        if sums_gradients(i):
-            units.append(i.outputs)
-            if len(units) > SUMS_IN_FLIGHT:
-                arrived = units[-1 - SUMS_IN_FLIGHT]
-                name = f"arrived_{len(units)}"
-                instructions.append(
-                    Instruction(name, "lancet_prediction.arrived", arrived, (), phase=Phase.BACKWARD)
-                )
-        instructions.append(i)
+def with_sums_waited_for(program: Program) -> Program:
+    """The Program for its memory in which what a sum of gradients sends is free as soon as it is sent, as
+    fully_shard has it within a layer or two: a message holds it until its result is read, by the optimizer."""
+    instructions = (replace(i, kind=Kind.COMPUTE) if sums_gradients(i) else i for i in program.instructions)
     return replace(program, instructions=tuple(instructions))
 
 
