@@ -192,8 +192,8 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
 
 
 def with_sums_waited_for(program: Program) -> Program:
-    """The Program for its memory in which what a sum of gradients sends is free as soon as it is sent, as
-    fully_shard has it within a layer or two: a message holds it until its result is read, by the optimizer."""
+    """The Program, for its memory, in which what a sum of gradients sends is free as soon as it is sent: with
+    fully_shard it is within a layer or two, and a message holds it until the optimizer reads the result."""
     instructions = (replace(i, kind=Kind.COMPUTE) if sums_gradients(i) else i for i in program.instructions)
     return replace(program, instructions=tuple(instructions))
 
