@@ -95,6 +95,8 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
 
 def _slice_linears(module: nn.Module, ranks: int) -> None:
     for name, linear in module.named_children():
+        if not isinstance(linear, nn.Linear):
+            continue
         if name in _BY_OUTPUT:
             linear.weight = _slice(linear.weight, 0, ranks, name)
             if linear.bias is not None:
@@ -106,7 +108,7 @@ def _slice_linears(module: nn.Module, ranks: int) -> None:
         module.sinks = _slice(sinks, 0, ranks, "sinks")  # one for each head
 
 
-def _slice(parameter: nn.Parameter, dim: int, ranks: int, what: str) -> nn.Parameter:
+def _slice(parameter: Tensor, dim: int, ranks: int, what: str) -> nn.Parameter:
     size = parameter.shape[dim]
     _check_divides(size, ranks, what)
     return nn.Parameter(
