@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
     from lancet_kernels.transformers.causal_lm import CausalLMStep
-    from lancet_kernels.transformers.checkpoints import export_state_dict, load_safetensors
+    from lancet_kernels.transformers.checkpoints import export_state_dict, load_safetensors, save_safetensors
     from lancet_kernels.transformers.convert import ConversionReport, convert
 else:
     # Imported on first use, because they import torch's tracer.
@@ -56,6 +56,7 @@ else:
         "parallelize_linears": "parallelization.parallel_linears",
         "prepare_data_parallel": "layer.data_parallel",
         "reset_exchanges": "ops.moe.fused_experts",
+        "save_safetensors": "transformers.checkpoints",
         "whole_state_dict": "parallelization.partitioned_linear",
     }
 
@@ -104,6 +105,7 @@ __all__ = [
     "parallelize_linears",
     "prepare_data_parallel",
     "reset_exchanges",
+    "save_safetensors",
     "set_gradient_group",
     "set_routing_step",
     "standing_for",

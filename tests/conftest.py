@@ -20,6 +20,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Before anything imports the library, here and in child processes: ranks that disagree are named.
+os.environ["LANCET_CHECK"] = "1"
+
 # Before CUDA starts: a queue for each of the streams on which PEs wait for each other.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from bench.peers import SAME_WEIGHTS, Absent, same_weights
-from lancet_kernels.kernels.tuning.workloads import Workload
+from lancet_kernels.measure.workloads import Workload
 
 WORKLOADS = {
     w.name: w

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lancet_kernels import ops
-from lancet_kernels.kernels.moe.permute import combine, permute
+from lancet_kernels.kernels.rows import combine, permute
 from lancet_kernels.predict.simulate import Setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.strategies import PlanningOptions

@@ -28,13 +28,13 @@ from bench.gpu.first_run import FACT
 from bench.peers import by_torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.config import default_overlap_config
 from lancet_kernels.kernels.hopper import kernel as hopper_kernel
+from lancet_kernels.kernels.overlap import variants, warm_up, warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
-from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload
-from lancet_kernels.kernels.warmup import variants, warm_up, warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
+from lancet_kernels.measure.workloads import WORKLOADS, Workload
 from lancet_kernels.timing import Clock
 
 Results = Iterator[dict]

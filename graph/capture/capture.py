@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,10 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
 Give = Callable[[Iterable[tuple[str, Tensor | None]]], None]
 """Takes gradients, by parameter."""
+
+
+_Line = tuple[str, int, str]
+"""File, number and text of a line."""
 
 
 class CaptureError(UserError):
@@ -291,20 +297,57 @@ def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: boo
 def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:
     """The error for a module that torch cannot trace. Args: node: whose result is the reason."""
     reason = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    if node is not None:
+        written = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+        lines = [(file, int(number), code) for file, number, code in written]
+    else:
+        lines = [(f.filename, f.lineno, f.line) for f in getattr(error, "real_stack", None) or ()]
     return CaptureError(
         f"capture of {type(module).__name__}",
-        got=f"{_line_of_user(error, node)}{type(error).__name__}: {reason}",
+        got=f"{_hook(module, error, lines)}{_line_of_user(lines)}{type(error).__name__}: {reason}",
         expected="a module that torch.compile(fullgraph=True) accepts",
         do="remove what it names, or train without optimize()",
     )
 
 
-def _line_of_user(error: Exception, node: fx.Node | None) -> str:
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Callable[..., object]], ...]:
+    """The hooks around a module's forward and, last, around its backward, by kind."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _hook(module: nn.Module, error: Exception, lines: Sequence[_Line]) -> str:
+    """`hook scale on blocks.0.norm, `, if torch cannot trace that hook; "": it is none."""
+    for path, part in module.named_modules():
+        for number, hooks in enumerate(hooks_of(part)):
+            for hook in hooks.values():
+                while isinstance(hook, partial):
+                    hook = hook.func
+                of_backward = number >= 2
+                # Of these torch traces none, and says so without a line.
+                refused = "backwards hooks" in str(error) if of_backward else _runs(hook, lines)
+                if refused:
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    return f"{'backward ' * of_backward}hook {name} on {path or 'the module itself'}, "
+    return ""
+
+
+def _runs(hook: Callable[..., object], lines: Sequence[_Line]) -> bool:
+    """Is one of the lines in a hook?"""
+    function: Any = hook if inspect.isroutine(hook) else type(hook).__call__
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    if code is None:
+        return False
+    own = [line for *_, line in code.co_lines() if line is not None]
+    return any(file == code.co_filename and min(own) <= number <= max(own) for file, number, _ in lines)
+
+
+def _line_of_user(lines: Sequence[_Line]) -> str:
     """`step.py, line 9, "if y.sum() > 0:": `, the innermost line outside torch and our ops; "": none."""
-    if node is not None:
-        lines = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    else:
-        lines = [(f.filename, f.lineno, f.line) for f in getattr(error, "real_stack", None) or ()]
     inner = [Path(package.__path__[0]) for package in (torch, ops)]
     for file, number, code in reversed(lines):
         if not any(Path(file).is_relative_to(folder) for folder in inner):

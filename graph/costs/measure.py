@@ -26,7 +26,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, with_any_stride
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_functional_collective, is_instruction
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.groups import Groups, group_of, group_size, over_ranks
 from lancet_kernels.ops.comm.link import link
@@ -36,6 +36,8 @@ from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.moe import fused_graph
 
 SMALLEST_BYTES = 1024
+BEYOND = 10.0
+"""A time that is so many times what others say is measured again before it is kept: the machine was busy."""
 GPU_SLEEP_CYCLES = 500_000
 """About 0.3 ms."""
 
@@ -136,16 +138,20 @@ def _waits_for_ranks(node: fx.Node) -> bool:
     return takes_group and not is_collective(node)
 
 
-class _Timer(fx.Interpreter):
+class AnyStrides(fx.Interpreter):
+    """Runs a graph in which strides of fake results may be wrong (`with_any_strides`)."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return super().call_function(with_any_strides(target), args, kwargs)
+
+
+class _Timer(AnyStrides):
     """Runs a graph node by node. `times`: CPU and wall milliseconds, CPU milliseconds of other threads, and
     bytes on the wire, by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.times: dict[str, tuple[float, float, float, float]] = {}
-
-    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super().call_function(with_any_strides(target), args, kwargs)
 
     def run_node(self, node: fx.Node) -> object:
         if not is_instruction(node):
@@ -234,17 +240,63 @@ def measure_communication(
     for collective, name in largest:
         group = fixed_groups.get(collective, named[name])
         call = partial(_run_collective, collective, group, width, device)
-        points = []
-        size = SMALLEST_BYTES
-        while True:
-            timed = partial(_link_ms if collective == "all_to_all" else _total_ms, call, size, device)
-            points.append((float(size), _median_ms(timed, groups.world, repeats)))
-            if size >= largest[collective, name]:
-                break
-            size *= 2
-        samples[collective, name] = points
+        clock = _link_ms if collective == "all_to_all" else _total_ms
+
+        def measured(size: int, clock=clock, call=call) -> float:
+            return _median_ms(partial(clock, call, size, device), groups.world, repeats)
+
+        times = {size: measured(size) for size in _doubled(SMALLEST_BYTES, largest[collective, name])}
+        for size in beyond_others(times):
+            times[size] = min(times[size], measured(size))
+        samples[collective, name] = [(float(size), ms) for size, ms in times.items()]
     link.read()
     return CommunicationModel.measured(samples)
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """Example: 1, 5 -> [1, 2, 4, 8]."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def beyond_others(times: Mapping[int, float]) -> list[int]:
+    """Sizes whose message took over `BEYOND` times as long as those of other sizes say: that of any larger
+    one, and that of a smaller one times their ratio. Args: times: by size."""
+    return [
+        size
+        for size, ms in times.items()
+        if any(ms > BEYOND * other_ms * max(1, size / other) for other, other_ms in times.items())
+    ]
+
+
+def beyond_roofline(program: Program, milliseconds: Mapping[str, float]) -> list[str]:
+    """Ops of torch and products that took over `BEYOND` times as long as their roofline: the slower of
+    arithmetic and memory, at the speed that a quarter of the program's ops exceed, but no less than their
+    median time.
+
+    Args: milliseconds: by name. Example: of equal products that take 1, 1, 1 and 30 ms, the last one.
+    """
+    computations = [i for i in program.instructions if milliseconds.get(i.name, 0.0) > 0]
+    # The time of most ops of ours, a gate say, has other reasons.
+    computations = [i for i in computations if i.op.startswith("aten.") or i.flops > 0]
+    computations = [i for i in computations if i.kind is Kind.COMPUTE and not i.is_free]
+    if not computations:
+        return []
+
+    def ms_per(amount: Callable[[Instruction], float]) -> float:
+        """The quarter that is fastest: a call of a small op takes more than its work."""
+        shown = sorted(milliseconds[i.name] / amount(i) for i in computations if amount(i) > 0)
+        return shown[len(shown) // 4] if shown else 0.0
+
+    least = statistics.median(milliseconds[i.name] for i in computations)
+    of_flops, of_bytes = ms_per(lambda i: i.flops), ms_per(lambda i: i.bytes)
+    return [
+        i.name
+        for i in computations
+        if milliseconds[i.name] > BEYOND * max(least, i.flops * of_flops, i.bytes * of_bytes)
+    ]
 
 
 def _link_ms(call: Callable[[int], object], size: int, device: torch.device) -> float:

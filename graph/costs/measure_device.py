@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.costs.clusters import Points
-from lancet_kernels.graph.costs.measure import timed_on_gpu, unpaced
+from lancet_kernels.graph.costs.measure import AnyStrides, timed_on_gpu, unpaced
 from lancet_kernels.graph.costs.part_instruction import cut_key, part_instruction
 from lancet_kernels.graph.from_fx import facts_of, op_name, tensor_names
 from lancet_kernels.graph.ops import facts
@@ -157,7 +157,7 @@ def measure_parts(
     return timer.shares
 
 
-class _PartTimer(fx.Interpreter):
+class _PartTimer(AnyStrides):
     """Runs a graph; a node with cuts to measure is also run repeatedly, whole and one part of it."""
 
     def __init__(self, module: fx.GraphModule, cuts: Sequence[CutToMeasure], device: torch.device) -> None:

@@ -28,6 +28,8 @@ from lancet_kernels.files import CacheFile, cache_folder
 from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.costs.measure import (
+    NodeTimes,
+    beyond_roofline,
     measure_communication,
     measure_nodes,
     milliseconds_as_it_runs,
@@ -155,7 +157,7 @@ class Profiler:
         cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
         times = {key: number for key, number in cached.items() if number is not None and not again}
         if len(times) < len(cached):
-            measured = measure_nodes(module, inputs, self.groups.world)
+            measured = self._measured(module, inputs, program)
             by_key: dict[str, list[float]] = {}
             for key, name, quantity in _quantities(program, keys):
                 by_key.setdefault(key, []).append(getattr(measured[name], quantity))
@@ -168,6 +170,18 @@ class Profiler:
                 _log.warning("%s", _outlier(changes))
             self._store(times)
         return self._with_times(program, keys, times, preset, shares)
+
+    def _measured(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program
+    ) -> dict[str, NodeTimes]:
+        """Times of all nodes; those beyond the roofline are the shorter ones of two measurements."""
+        measured = measure_nodes(module, inputs, self.groups.world)
+        beyond = beyond_roofline(program, {name: times.milliseconds for name, times in measured.items()})
+        if beyond:
+            again = measure_nodes(module, inputs, self.groups.world)
+            for name in beyond:
+                measured[name] = min(measured[name], again[name], key=lambda times: times.milliseconds)
+        return measured
 
     def _keys(self, program: Program) -> dict[str, str]:
         """By name of an instruction: what its time is stored under."""

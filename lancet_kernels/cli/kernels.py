@@ -16,8 +16,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.files import json_text
 
 if TYPE_CHECKING:
-    from lancet_kernels.kernels.tuning.compile_pool import Row
-    from lancet_kernels.kernels.tuning.specimens import Specimen
+    from lancet_kernels.kernels.compile import Row
+    from lancet_kernels.kernels.specimens import Specimen
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 COLUMNS = (
@@ -55,8 +55,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Compile and print. -> 1 if a kernel has a problem, else 0."""
     # Imported here, because it needs Triton, which is not available on every platform.
+    from lancet_kernels.kernels import compile, specimens
     from lancet_kernels.kernels.symmetric import nvshmem
-    from lancet_kernels.kernels.tuning import compile_pool, specimens
 
     arch = int(arguments.arch.removeprefix("sm_"))
     chosen = [
@@ -83,7 +83,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         if sys.stderr.isatty():
             print(f"{next(number)}/{len(chosen)} {_name(row)}", file=sys.stderr)
 
-    rows = compile_pool.compile_all(chosen, arch, workers=arguments.workers, on_done=show)
+    rows = compile.compile_all(chosen, arch, workers=arguments.workers, on_done=show)
     failed = [row for row in rows if row.problems]
     for row in failed:
         error = f"\n{row.error}" if row.error else ""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from lancet_kernels.cli.kernels import ARCHITECTURES
 from lancet_kernels.cli.options import add_options, option, positive_float, positive_int
 from lancet_kernels.files import json_text
-from lancet_kernels.kernels.tuning.workloads import WORKLOADS, parse_workload
+from lancet_kernels.measure.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.kernels.tuning.tuned import Place
-    from lancet_kernels.measure.tuner import Outcome
+    from lancet_kernels.measure.tuner import Outcome, Place
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Between two meetings lies at most one candidate.
@@ -79,9 +78,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     import torch
     from tqdm import tqdm
 
-    from lancet_kernels.kernels.tuning.tuned import Place, Task, TunedCache, default_cache
+    from lancet_kernels.kernels.config import TunedCache, default_cache
     from lancet_kernels.measure.ranks import start_ranks, under_launcher
-    from lancet_kernels.measure.tuner import check_has_gpu, tune
+    from lancet_kernels.measure.tuner import Place, Task, check_has_gpu, tune
 
     dtype = getattr(torch, arguments.dtype)
     # Of layers with the same shape one.
@@ -145,7 +144,7 @@ def _task(outcome: Outcome) -> dict[str, Any]:
     if outcome.winner is not None:
         fields["winner"] = outcome.winner.as_json()
     if outcome.cached is not None:
-        fields["winner"] = {"config": outcome.cached.config, "ms": outcome.cached.milliseconds}
+        fields["winner"] = {"config": asdict(outcome.cached.config), "ms": outcome.cached.milliseconds}
     return fields
 
 
@@ -159,7 +158,7 @@ def _text(outcomes: Sequence[Outcome]) -> str:
 def _configuration_text(outcome: Outcome) -> list[str]:
     if outcome.cached is not None:
         entry = outcome.cached
-        return [f"    measured on {entry.date}: {_short(entry.configuration())}"]
+        return [f"    measured on {entry.date}: {_short(entry.config)}"]
     counted = f"    {len(outcome.candidates)} candidates"
     if outcome.status == "dry-run":
         return [f"{counted}:", *(f"        {_short(candidate.config)}" for candidate in outcome.candidates)]

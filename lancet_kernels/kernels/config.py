@@ -1,18 +1,47 @@
-"""How is a fused launch cut, and which kernel runs it? Tiles, puts, grid; what a GPU can hold of them.
+"""Which configuration has a layer's fused launches: how are they cut, and which kernel runs them?
 
-`tuning.tuned` gives what was tuned for a device, or else `OverlapConfig.for_gpu`; of a configuration `cut`
-makes each launch.
+That which `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`, of which `cut` makes each
+launch. An entry of the cache that is unreadable, or not valid on the device, is ignored with a warning. All
+ranks of a job must have the same entries: one file, or files written by the same collective `lancet tune`.
+
+Also the names of activations, since this file does not need Triton.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.files import CacheFile, cache_folder, locked
 
+ACTIVATIONS = ("gelu", "silu", "swiglu")
+"""The activations that the kernels compute."""
+INTERLEAVED = "interleaved-clamped-swiglu"
+"""As "clamped-swiglu", with gate and up in alternate columns."""
+CLAMPED = ("clamped-swiglu", INTERLEAVED)
+"""The activations of GPT-OSS."""
+ALL_ACTIVATIONS = (*ACTIVATIONS, *CLAMPED)
+"""The activations of layers with backend "torch"; those of GPT-OSS are computed by plain torch ops."""
+GATED = ("swiglu", *CLAMPED)
+"""The activations whose input holds gate and up, so is twice as wide as the output."""
+
+SMS_VARIABLE = "LANCET_FUSED_SMS"
+# Width, hidden width, activation, PEs on the device.
+Shape = tuple[int, int, str, int]
+FORMAT = "lancet-tuned-configurations"
+VERSION = 1
+# Environment variable with another path of the user's cache.
+CACHE_VARIABLE = "LANCET_TUNED"
 # Maximal shared memory of one program, in bytes, by architecture (CUDA programming guide, compute
 # capabilities).
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -25,6 +54,12 @@ MOST_ACCUMULATOR_REGISTERS = 128
 def shared_memory(arch: int) -> int:
     """Bytes of shared memory for one program on compute capability `arch` (90 for 9.0)."""
     return SHARED_MEMORY[max((a for a in SHARED_MEMORY if a <= arch), default=80)]
+
+
+def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Raise UserError unless `kind` is one of `supported`."""
+    is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
+    check_name(what, kind, supported, 'use backend="torch"' if is_other else "check the name")
 
 
 @dataclass(frozen=True)
@@ -45,17 +80,13 @@ class GemmConfig:
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
 
-    def operand_bytes(self, dtype: torch.dtype, accumulators: int = 1) -> int:
-        """Shared memory of the operands in flight. Two accumulators (swiglu) read two blocks of weights."""
-        columns = self.block_m + accumulators * self.block_n
-        return self.num_stages * columns * self.block_k * dtype.itemsize
-
-    def accumulator_registers(self, accumulators: int = 1) -> int:
-        """float32 accumulators of one thread."""
-        return accumulators * self.block_m * self.block_n // (32 * self.num_warps)
-
     def is_valid(self, dtype: torch.dtype, arch: int, accumulators: int = 1) -> bool:
-        """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?"""
+        """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?
+
+        Two accumulators (swiglu) read two blocks of weights.
+        """
+        columns = self.block_m + accumulators * self.block_n
+        operand_bytes = self.num_stages * columns * self.block_k * dtype.itemsize
         # block_n / 2: the epilogue works on quarters of a tile, 8 columns or more.
         blocks = (self.block_m, self.block_n // 2, self.block_k)
         powers = all(b >= 16 and b & (b - 1) == 0 for b in (*blocks, 16 * self.num_warps))
@@ -63,8 +94,8 @@ class GemmConfig:
             powers
             and self.num_warps <= 16
             and self.num_stages >= 1
-            and self.operand_bytes(dtype, accumulators) <= shared_memory(arch)
-            and self.accumulator_registers(accumulators) <= MOST_ACCUMULATOR_REGISTERS
+            and operand_bytes <= shared_memory(arch)
+            and accumulators * self.block_m * self.block_n <= MOST_ACCUMULATOR_REGISTERS * 32 * self.num_warps
         )
 
 
@@ -88,8 +119,7 @@ class OverlapConfig:
         reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
-        bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`hopper/kernel.py`), in launches
-            with tensor descriptors.
+        bodies: "triton", or "gluon": the kernel of `hopper/`, in launches with tensor descriptors.
     """
 
     gemm: GemmConfig
@@ -112,8 +142,7 @@ class OverlapConfig:
             )
         if self.programs < 1:
             raise UserError("programs", got=self.programs, expected="at least 1", do="give it one")
-        if self.bodies not in ("triton", "gluon"):
-            raise UserError("bodies", got=self.bodies, expected="triton or gluon", do="use one of these")
+        check_name("bodies", self.bodies, ("triton", "gluon"))
 
     @classmethod
     def for_gpu(
@@ -130,11 +159,9 @@ class OverlapConfig:
 
         The Hopper kernel where it can run: puts in steps of 4 KiB. Else, or with `portable`, the portable
         one, with a tile that fits beside everything else in it without spilling (compiled 2026-11-21). On
-        sm_90 128x256 spills 24 to 40 bytes. On sm_80, which loads operands through registers, 128x64 with 8
-        warps spills 16 bytes once weight gradients of other layers ride along; float32 with 32 columns a
-        step spills some 450, and 64x64 16 bytes on sm_90 (Triton 3.6).
-
-        far: some peers are reached by NVSHMEM only.
+        sm_90 128x256 spills 24 to 40 bytes; on sm_80, which loads operands through registers, 128x64 with 8
+        warps 16 bytes once independent GEMMs ride along; float32 with 32 columns a step some 450, and 64x64
+        16 bytes on sm_90 (Triton 3.6). far: some peers are reached by NVSHMEM only.
         """
         tile = GemmConfig(128, 256, 64, 8, 4)
         hopper = cls(tile, put_rows=2, put_block=1024, programs=programs, tma=True, bodies="gluon")
@@ -155,25 +182,17 @@ class OverlapConfig:
 
         arch: 90 for compute capability 9.0, 0 for no GPU. far: some peers are reached by NVSHMEM only.
         """
-        tile = self.gemm
+        tile, block = self.gemm, self.gemm.block_k
         fits = tile in [GemmConfig(128, 256, 64, 8, stages) for stages in (2, 3, 4)]
+        divides = width % block == 0 and hidden % block == 0
+        here = f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU"
         checks = (
             ("tile", str(tile), "128x256x64 with 8 warps and 2 to 4 stages", fits),
             ("tma", self.tma, "True", self.tma),
             ("type", dtype, "torch.bfloat16 or torch.float16", dtype in (torch.bfloat16, torch.float16)),
-            (
-                "widths of model and experts",
-                (width, hidden),
-                f"multiples of {tile.block_k}",
-                width % tile.block_k == 0 and hidden % tile.block_k == 0,
-            ),
+            ("widths of model and experts", (width, hidden), f"multiples of {block}", divides),
             ("transport", "NVSHMEM" if far else "pointers", "pointers to all peers", not far),
-            (
-                "device",
-                f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU",
-                "a GPU of compute capability 9.0",
-                arch == 90,
-            ),
+            ("device", here, "a GPU of compute capability 9.0", arch == 90),
         )
         return [(what, got, expected) for what, got, expected, fits in checks if not fits]
 
@@ -182,21 +201,16 @@ class OverlapConfig:
 
         Plain loads need registers for addresses: 128x128x64 with 4 stages spills 1104 bytes in the forward
         and 1724 in the backward with independent GEMMs (bfloat16, sm_90, Triton 3.6, compiled 2026-11-21), 64
-        columns 416 bytes on sm_100 with Triton 3.9. Beside the backward's tasks 128 columns spill 52 to 76
-        bytes on sm_90, and 88 to 104 with NVSHMEM's functions on sm_100 (Triton 3.9; 2026-11-23). Spills are
-        in memory that the driver grows at a launch, for which it waits until the device is idle: never, if a
-        peer there waits for that launch.
+        columns 416 bytes on sm_100. Beside the backward's tasks 128 columns spill 52 to 104 bytes (Triton
+        3.9; 2026-11-23). Spills are in memory that the driver grows at a launch, for which it waits until the
+        device is idle: never, if a peer there waits for that launch.
         """
         tile, tma = self.gemm, self.tma and aligned
         if not aligned and dtype.itemsize == 4:
             tile = replace(tile, num_stages=1)
         elif not aligned:
-            tile = replace(
-                tile,
-                block_n=min(tile.block_n, 32),
-                block_k=min(tile.block_k, 32),
-                num_stages=min(tile.num_stages, 3),
-            )
+            columns, step = min(tile.block_n, 32), min(tile.block_k, 32)
+            tile = replace(tile, block_n=columns, block_k=step, num_stages=min(tile.num_stages, 3))
         gluon = self.bodies == "gluon" and tma
         if backward and not gluon:
             tile = replace(tile, block_n=min(tile.block_n, 64))
@@ -206,8 +220,144 @@ class OverlapConfig:
 
 
 def most_registers(tile: GemmConfig) -> int:
-    """Registers of a thread if a program has an SM's to itself, as in a persistent launch.
-
-    Said aloud, because ptxas would rather spill (72 bytes, sm_80 forward) to fit two programs.
-    """
+    """Registers of a thread if a program has an SM's to itself. Said aloud, because ptxas would rather spill
+    (72 bytes, sm_80 forward) to fit two programs."""
     return min(255, 65536 // (32 * tile.num_warps))
+
+
+def default_overlap_config(
+    width: int,
+    hidden: int,
+    activation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    pes_here: int = 1,
+    far: bool = False,
+) -> OverlapConfig:
+    """What was tuned for the device, else a sensible choice.
+
+    Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
+    Raises: UserError for a wrong LANCET_FUSED_SMS.
+
+    In the interpreter a tile costs the same milliseconds whatever its size; small sizes still have several.
+    """
+    if device.type != "cuda" and max(width, hidden) <= 64:
+        tile = GemmConfig(16, 32, 16, 1, 1)
+        return OverlapConfig(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
+    if device.type != "cuda":
+        tile = GemmConfig(32, 256, 128, 1, 1)
+        return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
+    config = tuned((width, hidden, activation, pes_here), dtype, device)
+    gpu = torch.cuda.get_device_properties(device)
+    programs = max(1, multiprocessors(gpu.multi_processor_count) // pes_here)
+    if config is None or (far and config.bodies == "gluon"):
+        config = OverlapConfig.for_gpu(width, hidden, dtype, 10 * gpu.major + gpu.minor, programs, far)
+    return replace(config, programs=min(config.programs, programs))
+
+
+def multiprocessors(of_device: int) -> int:
+    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS, so that NCCL
+    reduces gradients on the others meanwhile."""
+    text = os.environ.get(SMS_VARIABLE)
+    if not text:
+        return of_device
+    if not text.isdecimal() or not 1 <= int(text) <= of_device:
+        raise UserError(SMS_VARIABLE, got=text, expected=f"1 to {of_device}, all of the GPU", do="unset it")
+    return int(text)
+
+
+def default_cache() -> Path:
+    """The user's cache of tuned configurations, or the file that LANCET_TUNED names."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else cache_folder() / "tuned.json"
+
+
+class TunedCache:
+    """Entries in a JSON file. Several processes may write it; no entry is lost."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = CacheFile(path, FORMAT, VERSION)
+
+    def entries(self) -> dict[str, Entry]:
+        """All valid entries by key, from the current file."""
+        return self._file.records("entries", "tuned configuration", _from_json)
+
+    def check_writable(self) -> None:
+        """Raise UserError if the file cannot be written; called before hours of tuning."""
+        with locked(self.path):
+            pass
+
+    def put(self, new: Iterable[Entry]) -> None:
+        """Add or replace. Raises UserError if the file cannot be written."""
+        with self._file.changed() as sections:
+            entries = self.entries() | {entry.key: entry for entry in new}
+            sections["entries"] = {key: dataclasses.asdict(entries[key]) for key in sorted(entries)}
+        user_cache.cache_clear()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned configuration.
+
+    Attributes:
+        device: a GPU's name. triton: its version. date: ISO.
+        milliseconds, default_milliseconds: of this configuration and of the heuristic default.
+    """
+
+    shape: Shape
+    dtype: str
+    device: str
+    config: OverlapConfig
+    milliseconds: float
+    default_milliseconds: float
+    triton: str
+    date: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.shape, self.dtype, self.device)
+
+
+def key_of(shape: Shape, dtype: str, device: str) -> str:
+    """The key of an entry, as one readable line.
+
+    Example: `overlap width=768 hidden=3072 activation=gelu pes_here=1 bfloat16 on NVIDIA H100 80GB HBM3`.
+    """
+    names = ("width", "hidden", "activation", "pes_here")
+    sizes = " ".join(f"{name}={value}" for name, value in zip(names, shape, strict=True))
+    return f"overlap {sizes} {dtype} on {device}"
+
+
+def _from_json(raw: Any) -> Entry:
+    """The entry. Raises if it is not valid."""
+    config = OverlapConfig(**{**raw["config"], "gemm": GemmConfig(**raw["config"]["gemm"])})
+    numbers = {**vars(config), **vars(config.gemm), "gemm": 0, "bodies": 0}
+    if dataclasses.asdict(config) != raw["config"] or not all(isinstance(n, int) for n in numbers.values()):
+        raise ValueError(f"values {raw['config']}")
+    entry = Entry(**{**raw, "shape": tuple(raw["shape"]), "config": config})
+    if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
+        raise ValueError("a time that is not a number >= 0")
+    return entry
+
+
+def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
+    """The tuned configuration for a GPU, or None. The file is read once, until this process writes it."""
+    name, arch = device_name(device)
+    key = key_of(shape, str(dtype).removeprefix("torch."), name)
+    entry = user_cache().get(key)
+    if entry is not None and not entry.config.gemm.is_valid(dtype, arch):
+        warnings.warn(f"tuned configuration {key!r} cannot run on sm_{arch} and is ignored", stacklevel=2)
+        return None
+    return None if entry is None else entry.config
+
+
+@functools.cache
+def user_cache() -> dict[str, Entry]:
+    return TunedCache(default_cache()).entries()
+
+
+def device_name(device: torch.device) -> tuple[str, int]:
+    """(name of the GPU, compute capability: 90 for 9.0)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, 10 * properties.major + properties.minor

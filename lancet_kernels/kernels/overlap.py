@@ -1,14 +1,11 @@
 """The expert part of an MoE layer, dispatch to combine, forward and backward, in fused launches.
 
-    T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
-    D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows that a pass receives
-
 Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights
 -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
-their biases fill the way back. Each direction is one
-launch, and one that adds up what comes back. Independent GEMMs (dW of another layer, say) can ride along:
-`DenseGemm`. Before the forward two small launches exchange counts and find where
-all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
+their biases fill the way back. Each direction is one launch, and one that adds up what comes back.
+Independent GEMMs (dW of another layer, say) can ride along: `DenseGemm`. Before the forward two small
+launches exchange counts and find where all rows lie (`schedule.py`); the backward's lie where the forward's
+did. Letters: `protocol`.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.
@@ -16,7 +13,8 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.config import Cut, GemmConfig, OverlapConfig, most_registers
-from lancet_kernels.kernels.hopper.kernel import launch_gluon
-from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig, most_registers
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel, launch_gluon
 from lancet_kernels.kernels.overlap_data import (
     DenseGemm,
     ExpertGradients,
@@ -42,10 +39,16 @@ from lancet_kernels.kernels.protocol import combine
 from lancet_kernels.kernels.protocol.arguments import Gemms, Gradients, Sending, Stages
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
+from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, write_dense_row_kernel
+from lancet_kernels.kernels.runtime import compile_together, launch, recorded
 
 # More than any launch has: a limit that is none.
 ALL_TASKS = 2**31 - 1
+# Kernels of a pass that wait for peers, or for each other.
+WAITING = (
+    overlap_kernel, gluon_overlap_kernel, combine_results_kernel, exchange_counts_kernel, schedule_kernel,
+)  # fmt: skip
 
 
 def moe_forward(
@@ -68,11 +71,9 @@ def moe_forward(
     hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
     gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
-    fits = aligned(exchange, experts, dense, [x, out, *gemms])
-    cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=False)
-    # Float32 that a forward never looks at.
+    # Weights that a forward never looks at.
     sending = Sending(x, routing.token_of_row(), routing.weight)
-    _launch(exchange, opened, experts, config, cut, dense, sending, gemms, None)
+    _launch(exchange, opened, experts, config, dense, sending, gemms, None, out)
     _combine(exchange, opened, routing, config, out, None)
     return out, SavedPass(opened, pre)
 
@@ -115,12 +116,8 @@ def moe_backward(
     )
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
     gradients = Gradients(forward.rows.local, made.dw2, made.db2, made.dw1, made.db1)
-    fits = aligned(backward, experts, dense, [dy, made.dx, *gemms, *gradients])
-    cut = config.cut(backward.dtype, experts.activation, aligned=fits, backward=True)
-    columns = triton.cdiv(experts.hidden, cut.columns_in)
-    gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
-    _launch(backward, opened, experts, config, cut, dense, sending, gemms, gradients)
+    _launch(backward, opened, experts, config, dense, sending, gemms, gradients, made.dx)
     _combine(backward, opened, routing, config, made.dx, made.dweight)
     backward.release(opened)
     return made
@@ -129,10 +126,8 @@ def moe_backward(
 def aligned(
     exchange: Exchange, experts: Experts, dense: Sequence[DenseGemm], tensors: Iterable[Tensor | None]
 ) -> bool:
-    """Are all operands of a launch aligned for tensor descriptors? Stores rely on it, too.
-
-    Descriptors need bases and row distances that are multiples of 16 bytes.
-    """
+    """Are bases and row distances of all operands multiples of 16 bytes, as tensor descriptors need them?
+    Stores rely on it, too."""
     operands = [t for t in tensors if t is not None]
     widths = [exchange.width, experts.hidden]
     for problem in dense:
@@ -144,14 +139,12 @@ def aligned(
 
 def _weights_to_send(exchange: Exchange, routing: Routing) -> Tensor:
     """float32 [S], in symmetric memory where NVSHMEM sends them."""
-    weights = routing.weight_of_row()
-    stage = exchange.buffers.stage
-    if stage is not None:
-        staged = stage.weights.local
-        rows = min(len(staged), len(weights))
-        staged[:rows] = weights[:rows]
-        return staged
-    return weights
+    weights, stage = routing.weight_of_row(), exchange.buffers.stage
+    if stage is None:
+        return weights
+    rows = min(len(stage.weights.local), len(weights))
+    stage.weights.local[:rows] = weights[:rows]
+    return stage.weights.local
 
 
 def _launch(
@@ -159,14 +152,19 @@ def _launch(
     opened: OpenPass,
     experts: Experts,
     config: OverlapConfig,
-    cut: Cut,
     dense: Sequence[DenseGemm],
     sending: Sending,
     gemms: Gemms,
     gradients: Gradients | None,
+    out: Tensor,
 ) -> None:
-    """The overlap kernel of one direction: a backward with `gradients`."""
+    """The overlap kernel of one direction: a backward with `gradients`. out: what `_combine` will write."""
+    fits = aligned(exchange, experts, dense, [sending.rows, out, *gemms, *(gradients or ())])
+    cut = config.cut(exchange.dtype, experts.activation, aligned=fits, backward=gradients is not None)
     gemm, stage = cut.gemm, exchange.buffers.stage
+    if gradients is not None:
+        columns = triton.cdiv(experts.hidden, cut.columns_in)
+        gemms = gemms._replace(row_dots=sending.weights.new_empty(columns, exchange.receive_rows))
     problems, dense_tiles = dense_table(dense, gemm, exchange.memory.device)
     arguments: dict[str, Any] = {
         "of_pass": opened.state, "arrivals": exchange.arrivals, "returns": exchange.returns,
@@ -218,9 +216,7 @@ def dense_table(
     problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device
 ) -> tuple[Tensor | None, int]:
     """-> int64 [problems, 8], the rows of the kernel's table, and the number of tiles; None and 0 for none.
-
-    Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run.
-    """
+    Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run."""
     if not problems:
         return None, 0
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
@@ -233,3 +229,45 @@ def dense_table(
         )  # fmt: skip
         tiles += triton.cdiv(c.shape[0], tile.block_m) * triton.cdiv(c.shape[1], tile.block_n)
     return table, tiles
+
+
+@contextmanager
+def warming_up(*others: Any) -> Iterator[None]:
+    """Inside, launches of a pass (and of `others`) that wait are recorded, and do not run; all others do.
+
+    On leaving, their kernels are compiled side by side, and loaded.
+    """
+    if runtime.INTERPRETED:
+        yield
+        return
+    with recorded(*WAITING, *others) as launches:
+        yield
+    compile_together(launches)
+
+
+def variants() -> dict[str, int]:
+    """How many variants of each of `WAITING` this process has; in the interpreter there are none."""
+    caches = {kernel.fn.__name__: getattr(kernel, "device_caches", {}) for kernel in WAITING}
+    return {name: sum(len(of_device[0]) for of_device in cache.values()) for name, cache in caches.items()}
+
+
+def warm_up(
+    forward: Exchange,
+    backward: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+) -> None:
+    """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
+
+    A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
+    would be taken for a dead one. To the exchanges this is a pass that all PEs skip.
+    """
+    if runtime.INTERPRETED:
+        return
+    with warming_up():
+        out, saved = moe_forward(forward, x, routing, experts, config)
+        moe_backward(forward, saved, backward, out, routing, experts, config)
+    forward.release(saved.opened)
+    forward.memory.barrier()

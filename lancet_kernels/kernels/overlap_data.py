@@ -1,4 +1,4 @@
-"""What goes into a pass through the fused experts and comes out of it; letters as in `kernels.overlap`.
+"""What goes into a pass through the fused experts and comes out of it; letters: `protocol`.
 
 Whether a pass can run with it is checked before anything is sent: no peer waits.
 """
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.activation_names import check_activation
-from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.config import OverlapConfig, check_activation
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
 from lancet_kernels.kernels.runtime import check_tensor
 
@@ -157,20 +156,11 @@ def check_pass(
 def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
     """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
     for i, problem in enumerate(problems):
-        name = f"independent GEMM {i}"
-        if problem.a.dim() != 2 or problem.b.dim() != 2:
-            raise UserError(
-                name,
-                got=f"a {list(problem.a.shape)} and b {list(problem.b.shape)}",
-                expected="two matrices",
-                do="flatten the dimensions of tokens into one",
-            )
-        contraction, rows = problem.a.shape
-        columns = problem.b.shape[1]
-        shapes = {"a": (contraction, rows), "b": (contraction, columns), "c": (rows, columns)}
+        a, b = problem.a.shape, problem.b.shape
+        shapes = {"a": (None, None), "b": (*a[:1], None), "c": (*a[1:], *b[1:])}
         for which, shape in shapes.items():
-            operand = getattr(problem, which)
-            check_tensor(f"{which} of {name}", operand, shape=shape, dtype=x.dtype, device=x.device)
+            what, operand = f"{which} of independent GEMM {i}", getattr(problem, which)
+            check_tensor(what, operand, shape=shape, dtype=x.dtype, device=x.device)
 
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
@@ -190,11 +180,8 @@ def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
 
 
 def check_routing(routing: Routing) -> None:
-    """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
-
-    On a GPU nothing is looked at, since that would wait for the device: there the gate's kernels answer
-    for the tables, and a wrong one reads rows from anywhere or waits for results until its time is up.
-    """
+    """Raise UserError unless the tables of a routing on the CPU are each other's inverse. On a GPU nothing is
+    looked at, since that would wait for the device."""
     if routing.expert.device.type != "cpu":
         return
     count, kept = routing.count, routing.row >= 0
@@ -217,11 +204,8 @@ def check_routing(routing: Routing) -> None:
 def check_gluon(
     config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, device: torch.device, nvshmem: bool
 ) -> None:
-    """Raise UserError unless the Hopper kernel can do what `config` asks it to.
-
-    Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
-    """
-    if config.bodies != "gluon" or runtime.recording:
+    """Raise UserError unless the Hopper kernel can do what `config` asks it to, operands aligned or not."""
+    if config.bodies != "gluon" or runtime.records_all():
         return
     arch = runtime.architecture(device) if device.type == "cuda" else 0
     for what, got, expected in config.refusals(width, hidden, dtype, arch, nvshmem):

@@ -1,16 +1,23 @@
-"""Do kernels run compiled on a GPU, or in Triton's interpreter on the CPU? May they have these tensors?
+"""How do kernels run: compiled on a GPU, or in Triton's interpreter on the CPU? On which tensors, and how are
+they launched, recorded and compiled ahead?
 
 TRITON_INTERPRET=1 in the environment, before Triton is imported, selects the interpreter. It is for tests,
 not for speed: it runs the same kernels, one program after another, on CPU tensors.
+
+A launch is on the device of its tensors, whichever device is the current one. A kernel that may put over
+NVSHMEM is linked with its bitcode, and introduced to it once.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.runtime.errors import OutOfResources
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.symmetric import nvshmem
+from lancet_kernels.kernels.symmetric.nvshmem import init_module
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+# Beyond this many compilations at once Python's part of them is what all wait for.
+COMPILING_THREADS = 12
 
 
 def check_interpreter(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> None:
@@ -37,30 +49,19 @@ def check_interpreter(triton_version: str = triton.__version__, numpy_version: s
         )
 
 
-# Set while launches are recorded instead of run (`kernel_launch.recorded`): any device will do.
-recording = False
-
-
 def check_runs_on(what: str, device: torch.device) -> None:
-    """Raise UserError if no kernel of this process can read tensors on `device`."""
-    if recording:
+    """Raise UserError if no kernel of this process can read tensors on `device`; any will do for a record."""
+    if records_all():
         return
     if INTERPRETED:
         check_interpreter()
-    if INTERPRETED and device.type != "cpu":
-        raise UserError(
-            what,
-            got=f"a tensor on {device}",
-            expected="one on the CPU, because TRITON_INTERPRET is set",
-            do="unset it to run on a GPU",
-        )
-    if not INTERPRETED and device.type != "cuda":
-        raise UserError(
-            what,
-            got=f"a tensor on {device}",
-            expected="one on a CUDA device",
-            do="set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed",
-        )
+        kind, expected = "cpu", "one on the CPU, because TRITON_INTERPRET is set"
+        do = "unset it to run on a GPU"
+    else:
+        kind, expected = "cuda", "one on a CUDA device"
+        do = "set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed"
+    if device.type != kind:
+        raise UserError(what, got=f"a tensor on {device}", expected=expected, do=do)
 
 
 def check_tensor(
@@ -71,11 +72,8 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise UserError unless the tensor is contiguous, with this shape (None: any size) and one of these
-    dtypes.
-
-    Args: device: of the other tensors of the launch; None: any device on which kernels can run.
-    """
+    """Raise UserError unless the tensor is contiguous, with this shape (None: any size), one of these dtypes,
+    and on this device; None: on any on which kernels can run."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in dtypes:
         raise UserError(
@@ -120,18 +118,15 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 def provide_scratch() -> None:
     """Let the next launches have global memory for the tensor descriptors that they build on the device.
 
-    Triton keeps the allocator per context (a thread of autograd has its own), so launchers call this
-    each time.
+    Each time, since Triton keeps the allocator per context, and a thread of autograd has its own.
     """
     if not INTERPRETED:
         triton.set_allocator(_scratch)
 
 
 def clock_ns() -> int:
-    """The time. Only the interpreter calls it, at each look at a signal.
-
-    It sleeps for a moment, because the peer that is waited for may need this processor.
-    """
+    """The time, after a moment in which the peer that is waited for may have this processor. Only the
+    interpreter calls it, at each look at a signal."""
     time.sleep(NAP_S)
     return time.monotonic_ns()
 
@@ -141,45 +136,132 @@ NAP_S = 500e-6
 vars(clock_ns)["__triton_builtin__"] = True
 
 
-@functools.cache
-def _languages(fn: Callable[..., Any]) -> frozenset[str]:
-    """The modules of triton.language that a kernel sees: those the interpreter prepares for it."""
-    seen = (value for value in fn.__globals__.values() if inspect.ismodule(value))
-    return frozenset(module.__name__ for module in seen if module in (tl, tl.core))
+class Launch(NamedTuple):
+    """A launch that was recorded: kernel[grid](**arguments), options included."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+@contextmanager
+def recorded(*kernels: Any) -> Iterator[list[Launch]]:
+    """Inside, launches of these kernels (of all, if none is named) are recorded here, and do not run."""
+    launches: list[Launch] = []
+    token = _recorder.set((kernels, launches))
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+
+
+_recorder: ContextVar[tuple[tuple[Any, ...], list[Launch]] | None] = ContextVar("recorder", default=None)
+
+
+def records_all() -> bool:
+    """Are all launches recorded now, and none run?"""
+    recorder = _recorder.get()
+    return recorder is not None and not recorder[0]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
+    """kernel[grid](**options), on the device of the first tensor.
+
+    Triton launches on the current device, and torch changes it for its own ops only: without this, tensors on
+    cuda:1 with cuda:0 current are an illegal memory access, or a kernel on the wrong GPU's stream.
+
+    With NVSHMEM=True in the options, also all that NVSHMEM needs. Triton may compile a variant for these very
+    arguments (their alignment, say), so each launch asks for its variant and introduces it if it is new.
+    Raises UserError if there is no bitcode, or NVSHMEM is not initialised or of another version.
+    """
+    recorder = _recorder.get()
+    if recorder is not None and (not recorder[0] or kernel in recorder[0]):
+        recorder[1].append(Launch(kernel, grid, options))
+        return
+    with _linked(options):
+        if options.get("NVSHMEM"):
+            init_module(kernel.warmup(grid=grid, **options))
+        kernel[grid](**options)
+
+
+def compile_together(launches: Sequence[Launch]) -> None:
+    """Compile what these launches need side by side, and load it.
+
+    What does not compile is left to the launch that needs it, which says so.
+    """
+    with (
+        ThreadPoolExecutor(COMPILING_THREADS) as threads,
+        triton.AsyncCompileMode(threads, ignore_errors=True),
+    ):
+        compiled = []
+        for record in launches:
+            with _linked(record.arguments):
+                compiled.append(record.kernel.warmup(grid=record.grid, **record.arguments))
+    for kernel in compiled:
+        # A kernel of this process is there at once, another one is compiled in the background.
+        if isinstance(kernel, triton.FutureKernel):
+            kernel = kernel.kernel
+        if kernel is not None:
+            with suppress(OutOfResources):  # as above
+                kernel._init_handles()
+
+
+@contextmanager
+def _linked(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, the device of the first tensor is the current one; what may use NVSHMEM gets its bitcode."""
+    device = next(_tensors(options.values())).device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if options.get("NVSHMEM"):
+            options["extern_libs"] = nvshmem.extern_libs(architecture(device))
+        yield
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All of them, also in tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
+
+
+def small_kernel(nvshmem: bool) -> dict[str, int]:
+    """Launch options of a kernel that only talks: one warp, and registers for NVSHMEM's functions.
+
+    Left alone, ptxas 12.9 saves registers for occupancy, down to 32, and they spill.
+    """
+    return {"num_warps": 1} | ({"maxnreg": 128} if nvshmem else {})
 
 
 def prepare_once_per_launch() -> None:
-    """From now on the interpreter prepares triton.language once per launch, not at every device function.
-
-    As it comes, it looks through all of triton.language and puts its own functions in, at each launch and
-    again at each call of a @triton.jit function inside, where they are in already: a large part of the time
-    of small kernels. A Triton that prepares in another way is left as it is.
-    """
+    """From now on the interpreter puts its functions into triton.language once per launch, not again at each
+    call of a @triton.jit function inside: half the time of a small fused layer. A Triton that prepares in
+    another way is left as it is."""
     prepare = getattr(interpreter, "_patch_lang", None)
     scope_type = getattr(interpreter, "_LangPatchScope", None)
     if prepare is None or scope_type is None or hasattr(prepare, "__wrapped__"):
         return
-    prepared: set[str] = set()  # by the launch that runs, and by what it has called; empty between launches
+    # All that a kernel, or what it calls, can see of triton.language.
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    prepared = False
 
     @functools.wraps(prepare)
-    def prepare_what_is_not(fn: Callable[..., Any]) -> Any:
-        languages = _languages(fn)
-        if languages and prepared >= languages:
+    def prepare_launch(fn: Callable[..., Any]) -> Any:
+        nonlocal prepared
+        if prepared:
             return scope_type()
-        by_a_launch = not prepared
-        scope = prepare(fn)
-        prepared.update(languages)
-        if by_a_launch:
-            restore = scope.restore
+        prepared, scope = True, prepare(everything)
+        restore = scope.restore
 
-            def forget_and_restore() -> None:
-                prepared.clear()
-                restore()
+        def forget_and_restore() -> None:
+            nonlocal prepared
+            prepared = False
+            restore()
 
-            scope.restore = forget_and_restore
+        scope.restore = forget_and_restore
         return scope
 
-    interpreter._patch_lang = prepare_what_is_not
+    interpreter._patch_lang = prepare_launch
 
 
 if INTERPRETED:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
+from lancet_kernels.kernels.config import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer.expert_states import ShardedExperts
 from lancet_kernels.layer.layer_checks import check_exchange_options
 from lancet_kernels.ops.comm.groups import (

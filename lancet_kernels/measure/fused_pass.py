@@ -11,7 +11,7 @@ from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
-from lancet_kernels.kernels.tuning.workloads import Workload
+from lancet_kernels.measure.workloads import Workload
 from lancet_kernels.ops.moe.dispatch import kept_counts, send_rows
 from lancet_kernels.ops.moe.gate import gate
 

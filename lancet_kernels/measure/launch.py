@@ -53,6 +53,11 @@ LANCET = (
     "from lancet_kernels.cli.main import main; sys.exit(main())",
 )
 # Those that torch's launcher turns into a SignalException.
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (out of memory, or killed by hand)",
+    # By gloo, where a message has another size than a rank expects.
+    signal.SIGABRT: " (LANCET_CHECK=1 names collectives that differ between ranks)",
+}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -217,7 +222,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> RankFailed:
         text = failure.error_file_data["message"]["message"]
         return RankFailed(rank, f"{what}: {text}", traceback_file=said["traceback_file"])
     if failure.exitcode < 0:
-        hint = " (out of memory, or killed by hand)" if failure.exitcode == -signal.SIGKILL else ""
+        hint = _HINTS.get(-failure.exitcode, "")
         return RankFailed(rank, f"was killed by {failure.signal_name()}{hint}")
     return RankFailed(rank, f"ended with exit code {failure.exitcode}")
 

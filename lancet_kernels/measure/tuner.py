@@ -1,4 +1,4 @@
-"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.tuning`).
+"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.config`).
 
 Every candidate is compiled, on all ranks at once, and timed in turn with the others; the median of the
 slowest rank counts, and rank 0 chooses for all ranks. Each winner is saved at once, so a run that was killed
@@ -12,25 +12,107 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.tuned import Entry, Place, Task, TunedCache, candidates
-from lancet_kernels.kernels.warmup import warming_up
+from lancet_kernels.kernels.config import (
+    Entry,
+    GemmConfig,
+    OverlapConfig,
+    Shape,
+    TunedCache,
+    device_name,
+    key_of,
+)
+from lancet_kernels.kernels.overlap import warming_up
 from lancet_kernels.measure.fused_pass import FusedPasses
+from lancet_kernels.measure.workloads import Workload
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
-from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.timing import Clock
 
-# config -> a run of forward and backward.
+# config -> a run of forward and backward, compiled on all ranks.
 Runs = Callable[[OverlapConfig], Callable[[], object]]
+
+# Tiles of the plain kernel, by bytes of an element: (block_m, block_n, block_k, warps, stages).
+_TILES = {
+    2: (
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (64, 128, 64, 4, 4),
+        (64, 64, 32, 8, 4),
+    ),
+    4: ((64, 64, 16, 8, 3), (64, 32, 16, 4, 3), (128, 32, 16, 8, 2), (64, 32, 32, 8, 2)),
+}
+# How long a rank may compile a configuration after the others.
+COMPILING_S = 600.0
+# Multiprocessors of the A100, the H100 and the B200, by architecture.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The GPU of this machine (`device`), or an architecture for a dry run (device None).
+
+    Attributes: name: of the device in the cache's keys. arch: 90 for sm_90. sms: multiprocessors.
+    """
+
+    device: torch.device | None
+    name: str
+    arch: int
+    sms: int
+
+    @staticmethod
+    def here(device: torch.device) -> Place:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return Place(device, *device_name(device), sms)
+
+    @staticmethod
+    def elsewhere(arch: int) -> Place:
+        return Place(None, f"sm_{arch}", arch, MULTIPROCESSORS[arch])
+
+
+@dataclass(frozen=True)
+class Task:
+    """The fused launches of a layer."""
+
+    workload: Workload
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Shape:
+        w = self.workload
+        return w.width, w.hidden, w.activation, 1
+
+    def key(self, device: str) -> str:
+        """As it is looked up."""
+        return key_of(self.shape, str(self.dtype).removeprefix("torch."), device)
+
+
+def candidates(task: Task, place: Place) -> list[OverlapConfig]:
+    """The default first, then changes of one property of each kernel at a time: put step, tile.
+
+    All combinations would be several hundred configurations, which take too long to compile.
+    """
+    w = task.workload
+    given = w.width, w.hidden, task.dtype, place.arch, place.sms
+    default, plain = OverlapConfig.for_gpu(*given), OverlapConfig.for_gpu(*given, portable=True)
+    listed = [default]
+    if default.bodies == "gluon":
+        listed += [replace(default, put_block=2048), replace(default, put_rows=8, put_block=512)]
+        listed.append(replace(default, gemm=replace(default.gemm, num_stages=3)))
+    accumulators = 2 if w.activation == "swiglu" else 1
+    tiles = [GemmConfig(*sizes) for sizes in _TILES[task.dtype.itemsize]]
+    changes: list[dict[str, Any]] = [{}, {"put_rows": 4, "put_block": 1024}]
+    changes += [{"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)]
+    return list(dict.fromkeys([*listed, *(replace(plain, **change) for change in changes)]))
 
 
 @dataclass
@@ -50,11 +132,9 @@ class Candidate:
 
 @dataclass
 class Outcome:
-    """The result of a task.
+    """The result of a task. candidates: the default first.
 
-    Attributes:
-        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
-        candidates: the default first.
+    status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
     """
 
     task: Task
@@ -100,61 +180,51 @@ def tune(
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
 
-    Raises UserError without a GPU, unless it is a dry run.
+    Without a GPU only a dry run can be: `check_has_gpu` first.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
-    outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
-    for outcome in outcomes:
-        outcome.candidates = [Candidate(config) for config in candidates(outcome.task, place)[:most]]
-    _mark_cached(outcomes, cache, force)
-    if dry_run:
-        for outcome in outcomes:
-            outcome.status = "dry-run" if outcome.status == "left" else outcome.status
-        return outcomes
-    check_has_gpu(place)
-    assert place.device is not None
-    clock = clock or Clock(place.device)
+    status = "dry-run" if dry_run else "left"
+    outcomes = [
+        Outcome(task, task.key(place.name), status, [Candidate(c) for c in candidates(task, place)[:most]])
+        for task in tasks
+    ]
     for number, outcome in enumerate(outcomes):
         say(number, outcome.key)
-        # Another process may have tuned it meanwhile.
-        _mark_cached([outcome], cache, force)
-        if outcome.status == "known":
-            continue
-        if not _from_first(time.monotonic() < deadline):
-            break
-        _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
-        if outcome.status == "tuned" and save:
-            cache.put([_entry(outcome, place)])
+        # Looked up now: another process may have tuned it meanwhile.
+        entry = None if force else _from_first(cache.entries()).get(outcome.key)
+        # An entry of another compiler may be outdated.
+        if entry is not None and entry.triton == triton.__version__:
+            outcome.status, outcome.cached = "known", entry
+        elif not dry_run and _from_first(time.monotonic() < deadline):
+            assert place.device is not None
+            clock = clock or Clock(place.device)
+            _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
+            if outcome.status == "tuned" and save:
+                cache.put([_entry(outcome, place)])
     say(sum(o.status != "left" for o in outcomes), "")
     return outcomes
 
 
 def _passes(task: Task, device: torch.device) -> Runs:
     passes = FusedPasses(task.workload, task.dtype, device)
-    return lambda config: lambda: passes.forward_backward(config)
 
+    def run_of(config: OverlapConfig) -> Callable[[], object]:
+        run = partial(passes.forward_backward, config)
+        with warming_up():
+            run()
+        passes.memory.barrier(COMPILING_S)
+        return run
 
-def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool) -> None:
-    if force:
-        return
-    entries = _from_first(cache.entries())
-    for outcome in outcomes:
-        entry = entries.get(outcome.key)
-        # An entry of another compiler may be outdated.
-        if entry is not None and entry.triton == triton.__version__:
-            outcome.status, outcome.cached = "known", entry
+    return run_of
 
 
 def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
     """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
     runs: dict[int, Callable[[], object]] = {}
     for number, candidate in enumerate(outcome.candidates):
-        run = runs_of(candidate.config)
         try:
-            with warming_up():
-                run()
-            _meet(clock.device)
+            run = runs_of(candidate.config)
             run()
             if clock.device.type == "cuda":
                 torch.cuda.synchronize(clock.device)
@@ -189,7 +259,7 @@ def _entry(outcome: Outcome, place: Place) -> Entry:
         shape=task.shape,
         dtype=str(task.dtype).removeprefix("torch."),
         device=place.name,
-        config=dataclasses.asdict(winner.config),
+        config=winner.config,
         milliseconds=winner.ms,
         # A default that does not run has no time.
         default_milliseconds=winner.ms if default.ms is None else default.ms,
@@ -206,12 +276,3 @@ def _from_first(value: Any) -> Any:
 def _slowest(times: list[float]) -> list[float]:
     """The largest of each over the ranks; infinity where one rank could not run it."""
     return over_ranks(torch.tensor(times, dtype=torch.float64), group_name(None), "max").tolist()
-
-
-def _meet(device: torch.device) -> None:
-    """Return when every rank has arrived and its device is idle."""
-    if group_name(None):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        with waiting("barrier before a measurement"):
-            dist.barrier()

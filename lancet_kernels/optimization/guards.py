@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.graph.capture.trace import Assumptions
 from lancet_kernels.layer.layer_checks import check_data_parallel
@@ -290,16 +291,6 @@ def _replaced(held: tuple[ref[nn.Module], str, str, ref[Any] | None]) -> bool:
 
 def _kind(parameter: Tensor) -> tuple[object, ...]:
     return parameter.dtype, parameter.device, list(parameter.shape), parameter.stride()
-
-
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
-    """The hooks around a module's forward and backward, by kind."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
 
 
 def _own_calls(module: nn.Module) -> tuple[object, ...]:

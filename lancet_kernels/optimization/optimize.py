@@ -27,16 +27,17 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
-from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.config import check_activation
 from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
-from lancet_kernels.layer.gradients import broadcast_replicated
+from lancet_kernels.layer.gradients import broadcast_replicated, groups_of
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
-from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
+from lancet_kernels.ops.comm.groups import AnyGroups, group_rank, group_size
 from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers, on_device, plans_of
-from lancet_kernels.optimization.step import ModelStep, capture_step
+from lancet_kernels.optimization.rank_agreement import check_settings
+from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.optimization.trial import fastest
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.plan import FusedGroup, Plan
@@ -129,8 +130,28 @@ def optimize(
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
-    step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)
-    _agree_with_the_plan(step)
+    own_groups = groups_of(model, groups)
+    check_settings(
+        own_groups.world,
+        {
+            "strategy": strategy,
+            "measured": cluster is None,
+            "reduce_gradients": reduce_gradients,
+            "accumulate": accumulate,
+            "backend": backend,
+            "lowering": lowering,
+            "inner_compile": inner_compile,
+            "compare_every": compare_every,
+            "trials": trials,
+        },
+    )
+    if reduce_gradients:
+        # Of FSDP; the plan reads it, and FSDP itself scatters where the plan does not run.
+        set_divisor(model, group_size(own_groups.data) if reduce_gradients == "mean" else 1)
+    step = capture_step(model, arguments, reduce_gradients or "", times, own_groups, accumulate)
+    if step.reduces_gradients:
+        # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
+        broadcast_replicated(model, step.groups)
     progress.begin("measuring ops")
     options, measured = on_device(options, step.device), cluster is None
     step, fused = step.costed(cluster), tuple[FusedGroup, ...]()
@@ -205,17 +226,6 @@ def _check_choices(
         if type(number) is not int or number < least:
             expected = f"a number of {counted}, {least} or more"
             raise UserError(name, got=repr(number), expected=expected, do="use a whole number")
-
-
-def _agree_with_the_plan(step: ModelStep) -> None:
-    """Let ranks start from equal parameters, and FSDP divide gradients as the plan does. Collective."""
-    model = step.model
-    if step.twin is not None and step.reduction:
-        # There, FSDP itself scatters.
-        set_divisor(model, step.divide_by)
-    if step.reduces_gradients:
-        # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
-        broadcast_replicated(model, step.groups)
 
 
 class Progress:

@@ -3,13 +3,11 @@ does not apply.
 
 The plan is for inputs of one shape. For another number of tokens a graph has the same instructions with
 tensors of other sizes, so order, parts and fused layers of the plan apply to it as they stand. Nothing is
-planned or measured again, and nothing is agreed upon: each rank captures what it needs when it needs it, and
-its collectives stay those of the plan, whatever shapes the other ranks have in that step. They wait in their
-next collective meanwhile.
+planned or measured again: each rank captures what it needs when it needs it, and its collectives stay those
+of the plan, whatever shapes the other ranks have in that step. They wait meanwhile.
 
 What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
-module runs without the plan, which all ranks must do in the same step; if one runs with it and one without,
-that is an error on both (`ops.comm.all_to_all`).
+module runs without the plan on all ranks in that step (`rank_agreement`).
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planning import predicted
+from lancet_kernels.optimization.rank_agreement import CallAgreement
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
@@ -75,10 +74,10 @@ class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
     With gradients enabled and nothing changed since `optimize`, it runs the plan, also for inputs of other
-    shapes, which may differ between ranks. After a temporary change (a mode, autocast) it runs the original
-    module, sums its gradients over the ranks as the plan would, and warns once per reason. After a permanent
-    change (parameters, wrappers around the model) it raises a UserError. Without gradients it runs the
-    original module; also with them if `plan.plain`.
+    shapes, which may differ between ranks. After a temporary change on any rank (a mode, autocast) all run
+    the original module, sum its gradients over the ranks as the plan would, and warn once per reason. After a
+    permanent change (parameters, wrappers around the model) it raises a UserError. Without gradients it runs
+    the original module; also with them if `plan.plain`.
 
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
@@ -106,6 +105,8 @@ class OptimizedModule(nn.Module):
             self._replicas = Replicas(step.model, step.groups, compare_every)
         self._signature = inspect.signature(self.module.forward)
         self._guards = step.guards
+        agrees = not plan.plain and (step.communicates or bool(plan.pair))
+        self._agreement = CallAgreement(step.groups.world if agrees else "", self._name)
         self._others: OrderedDict[object, _Runnable | str] = OrderedDict()
         self._sums: PlannedSums | None = None
         self._first: _Runnable | None = None
@@ -134,21 +135,22 @@ class OptimizedModule(nn.Module):
         """
         self._reshard()
         if not torch.is_grad_enabled():
+            self._agreement.way("a call without gradients", str)
             return self.module(*inputs, **by_name)
         if self._first is None:
             self._guards.refuse_changes()
             self._compare_replicas()
             return self._watched(self._without_plan(inputs, by_name))
-        arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
-        planned = self._planned_for(arguments)
+        call = "a call" if self._step.accumulation.sums else "a call in no_sync()"
+        planned = self._agreement.way(call, partial(self._planned_call, inputs, by_name))
         self._compare_replicas()
         if not isinstance(planned, str):
-            return self._watched(planned(*planned.guards.inputs.laid_out(arguments)))
+            return self._watched(planned())
         self.fallbacks[planned] += 1
         if self.fallbacks[planned] == 1:
             warnings.warn(
-                f"the optimized {type(self.module).__name__} runs without its plan: {planned}; gradients are "
-                "right, communication is not hidden (`fallbacks` counts such calls)",
+                f"{self._name} runs without its plan: {planned}; gradients are right, communication is not "
+                "hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
         return self._without_plan(inputs, by_name)
@@ -156,6 +158,16 @@ class OptimizedModule(nn.Module):
     def _reshard(self) -> None:
         if self._step.twin is not None:
             self._step.twin.reshard()
+
+    def _planned_call(
+        self, inputs: Sequence[object], by_name: Mapping[str, object]
+    ) -> Callable[[], object] | str:
+        """Runs the planned step on these inputs; otherwise as `_planned_for`."""
+        arguments = bind(self._signature, self._name, inputs, by_name)
+        planned = self._planned_for(arguments)
+        if isinstance(planned, str):
+            return planned
+        return partial(planned, *planned.guards.inputs.laid_out(arguments))
 
     def _planned_for(self, arguments: Arguments) -> _Runnable | str:
         """The planned step for these arguments, or the reason why the module must run without the plan.
@@ -186,7 +198,7 @@ class OptimizedModule(nn.Module):
                 f"more than {MOST_SHAPES} shapes of inputs beside the planned one: the step is captured "
                 f"again, which takes {time.monotonic() - begin:.1f} s, for each shape that was not among the "
                 f"last {MOST_SHAPES}; pad batches to few lengths",
-                stacklevel=5,
+                stacklevel=7,
             )
 
     def _planned_again(self, arguments: Arguments) -> _Runnable:
@@ -245,18 +257,18 @@ class OptimizedModule(nn.Module):
         """
         if not batches:
             raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
-        what = f"the optimized {type(self.module).__name__}"
-        return self.run_microbatches([bind(self._signature, what, *as_arguments(batch)) for batch in batches])
+        return self.run_microbatches([as_arguments(batch) for batch in batches])
 
     def run_microbatches(self, batches: Sequence[Arguments]) -> list[object]:
         """As `microbatches`. Args: batches: the arguments of each."""
         scale = 1.0 if self._step.reduction == "sum" else 1.0 / len(batches)
         unsummed = self._step.accumulation.unsummed
-        in_pairs = self._first is not None and self.plan.pair and len(batches) > 1 and not unsummed
-        planned = self._all_planned(batches) if in_pairs else None
-        if planned is not None:
-            self._compare_replicas()
-            return self._pairs(planned, scale)
+        if self._first is not None and self.plan.pair:
+            self._reshard()
+            paired = self._agreement.way(f"{len(batches)} microbatches", partial(self._in_pairs, batches))
+            if not isinstance(paired, str):
+                self._compare_replicas()
+                return self._pairs(paired, scale)
         try:
             return self._one_by_one(batches, scale)
         except BaseException:
@@ -273,12 +285,18 @@ class OptimizedModule(nn.Module):
             results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return results
 
-    def _all_planned(self, batches: Sequence[Arguments]) -> list[Arguments] | None:
-        """The inputs, if the plan as it stands applies to each of them."""
-        self._reshard()
-        if any(self._planned_for(arguments) is not self._first for arguments in batches):
-            return None
-        return [self._guards.inputs.laid_out(arguments) for arguments in batches]
+    def _in_pairs(self, batches: Sequence[Arguments]) -> list[Arguments] | str:
+        """The inputs, if the plan as it stands applies to each of them; otherwise the reason why not."""
+        if len(batches) == 1 or self._step.accumulation.unsummed:
+            return "one microbatch, or gradients that are not summed yet"
+        bound = [bind(self._signature, self._name, *arguments) for arguments in batches]
+        if any(self._planned_for(arguments) is not self._first for arguments in bound):
+            return "a microbatch that the plan as it stands is not for"
+        return [self._guards.inputs.laid_out(arguments) for arguments in bound]
+
+    @property
+    def _name(self) -> str:
+        return f"the optimized {type(self.module).__name__}"
 
     @cached_property
     def _pairs(self) -> PairedMicrobatches:

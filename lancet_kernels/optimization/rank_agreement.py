@@ -1,19 +1,58 @@
-"""Makes sure that all ranks have the same graph and the same plan before the first step.
+"""Makes sure that all ranks run the same collectives in the same order.
 
-Rank 0 plans, and sends its plan, or its error, to all ranks. If graphs differ, the error names the ranks.
+Where they do not, gloo ends the process, and NCCL hangs. So whatever changes that order is decided by rank 0,
+by all ranks together, or from what is the same on all of them:
+
+    what is decided                          by
+    arguments of optimize(), left out passes compared (`check_settings`): an error that names them
+    the graph, parameters                    compared (`alike`): an error that names the ranks
+    measure again, or use stored times       rank 0 reads the file (`graph.costs.profiler`); later figures are
+                                             means, medians or maxima over all ranks
+    a plan of the cache, a stale one, a new  rank 0 (`plans_of_first_rank`), also fused launches or streams,
+    one; the order of a pair                 and its error is that of all ranks
+    which plan after trials, none, in pairs  the times of the slowest rank in each round (`trial`)
+    with the plan or without it: a mode, a   all ranks before the call (`CallAgreement`): if one cannot run
+    setting, a dtype, a batch of no tokens,  the plan, none does; not asked where only gradients are summed,
+    a graph with other instructions          as those sums are the same with the plan and without it
+    microbatches in pairs or one by one      all ranks before the first of them (`CallAgreement`)
+    inputs of another shape                  each rank: its collectives are those of the plan
+    captured shapes that are dropped         each rank: no collectives
+    compare parameters in this call          the number of calls, which is the same by the above
+    gradients that the plan does not sum     each rank, on a communicator of its own: who stays away is named
+                                             after the timeout
+    number of microbatches, no_sync,         the caller: compared before the call (`CallAgreement`)
+    gradients on or off
+    a rank that ends or raises               nobody: waits are bounded, and name it (`ops.comm.waiting`)
+
+What the caller does outside of optimized modules is compared with LANCET_CHECK=1 (`ops.comm.checked`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import from_first_rank, group_rank, values_of_ranks
+from lancet_kernels.ops.comm.groups import (
+    from_first_rank,
+    group_of,
+    group_rank,
+    group_size,
+    host_group,
+    values_of_ranks,
+)
+from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite.walk import WITHOUT_PASSES
 
 Value = TypeVar("Value")
 _COMPARISON = "comparison of the ranks' graphs and plans"
+_MESSAGE_BYTES = 256
 
 
 def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str) -> Value:
@@ -78,3 +117,80 @@ def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
         what, got, expected, do = message
         raise UserError(what, got=got, expected=expected, do=do)
     return cast("Value", result)
+
+
+def check_settings(group: str, settings: Mapping[str, object]) -> None:
+    """Raise UserError on all ranks unless they have called `optimize` alike. Collective."""
+    own = {**settings, WITHOUT_PASSES: os.environ.get(WITHOUT_PASSES, "")}
+    of_ranks = values_of_ranks(own, group, _COMPARISON)
+    for name in own:
+        values = [settings[name] for settings in of_ranks]
+        if (other := next((r for r, value in enumerate(values) if value != values[0]), 0)) > 0:
+            raise UserError(
+                "optimize() across ranks",
+                got=f"{name}={values[0]!r} on rank 0 and {values[other]!r} on rank {other}",
+                expected="the same on every rank",
+                do="call it alike on all ranks",
+            )
+
+
+class CallAgreement:
+    """What all ranks do in a call of an optimized module, before its first collective: 256 bytes from each
+    rank to all others, between the hosts.
+
+    Args: group: the ranks; "": nothing is to be agreed on. name: of the module, for messages. Collective.
+    """
+
+    def __init__(self, group: str, name: str) -> None:
+        self._group, self._name = host_group(group), name
+
+    def way(self, call: str, own_way: Callable[[], Value | str]) -> Value | str:
+        """What `own_way` gives; if it gives on any rank the reason why that cannot run the plan, a reason on
+        all ranks.
+
+        Args: call: in words, the same on all ranks. Collective.
+        Raises: the UserError of `own_way`, and on the other ranks one that names this rank; UserError for
+            ranks that do different things.
+        """
+        if not self._group or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return own_way()
+        refusal, way, said = None, cast("Value | str", ""), ""
+        try:
+            way = own_way()
+            said = way if isinstance(way, str) else ""
+        except UserError as error:
+            refusal, said = error, str(error)
+        of_ranks = self._of_ranks("\n".join([call, "refuses" if refusal else "", *said.splitlines()[:1], ""]))
+        if refusal is not None:
+            raise refusal
+        self._compare([call for call, *_ in of_ranks])
+        for rank, (_, refuses, reason, *_) in enumerate(of_ranks):
+            if refuses:
+                raise self._error(f"an error on rank {rank}: {reason}", "none", "mend it there")
+        reasons = [(rank, reason) for rank, (_, _, reason, *_) in enumerate(of_ranks) if reason]
+        return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons and not said else way
+
+    def _compare(self, calls: list[str]) -> None:
+        ranks: dict[str, list[str]] = {}
+        for rank, call in enumerate(calls):
+            ranks.setdefault(call, []).append(str(rank))
+        if len(ranks) > 1:
+            got = " and ".join(f"{call} on rank(s) {', '.join(r)}" for call, r in ranks.items())
+            raise self._error(got, "the same on every rank", "let all ranks do the same")
+
+    def _error(self, got: str, expected: str, do: str) -> UserError:
+        return UserError(f"{self._name} across ranks", got=got, expected=expected, do=do)
+
+    def _of_ranks(self, text: str) -> list[list[str]]:
+        """The lines of the texts of all ranks."""
+        own = _bytes_of(text)
+        of_ranks = own.new_empty(group_size(self._group), _MESSAGE_BYTES)
+        with waiting(f"agreement on a call of {self._name}", group_of(self._group)):
+            dist.all_gather(list(of_ranks), own, group=group_of(self._group))
+        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in of_ranks)
+        return [text.split("\n") for text in texts]
+
+
+def _bytes_of(text: str) -> Tensor:
+    encoded = text.encode()[: _MESSAGE_BYTES - 4]
+    return torch.tensor(list(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)

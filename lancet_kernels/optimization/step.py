@@ -32,6 +32,7 @@ from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
 from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.meta import GRADIENTS_OF
+from lancet_kernels.graph.ops import argument, argument_names
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gradients import gradient_groups, groups_of
@@ -88,6 +89,13 @@ class ModelStep(Step):
     def reduces_gradients(self) -> bool:
         """Does the step sum gradients that FSDP does not?"""
         return bool(self.reduction) and any(self.gradient_groups.values())
+
+    @property
+    def communicates(self) -> bool:
+        """Does it communicate beside its sums of gradients?"""
+        if self.twin is not None or self.context.layers:
+            return True
+        return any(_has_group(node) and not GRADIENTS_OF.on(node) for node in self.module.graph.nodes)
 
     @property
     def divide_by(self) -> int:
@@ -361,6 +369,11 @@ def placeholder_value(node: fx.Node, state: Callable[[str], Tensor], leaves: Seq
         return state(name)
     assert position is not None, f"{node.name} is neither an input nor a parameter"
     return leaves[position]
+
+
+def _has_group(node: fx.Node) -> bool:
+    names = argument_names(node.target)
+    return any(bool(argument(node, name)) for name in ("group", "group_name") if name in names)
 
 
 def _kind(tensor: Tensor) -> list[object]:

@@ -1,15 +1,20 @@
 """Which plan is fastest on the real ranks? A few steps of each way to run the step, in turn.
 
-Measuring leaves no trace: no gradient is put into a parameter, and buffers, inputs and the states of the
-random generators are afterwards what they were. Hooks on the parameters themselves are called, as in any
-backward.
+A trial is a forward and a `backward()`, so it runs whatever a training step runs. Measuring leaves no trace:
+`.grad` of parameters and inputs, buffers, inputs and the states of the random generators are afterwards what
+they were, and no hook that updates parameters when gradients are accumulated is called. Hooks on gradients
+are, as in any backward. A way that refuses the step on any rank (the module as it is, with reentrant
+checkpointing, whose gradients only a plan sums) is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import statistics
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +22,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
@@ -30,6 +36,7 @@ from lancet_kernels.schedules.report import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.timing import in_turn
 
+_log = logging.getLogger(__name__)
 WARMUP = 1
 MOST_TRIED = 2
 """Plans that are predicted fastest, of which real steps are measured, beside the blocking one."""
@@ -59,8 +66,8 @@ def fastest(
     ways = {name: module.bare_step(step.arguments) for name, module in modules.items()}
     ways[PLAIN] = build(replace(best, plain=True), timeline).bare_step(step.arguments)
     measured = milliseconds_per_step(step, ways, trials)
-    chosen = modules[min(modules, key=measured.__getitem__)]
-    if measured[chosen.plan.report.chosen] > (1 - WORTH) * measured[PLAIN]:
+    chosen = modules[min(measured.keys() & modules, key=measured.__getitem__)]
+    if measured[chosen.plan.report.chosen] > (1 - WORTH) * measured.get(PLAIN, math.inf):
         chosen = build(replace(chosen.plan, plain=True), chosen.timeline)
     chosen.report(measured=measured)
     return _in_pairs_if_faster(step, build, chosen, trials) if step.accumulate > 1 else chosen
@@ -78,6 +85,8 @@ def _in_pairs_if_faster(
     several = [step.arguments] * step.accumulate
     runs = {name: partial(module.run_microbatches, several) for name, module in modules.items()}
     total = milliseconds_of(step, runs, trials)
+    if len(total) < len(runs):
+        return optimized
     measured = {name: ms / len(several) for name, ms in total.items()}
     chosen = paired if measured[IN_PAIRS] < (1 - WORTH) * measured[ONE_BY_ONE] else optimized
     chosen.report(measured_microbatches=measured)
@@ -89,7 +98,7 @@ def milliseconds_per_step(
 ) -> dict[str, float]:
     """As `milliseconds_of`, of forward and backward. Args: ways: run a forward of `step` and return what its
     module does."""
-    return milliseconds_of(step, {name: partial(_one_step, step, way) for name, way in ways.items()}, rounds)
+    return milliseconds_of(step, {name: partial(_one_step, way) for name, way in ways.items()}, rounds)
 
 
 def milliseconds_of(
@@ -98,13 +107,27 @@ def milliseconds_of(
     """Time by name (`typical`), in each round that of the slowest rank: the same on all ranks. Collective.
 
     Args: runs: run one step, or several microbatches of it, forward and backward.
+    Raises: the UserError with which all of them refuse the step; those with which some do are logged.
     """
+    refusals: dict[str, UserError] = {}
+
+    def timed(name: str) -> float:
+        try:
+            return _timed(step, runs[name])
+        except UserError as error:
+            refusals[name] = error
+            return math.inf
+
     with _without_trace(step):
-        own = in_turn(runs, lambda name: _timed(step, runs[name]), rounds, WARMUP, first_changes=True)
+        own = in_turn(runs, timed, rounds, WARMUP, first_changes=True)
     of_ranks = values_of_ranks(own, step.groups.world, "comparison of measured steps")
-    return typical(
-        {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
-    )
+    slowest = {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
+    ended = {name: times for name, times in slowest.items() if math.inf not in times}
+    if not ended and refusals:
+        raise next(iter(refusals.values()))
+    for name, error in refusals.items():
+        _log.info("%s was not tried: %s", name, error)
+    return typical(ended)
 
 
 def typical(rounds_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -127,36 +150,35 @@ def _timed(step: ModelStep, run: Callable[[], object]) -> float:
         with waiting("barrier before a measured step", world):
             dist.barrier(world)
     _finish(step.device)
-    with _gradients_aside(step.model):
+    with _gradients_aside(step):
         begin = time.perf_counter()
         run()
         _finish(step.device)
         return (time.perf_counter() - begin) * 1e3
 
 
-def _one_step(step: ModelStep, forward: Callable[[], object]) -> None:
-    # Before the forward, in which FSDP puts whole parameters in their place.
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+def _one_step(forward: Callable[[], object]) -> None:
     results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
-    ones = [torch.ones_like(result) for result in results]
-    if step.twin is None:
-        torch.autograd.grad(results, trained, ones, allow_unused=True)
-    else:
-        # FSDP scatters what a backward puts into `.grad`.
-        torch.autograd.backward(results, ones)
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
 @contextlib.contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """A context that parameters enter without gradients; afterwards they have their former ones."""
-    before = {parameter: parameter.grad for parameter in model.parameters()}
-    for parameter in before:
-        parameter.grad = None
+def _gradients_aside(step: ModelStep) -> Iterator[None]:
+    """A context that parameters and inputs enter without gradients and without what happens when these are
+    accumulated (an optimizer in the backward, say); afterwards they have their former ones."""
+    leaves = [
+        leaf for leaf in pytree.tree_leaves(step.arguments) if isinstance(leaf, Tensor) and leaf.is_leaf
+    ]
+    before = {t: (t.grad, t._post_accumulate_grad_hooks) for t in (*step.model.parameters(), *leaves)}
+    for tensor, (_, hooks) in before.items():
+        tensor.grad = None
+        if hooks:  # None would leave them in place
+            tensor._post_accumulate_grad_hooks = OrderedDict()
     try:
         yield
     finally:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
+        for tensor, (gradient, hooks) in before.items():
+            tensor.grad, tensor._post_accumulate_grad_hooks = gradient, hooks
 
 
 def _finish(device: torch.device) -> None:

@@ -1,8 +1,10 @@
-"""Checkpoints of converted models, under transformers' names: `export_state_dict`, `load_safetensors`."""
+"""Checkpoints of converted models, under transformers' names: `export_state_dict`, `save_safetensors`,
+`load_safetensors`."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.ops.comm.groups import group_name, group_rank, values_of_ranks
 from lancet_kernels.ops.comm.waiting import waiting
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
@@ -57,6 +60,72 @@ def _whole(name: str, value: Tensor) -> Tensor:
     mesh = value.device_mesh
     with waiting(f"export of {name}", mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD):
         return value.full_tensor()
+
+
+@torch.no_grad()
+def save_safetensors(model: nn.Module, folder: str | Path) -> None:
+    """Write a checkpoint of the original model, which `from_pretrained` loads, with the current weights;
+    bitwise.
+
+    A layer at a time is gathered and written, into a file of its own: beside its own part of the model, the
+    first rank holds one layer with all of its experts, and the others one parameter. Collective over all
+    ranks, of which the first one writes.
+
+    Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: is made.
+    Raises: UserError for another model, CommunicationError.
+    """
+    own = cast(Any, model)
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise UserError(
+            "model to save",
+            got=type(model).__name__,
+            expected="a model of transformers",
+            do="give the model inside of it, or save model.state_dict() with torch.distributed.checkpoint",
+        )
+    # Tied ones are in the first of their places.
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in model.state_dict().items():
+        if name not in tied:
+            layers.setdefault(_layer_of(name), {})[name] = value
+    writes, folder = group_rank(group_name(None)) == 0, Path(folder)
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(layers.values(), 1):
+        whole = {}
+        for name, value in tensors.items():
+            gathered = _whole(name, value)
+            if writes:
+                whole[name] = gathered.cpu()
+        if writes:
+            file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
+            weight_map |= dict.fromkeys(_write(own, whole, folder / file), file)
+    if writes:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        own.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        own.config.save_pretrained(folder)
+        if own.can_generate():
+            own.generation_config.save_pretrained(folder)
+    # Then it is complete, for all ranks.
+    values_of_ranks(None, group_name(None), "end of a checkpoint")
+
+
+def _layer_of(name: str) -> str:
+    """Example: `model.layers.3.mlp.gate.weight` -> `model.layers.3`; "" for what is in no list of layers."""
+    layer = re.match(r"(.*?\.\d+)\.", name)
+    return layer[1] if layer else ""
+
+
+def _write(model: Any, whole: dict[str, Tensor], path: Path) -> list[str]:
+    """Write the tensors as the original's files have them. -> their names there."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Parts of a fused tensor are views of it.
+    tensors = {name: value.clone() for name, value in revert_weight_conversion(model, whole).items()}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
+    return list(tensors)
 
 
 def load_safetensors(
@@ -151,6 +220,6 @@ def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
             f"save_pretrained of a converted {type(model).__name__}",
             got="experts that are on several ranks",
             expected="state_dict=, with all of them",
-            do="call export_state_dict(model) on every rank, and save what it gives on one",
+            do="call save_safetensors(model, folder) on every rank",
         )
     return type(model).save_pretrained(model, *arguments, **by_name)

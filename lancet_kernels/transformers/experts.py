@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import ops
-from lancet_kernels.kernels.activation_names import ALL_ACTIVATIONS, GATED
+from lancet_kernels.kernels.config import ALL_ACTIVATIONS, GATED
 from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
 from lancet_kernels.layer.layer_checks import check_data_parallel, check_experts, check_factor
 from lancet_kernels.layer.moe_layer import checkpointed_run

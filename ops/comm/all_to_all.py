@@ -28,8 +28,9 @@ from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.context import now
 from lancet_kernels.ops.registration import op
 
-# Width, dtype, experts per rank, a number for the layer, whether a plan runs.
-_HEADER = 5
+# A number by which it is known, width, dtype, experts per rank, a number for the layer, whether a plan runs.
+_HEADER = 6
+_COUNTS = zlib.crc32(b"counts")
 # Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
 # but gloo ends the process if two ranks expect messages of different sizes.
 _MESSAGE = 64
@@ -45,6 +46,7 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
         return Here(count_WL)
     (ranks, local_experts), layer = count_WL.shape, current_layer()
     values = [
+        _COUNTS,
         width,
         _DTYPES.index(dtype),
         local_experts,
@@ -82,6 +84,14 @@ def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str
 
 def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
     own = headers[group.rank()]
+    others = [str(peer) for peer, header in enumerate(headers) if header[0] != _COUNTS]
+    if others:
+        raise UserError(
+            f"counts of {current_layer()} on rank {group.rank()}",
+            got=f"another collective of rank(s) {', '.join(others)}",
+            expected="the counts of all ranks",
+            do="let all ranks run the same layers and steps; with LANCET_CHECK=1 both collectives are named",
+        )
     if len({header[-1] for header in headers}) > 1:
         without = ", ".join(str(peer) for peer, header in enumerate(headers) if not header[-1])
         raise UserError(
@@ -91,7 +101,7 @@ def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
             do="see the warning there, which names the mode, setting or shape that differs",
         )
     for peer, header in enumerate(headers):
-        if header[:3] == own[:3] and header != own:
+        if header[:4] == own[:4] and header != own:
             raise UserError(
                 "MoE layer across ranks",
                 got=f"{current_layer()} on rank {group.rank()}, another one on rank {peer}",
@@ -108,7 +118,7 @@ def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
 
 
 def _describe(header: list[int]) -> tuple:
-    return header[0], str(_DTYPES[header[1]]).removeprefix("torch."), header[2]
+    return header[1], str(_DTYPES[header[2]]).removeprefix("torch."), header[3]
 
 
 def start_all_to_all(

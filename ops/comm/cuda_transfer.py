@@ -127,7 +127,7 @@ class CudaTransfer:
 
 def _take_wire(free_at: torch.Tensor, end: torch.Tensor, wire_ns: int, urgent: bool) -> None:
     # Imported here, because a CPU needs no Triton.
-    from lancet_kernels.kernels.kernel_launch import launch
+    from lancet_kernels.kernels.runtime import launch
     from lancet_kernels.kernels.wire import take_free_wire_kernel, take_wire_kernel
 
     kernel = take_wire_kernel if urgent else take_free_wire_kernel
@@ -135,7 +135,7 @@ def _take_wire(free_at: torch.Tensor, end: torch.Tensor, wire_ns: int, urgent: b
 
 
 def _await_wire(end: torch.Tensor) -> None:
-    from lancet_kernels.kernels.kernel_launch import launch
+    from lancet_kernels.kernels.runtime import launch
     from lancet_kernels.kernels.wire import await_wire_kernel
 
     launch(await_wire_kernel, (1,), end_ptr=end, num_warps=1)

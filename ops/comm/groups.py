@@ -164,7 +164,7 @@ _AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictio
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, Groups]] = WeakKeyDictionary()
 """For the group of all ranks."""
 _COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[object, str]] = WeakKeyDictionary()
 
 
 def groups_of_all_ranks(ranks: list[int], what: str = "process groups") -> list[list[int]]:
@@ -203,21 +203,39 @@ def _new_group(ranks: Sequence[int]) -> str:
     return own
 
 
-def subgroup(places: Sequence[int], group: str) -> str:
+def subgroup(places: Sequence[int], group: str, backend: str | None = None) -> str:
     """The communicator of some places of a group, this rank's among them; a second call gives the same one.
 
     Collective over these ranks alone, all of which ask for their subgroups in the same order.
     """
     whole = group_of(group)
     names = _SUBGROUPS.setdefault(whole, {})
-    if tuple(places) not in names:
+    if (key := (tuple(places), backend)) not in names:
         ranks = [dist.get_global_rank(whole, place) for place in places]
         with waiting("making of a process group", whole, peers=[p for p in places if p != whole.rank()]):
             process_group = dist.new_group(
-                ranks, timeout=timedelta(seconds=group_timeout_s(whole)), use_local_synchronization=True
+                ranks,
+                timeout=timedelta(seconds=group_timeout_s(whole)),
+                backend=backend,
+                use_local_synchronization=True,
             )
-        names[tuple(places)] = process_group.group_name
-    return names[tuple(places)]
+        names[key] = process_group.group_name
+    return names[key]
+
+
+def is_of_processes(group: dist.ProcessGroup) -> bool:
+    """Are the ranks of the group processes? Those of a stand-in or a fake group are not there; one of Python
+    sends over another one."""
+    return type(group) is dist.ProcessGroup and dist.get_backend(group) != "fake"
+
+
+def host_group(name: str) -> str:
+    """A communicator of the same ranks for messages that wait for no GPU; "" where the others are not there.
+
+    Collective over these ranks, as `subgroup`.
+    """
+    there = bool(name) and is_of_processes(group_of(name))
+    return subgroup(range(group_size(name)), name, "gloo") if there else ""
 
 
 def counts_group(name: str) -> str:

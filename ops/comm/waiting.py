@@ -95,6 +95,8 @@ class Board:
 
 
 _board: Board | None = None
+_inside: list[str] = []
+"""The contexts `waiting` of this process, the innermost last."""
 
 
 def join_board() -> Board | None:
@@ -116,6 +118,11 @@ def current_layer() -> str:
     return now.layer
 
 
+def where_waiting() -> str:
+    """The collective and layer whose context this is; "": outside of `waiting`."""
+    return _inside[-1] if _inside else ""
+
+
 class waiting:
     """Context of a collective of `group` (None: of all ranks), or of an exchange with `peers`, places in it.
 
@@ -135,10 +142,12 @@ class waiting:
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
+        _inside.append(self.where)
         if _board is not None:
             _board.enter(self.where.encode())
 
     def __exit__(self, kind, error, trace) -> None:
+        _inside.pop()
         if error is not None and blames(error) != "self" and not getattr(error, "described", False):
             raise self._described(error) from error
 

@@ -99,7 +99,7 @@ def dispatch(
     Returns: [S, D] in the dtype of x; products are computed in at least float32.
     """
     if runs_in_kernels(x_TD):
-        from lancet_kernels.kernels.moe.permute import permute
+        from lancet_kernels.kernels.rows import permute
 
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
         return permute(x_TD.contiguous(), row_TK.contiguous(), weight_TK, most_rows)
@@ -173,10 +173,10 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
     Returns: [T, D] in the dtype of the rows.
     """
     if runs_in_kernels(rows_SD):
-        from lancet_kernels.kernels.moe import permute
+        from lancet_kernels.kernels import rows
 
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
-        return permute.combine(rows_SD.contiguous(), row_TK.contiguous(), weight_TK)
+        return rows.combine(rows_SD.contiguous(), row_TK.contiguous(), weight_TK)
 
     if not rows_SD.numel() or not row_TK.numel():
         return rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1])
@@ -198,9 +198,9 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     its output).
     """
     if runs_in_kernels(x_TD):
-        from lancet_kernels.kernels.moe import permute
+        from lancet_kernels.kernels import rows
 
-        return permute.combine_dweight(x_TD.contiguous(), rows_SD.contiguous(), row_TK.contiguous())
+        return rows.combine_dweight(x_TD.contiguous(), rows_SD.contiguous(), row_TK.contiguous())
 
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
     dweight_TK = rows_SD.new_zeros(row_TK.shape, dtype=dtype)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, GATED, INTERLEAVED
+from lancet_kernels.kernels.config import ACTIVATIONS, GATED, INTERLEAVED
 from lancet_kernels.ops.moe.dispatch import runs_in_kernels
 from lancet_kernels.ops.registration import op
 
@@ -88,7 +88,7 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     Args: count_WL: read where there may be more rows than real ones, on a GPU.
     """
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
-        from lancet_kernels.kernels.moe.activation import activation
+        from lancet_kernels.kernels.rows import activation
 
         return activation(h_RF.contiguous(), count_WL.sum().view(1), kind)
     h_RF = h_RF.contiguous()
@@ -149,7 +149,7 @@ def _recording() -> Iterator[None]:
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
-        from lancet_kernels.kernels.moe.activation import activation_backward
+        from lancet_kernels.kernels.rows import activation_backward
 
         return activation_backward(da_RF.contiguous(), h_RF.contiguous(), count_WL.sum().view(1), kind)
     if kind in EXPRESSIONS:

@@ -33,14 +33,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.config import OverlapConfig, default_overlap_config
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward, warm_up
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.runtime import check_runs_on
 from lancet_kernels.kernels.symmetric import SymmetricMemory, create, virtual_memories
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
-from lancet_kernels.kernels.warmup import warm_up
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_of, group_size, group_timeout_s
 from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
@@ -141,7 +139,7 @@ class SharedExchanges:
     def for_a_pass(self) -> Exchange:
         """A forward exchange that can take one more. The first one has passes for the room of the longest."""
         for exchange in self.forward:
-            if exchange.has_free_place:
+            if exchange.free_place() is not None:
                 return exchange
         passes, room = self.next_size()
         self.forward.append(self._exchange(f"forward{len(self.forward)}", passes=passes, room=room))

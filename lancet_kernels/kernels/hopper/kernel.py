@@ -1,9 +1,5 @@
 """The overlap kernel for Hopper, in Gluon: the tasks, table and signals of `overlap_kernel`, other bodies.
 
-    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    R  most rows received        BM, BN, BK  the tile of the output, and a step along the contraction
-    BN_IN  columns of a tile of the first GEMM           STAGES  steps of operands in shared memory
-
 The warps of a program have four jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `consumer.py`
@@ -11,20 +7,14 @@ The warps of a program have four jobs, and go on independently of each other:
     copy warps   2 warps   puts                                                        `copies.py`
     signal warp  1 warp    says where results go, and signals what is stored           `signals.py`
 
-What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
-rows, words and order. Two counters instead of one: the copy warps claim puts, the producers all others, in
-the order of a launch without puts,
+There are two counters of claims instead of one: the copy warps claim puts, the producers all others, in the
+order of a launch without puts. A producer claims its next task when it has loaded the last step of the one
+before, while the consumers still multiply, and long before their epilogue.
 
-    [independent GEMMs][tiles][weight gradients]
-
-The producer claims its next task when it has loaded the last step of the one before, while the consumers
-still multiply, and long before their epilogue.
-
-Why one resident program per PE is enough. Its warps are resident together, so its copy warps and its producer
-are two chains that both go on. A put waits for nothing that this pass makes: only for a release of an earlier
-pass. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
-tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
-with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
+Why one resident program per PE is enough. Copy warps and producer are two chains that both go on. As in
+`schedule.py` all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the
+GEMM tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of
+tasks with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
 before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place. The
 consumers empty stages, and wait for no signal themselves; the signal warp empties places, and waits for the
 consumers only. Both take tasks in the order of the hand-over, and a task is signalled when it is stored,
@@ -33,28 +23,17 @@ before it waits for a task, which the producer may hand over only behind that si
 a contradiction. Waits inside a program (mbarriers) need no bound of their own: whom they wait for waits for
 bounded signals only.
 
-What each release covers. `put_signal` of the copy warps covers their own stores, behind a barrier of that
-partition; `tl.debug_barrier` in a partition joins its warps and no others. What the consumers store reaches
-the signal warp through the mbarrier `stored` (release and acquire of the block), and `finish_ready` and
-`return_tile`, being cumulative, publish it. A producer's
-acquire reaches the consumers through the mbarrier of the hand-over (release and acquire of the block), and
-from there, being cumulative, whoever acquires what they release. TMA loads go through the async proxy:
-fences stand after each acquire before a load, and where the loaded data is written by this kernel before its
-release.
+What a release covers. `tl.debug_barrier` in a partition joins its warps and no others: `put_signal` of the
+copy warps covers their own stores. What consumers store reaches the signal warp, and a producer's acquire the
+consumers, through an mbarrier (release and acquire of the block); releases, being cumulative, publish it.
 
 Bytes of puts in flight. NVLink carries 450 GB/s in each direction of a GPU; until a row that is read arrives,
 1 to 2 us pass. By Little's law 450 to 900 kB must be on their way to fill the link: 3.4 to 6.8 kB in each of
 132 programs, which all put. A put reads ahead into a ring in shared memory, beside the operands of the GEMMs:
-
-    stages   ring     programs that fill the link
-    4        16 KiB   27 to 55
-    3        64 KiB    7 to 14
-
-and its stores at the peer are on their way besides, since a program waits for them only before the signal of
-a chunk, of at most 128 rows. 32 KiB a program would need the shared memory of a stage (48 KiB): none has
-measured whether the GEMMs can spare it, so 4 stages are the default, and the ring grows with a configuration
-that has 3. Bulk copies would free the two copy warps of the stores, but a release does not cover them: they
-are of the async proxy, and the wait for their writes (not only reads) is missing in Triton before 3.8.
+16 KiB beside 4 stages, so that 27 to 55 programs fill the link; 64 KiB beside 3, 7 to 14 programs. Its stores
+at the peer are on their way besides. None has measured whether the GEMMs can spare a stage, so 4 are the
+default. Bulk copies would free the copy warps of the stores, but are of the async proxy, which a release does
+not cover, and the wait for their writes (not only reads) is missing in Triton before 3.8.
 """
 
 from __future__ import annotations
@@ -74,16 +53,15 @@ from lancet_kernels.kernels.hopper.copies import COPY_WARPS, copy
 from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings
 from lancet_kernels.kernels.hopper.producer import produce
 from lancet_kernels.kernels.hopper.signals import signal
-from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import NOT_SPECIALIZED, Constants, Pointers, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES
 from lancet_kernels.kernels.protocol.steps import is_sound, num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks
+from lancet_kernels.kernels.runtime import launch
 
 # Registers of a thread of producer, copy and signal warps, one warpgroup; the consumers share the rest, 208.
-# More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
-# a wgmma with as many accumulators.
+# With more warps a kernel starts with 128 registers in each, and ptxas refuses a wgmma with that many.
 COPY_REGISTERS = gl.constexpr(88)
 
 
@@ -159,9 +137,8 @@ def gluon_overlap_kernel(
     )  # fmt: skip
 
 
-# Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
-# where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
-# the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
+# Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need, in local memory;
+# up to 3 it does not, and the loops over the contraction are the same. `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
 # Shared memory of a program; what of it epilogues, mbarriers, tasks and targets take, compiled, rounded up.
 SHARED_BYTES = 227 * 1024
@@ -184,8 +161,7 @@ def launch_gluon(grid: tuple[int, ...], tile: GemmConfig, arguments: dict[str, A
 def descriptors(arguments: dict[str, Any]) -> dict[str, TensorDescriptor]:
     """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices.
 
-    A box is what one load brings; forward with swiglu there are two loads of weight_in, for gate and up.
-    Weights of the backward are multiplied transposed.
+    A box is what one load brings. Weights of the backward are multiplied transposed.
     """
     gemms, BK = arguments["gemms"], arguments["BK"]
     rows, transposed = [arguments["BM"], BK], arguments["gradients"] is not None

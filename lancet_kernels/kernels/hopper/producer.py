@@ -3,13 +3,13 @@
 A task whose rows do not come in time is not handed to the consumers, except a weight gradient, which they
 then fill with NaN: as in the portable kernel, nobody is told that something is there which is not.
 
-Descriptors. Those of TILE_IN and TILE_OUT come from the host, one over all received rows and one over the
-weights of all experts: the rows of a tile behind the last of its expert belong to others, or to nobody, and
-end in rows of the accumulator that are never stored; the contraction ends at the buffer's edge or, along the
-rows of the weights, at a multiple of BK. A weight gradient contracts over rows, of which those behind the
-expert's last must count as zero, so its descriptors have the extent of this expert's rows; and where the
-operands of an independent GEMM lie stands in a table on the device. Both are made here, in the one place in
-memory that Triton gives each, when no load that reads the former one is in flight any more.
+Descriptors. Those of TILE_IN and TILE_OUT come from the host, over all received rows and over the weights of
+all experts: the rows of a tile behind the last of its expert end in rows of the accumulator that are never
+stored; the contraction ends at the buffer's edge or, along the rows of the weights, at a multiple of BK. A
+weight gradient contracts over rows, of which those behind the expert's last must count as zero, so its
+descriptors have the extent of this expert's rows; the operands of an independent GEMM stand in a table on the
+device. Both are made here, in the one place that Triton gives each, when no load that reads the former one is
+in flight any more.
 """
 
 from triton.experimental import gluon
@@ -55,21 +55,13 @@ def _load_in(it, j, task, epoch, ptrs, sizes, descs, rings, views, const):
         row = base_of(ptrs, const.BACKWARD) + first_row + m * const.BM
         n0 = task.n * const.BN_IN
         j = hand_over(j, rings, task, steps, 1)
-        if const.BACKWARD:
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * F + n0, 0, 0, views.a, views.b_across,
-                rings, False, False, False, const,
-            )  # fmt: skip
-        elif const.ACT == "swiglu":
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, F + n0, views.a,
-                views.b_halves, rings, False, True, True, const,
-            )  # fmt: skip
-        else:
-            it = load_steps(
-                it, steps, descs.rows, descs.weight_in, row, 0, local * D, n0, 0, views.a, views.b, rings,
-                False, True, False, const,
-            )  # fmt: skip
+        DOWN: gl.constexpr = not const.BACKWARD
+        PAIR: gl.constexpr = DOWN and const.ACT == "swiglu"
+        b_bufs = (views.b_halves if PAIR else views.b) if DOWN else views.b_across
+        it = load_steps(
+            it, steps, descs.rows, descs.weight_in, row, 0, local * D if DOWN else local * F + n0,
+            n0 if DOWN else 0, F + n0 if PAIR else 0, views.a, b_bufs, rings, False, DOWN, PAIR, const,
+        )  # fmt: skip
     return it, j
 
 
@@ -82,18 +74,15 @@ def _load_out(it, j, task, ptrs, sizes, descs, rings, views, const):
     if here:
         row = first_row + m * const.BM
         n0 = task.n * const.BN
-        steps = gl.cdiv(sizes.H if const.BACKWARD else sizes.F, const.BK)
+        DOWN: gl.constexpr = not const.BACKWARD
+        steps = gl.cdiv(sizes.F if DOWN else sizes.H, const.BK)
         j = hand_over(j, rings, task, steps, 1)
-        if const.BACKWARD:
-            it = load_steps(
-                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.D + n0, 0, 0, views.a,
-                views.b_across, rings, False, False, False, const,
-            )  # fmt: skip
-        else:
-            it = load_steps(
-                it, steps, descs.hidden, descs.weight_out, row, 0, local * sizes.F, n0, 0, views.a, views.b,
-                rings, False, True, False, const,
-            )  # fmt: skip
+        b_bufs = views.b if DOWN else views.b_across
+        it = load_steps(
+            it, steps, descs.hidden, descs.weight_out, row, 0,
+            local * sizes.F if DOWN else local * sizes.D + n0, n0 if DOWN else 0, 0, views.a, b_bufs, rings,
+            False, DOWN, False, const,
+        )  # fmt: skip
     return it, j
 
 

@@ -6,18 +6,10 @@ returns the gradients of the rows' weights. When they have stored a tile it sign
 next one: a release waits until all stores of the program have drained.
 
 What a tile costs the consumers beyond its product, in cycles of an H100, by arithmetic (2026-11-26; 600 a
-load from L2, 1.5 us until a store at a peer is acknowledged, W = 8; none has measured it):
-
-                       looking up    stores          release         sum
-    by the consumers   1000 - 5000   1000 - 1600     3000 - 4500     6000 - 9000
-    by this warp       50            1000 - 1600     100             1200 - 1800
-
-The floor of the stores: 64 KB through shared memory, twice 512 cycles, and to L2 at 64 bytes a cycle, 1024.
-At F = 1024 the product of a TILE_OUT is 16,384 cycles: it took 1.4 to 1.5 times as long with all of this in
-the way, and takes 1.1 times; at F = 256 2.5 to 3.2 and 1.4 times.
-
-Not done: handing over expert, rows and base of a tile with its task, so that the epilogue of TILE_IN loads
-none of it. ptxas spilled 52 bytes in the backward of swiglu (Triton 3.9), for two loads that L1 mostly has.
+load from L2, 1.5 us until a store at a peer is acknowledged, W = 8; none has measured it): 1200 to 1800, of
+which the floor of the stores is 1024, 64 KB to L2 at 64 bytes a cycle. With looking up (1000 to 5000) and
+release (3000 to 4500) it was 6000 to 9000. A TILE_OUT of 16,384 cycles of product (F = 1024) took 1.4 to
+1.5 times as long with all of this in the way, and takes 1.1 times; at F = 256 2.5 to 3.2 and 1.4 times.
 """
 
 from triton.experimental import gluon

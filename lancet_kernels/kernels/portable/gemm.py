@@ -13,7 +13,7 @@ distances that are multiples of 16 bytes, and `runtime.provide_scratch()` before
 with masks and runs everywhere. Stores are always plain, so that an output on another PE is covered by the
 release of the signal that follows (`device.put_signal`).
 
-The caller must have waited for the rows, and have called `device.fence_tma` if they came from another PE.
+The caller has waited for the rows, and called `device.fence_tma` if they came from another PE.
 """
 
 import triton
@@ -206,9 +206,7 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def store_to_rows(
-    p_row, m_row, acc, bias_ptr, n0, N, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+def store_to_rows(p_row, m_row, acc, bias_ptr, n0, N, BM: tl.constexpr, BN: tl.constexpr):
     """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N] or None, to the rows at p_row [BM] where m_row.
 
     The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
@@ -311,9 +309,7 @@ def weight_gradient_tile(
 
 
 @triton.jit
-def bias_gradient_tile(
-    dy_ptr, db_ptr, weight_ptr, weighted, rows, n0, B, BN: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
+def bias_gradient_tile(dy_ptr, db_ptr, weight_ptr, weighted, rows, n0, B, BN: tl.constexpr, BK: tl.constexpr):
     """db[n0:n0+BN] = the sums of dy[:rows] over its rows, rounded once.
 
     weight: float32, by which the first `weighted` rows count; the others count once.

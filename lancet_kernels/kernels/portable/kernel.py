@@ -1,8 +1,5 @@
 """The persistent kernel in which puts, expert GEMMs, weight gradients and independent GEMMs share one launch.
 
-    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    R  most rows received        S  most rows sent                    BM, BN  the tile of the output
-
 Every program claims the next task number from one counter until there is none (`tasks.py` and `schedule.py`
 have the order and the reason why it cannot deadlock). The rows of an expert lie together, in every buffer of
 received rows. Of its two GEMMs TILE_IN is the first in the direction of the launch, TILE_OUT the second:

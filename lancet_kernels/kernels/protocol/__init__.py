@@ -1,6 +1,13 @@
 """Puts, signals, waits; where rows lie on every PE; which task has which number; what a failed wait says.
 
-Words, the same everywhere:
+Letters, the same everywhere:
+
+    W  PEs, L experts on each, E = W * L    T  tokens here    K  choices per token
+    D  model width    F  hidden width    H  F, or 2F for swiglu: gate | up
+    S  most rows that a PE sends    R  most rows that a pass receives    A  those of all open passes together
+    BM, BN  the tile of an output    BN_IN  columns of a tile of the first GEMM    BK  step of a contraction
+
+Words:
 
     pass       the launches of one direction of a layer, forward or backward; it has an epoch and, while it is
                open, rows and a place to note them (`exchange.py`)

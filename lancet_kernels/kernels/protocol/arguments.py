@@ -1,9 +1,5 @@
 """What the overlap kernels are given, and hand on: named tuples of pointers and sizes.
 
-    W  PEs, L experts on each, E = W * L    D  model width    F  hidden width    H  F, or 2F for swiglu
-    T  tokens here    K  choices per token    S  most rows sent    R  most rows that a pass receives
-    A  rows that all open passes have together
-
 A pointer that a launch has no use for is None, which is known when the kernel is compiled. Integers are
 arguments of their own, and become `Sizes` inside the kernel: in a tuple Triton would compile another variant
 for a 1 or a multiple of 16.

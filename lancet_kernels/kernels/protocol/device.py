@@ -1,26 +1,19 @@
 """How does device code talk to another PE? Remote pointer, put, signal, wait: this file alone knows.
 
-Symmetric memory (`kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
-`region_ptr`, its own copy; `peers_ptr`, an int64 table of the base address of every PE's copy, as this PE
-sees it; and an offset in elements, the same on every PE.
+Of a region of symmetric memory a kernel gets `region_ptr`, its own copy; `peers_ptr`, an int64 table of the
+base address of every PE's copy, as this PE sees it; and an offset in elements, the same on every PE.
 
     row of PE 2:       remote_pointer(region_ptr, peers_ptr, 2) + offset
     it has arrived:    put_signal(signals_ptr, signal_peers_ptr, 2, index, word)
     PE 2 waits:        wait(signals_ptr + index, word, ...)
 
-Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table: it
-serves CPU processes in the interpreter, several PEs on one GPU, and NVLink. With NVSHMEM=True a peer whose
-table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions, linked from its bitcode
-(`symmetric/nvshmem.py`). Every thread of a program runs an external function. A `_block` one wants exactly
-that: the threads share the work. The others are for one thread, and here the first one alone calls them:
-
-- a signal sent by 256 threads would be 256 messages, and one that is late could set the word back to an
-  epoch that is over;
-- a fence of 256 threads would be 256 walks over all queue pairs. One is enough: behind the barrier before
-  it, the puts of the whole block have been issued, and over IBGDA the fence waits for all queue pairs.
-
-The interpreter has no external functions, and a kernel that uses one must be given `nvshmemx_cumodule_init`
-once after it is loaded.
+Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table. With
+NVSHMEM=True a peer whose table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions,
+linked from its bitcode (`symmetric/nvshmem.py`); the interpreter has none. Every thread of a program runs
+such a function. A `_block` one wants exactly that: the threads share the work. The others the first thread
+alone calls: a signal sent by 256 threads would be 256 messages, and one that is late could set the word back
+to an epoch that is over; a fence would be 256 walks over all queue pairs. One is enough: behind the barrier
+before it the puts of the whole block have been issued, and over IBGDA it waits for all queue pairs.
 
 Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so flags are never reset.
 
@@ -83,7 +76,7 @@ _signal_wait_until = _extern("nvshmem_signal_wait_until", "uint64", "int64", "in
 
 @triton.jit
 def _is_first_thread():
-    """True in one thread of the program. Only for what holds no barrier: the others walk past it."""
+    """In one thread of the program. Only for what holds no barrier: the others walk past it."""
     thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return thread == 0
 
@@ -115,9 +108,8 @@ def network_signal(signal_ptr, value, peer):
 def network_acquire(signal, at_least):
     """What was put before the signal at this address, seen to be `at_least`, is visible here.
 
-    A look at the flag is not enough for what a network card has written: on GPUs that do not order its
-    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here. The caller
-    joins the threads after.
+    On GPUs that do not order a network card's writes NVSHMEM has to flush them, and does so in its own wait,
+    which returns at once here. The caller joins the threads after.
     """
     if _is_first_thread():
         comparison = tl.cast(COMPARE_GE, tl.int32)
@@ -135,7 +127,7 @@ def remote_pointer(region_ptr, peers_ptr, peer):
 
 @triton.jit
 def word(epoch, value):
-    """The signal word: epoch in the high half, value (a row count, say) in the low one."""
+    """The signal word: epoch in the high half, value in the low one."""
     return (tl.cast(epoch, tl.int64) << 32) | tl.cast(value, tl.int64)
 
 
@@ -143,10 +135,7 @@ def word(epoch, value):
 def stored_at(region_ptr, peers_ptr, peer, row, stage_ptr, row_here, width, NVSHMEM: tl.constexpr):
     """-> where to store what goes to `row` of a peer's region: there or, where no pointer reaches it, at
     row_here of the stage, from which `send_stored` sends it. Rows are `width` elements; peer and row may be
-    blocks.
-
-    Base and row are chosen one by one: of a choice between addresses the compiler does not see how they are
-    aligned, and stores element by element.
+    blocks. A choice between whole addresses would hide from the compiler how they are aligned.
     """
     base = tl.load(peers_ptr + peer)
     if NVSHMEM:
@@ -159,8 +148,7 @@ def stored_at(region_ptr, peers_ptr, peer, row, stage_ptr, row_here, width, NVSH
 def send_stored(target_ptr, peers_ptr, peer, stored_ptr, num, NVSHMEM: tl.constexpr):
     """Start to send the `num` elements that `stored_at` had put into the stage, to where `target` is here.
 
-    The stage must stay as it is until `quiet`: a network card reads it when it likes. It reads only what is
-    registered with it, which is why there is a stage.
+    The stage, of memory that a network card can read, must stay as it is until `quiet`.
     """
     if NVSHMEM:
         if tl.load(peers_ptr + peer) == 0:
@@ -226,8 +214,7 @@ def put_words(
 
 @triton.jit
 def quiet(NVSHMEM: tl.constexpr):
-    """Everything this program has put has arrived: another program may signal it, and its source may change,
-    which the network, other than a put through a pointer, reads later."""
+    """All that this program has put has arrived: another program may signal it, and its source may change."""
     tl.debug_barrier()
     if NVSHMEM:
         network_quiet()
@@ -248,10 +235,8 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 
 @triton.jit
 def failed(report_ptr):
-    """Has any wait of this PE timed out? Then results are invalid.
-
-    An atomic, since one thread executes it and all are told: by loads they could diverge before a barrier.
-    """
+    """Has any wait of this PE timed out? An atomic, since one thread executes it and all are told: by loads
+    they could diverge before a barrier."""
     free = tl.cast(0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
@@ -271,11 +256,8 @@ def report_failure(report_ptr, rank, peer, op, index, expected, seen):
 
 @triton.jit
 def _now(report_ptr):
-    """Nanoseconds, of which all threads of a program see the same.
-
-    The timer says something else to each thread, and they would diverge before a barrier; so one writes it,
-    and all are told what stands there: the latest time that any program of this PE has seen.
-    """
+    """Nanoseconds. The timer says something else to each thread of a program, and they would diverge before a
+    barrier; so one writes it, and all are told the latest time that any program of this PE has seen."""
     if INTERPRETED:
         return clock_ns()
     else:
@@ -295,14 +277,12 @@ def _look_at_clock(looks, deadline, timeout_us, report_ptr):
 
 
 @triton.jit
-def wait(
-    signal_ptr, at_least, timeout_us, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
-):  # fmt: skip
+def wait(signal_ptr, at_least, timeout_us, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False):
     """Wait until the word is `at_least`, but not longer than `timeout_us`. -> the word seen last.
 
-    When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
-    every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
-    that came over the network before the signal are visible after it as well.
+    When time is up the first to notice writes the report, and every later wait of this PE looks only once:
+    the launch ends, and its caller raises. With NVSHMEM, rows that came over the network before the signal
+    are visible after it as well.
     """
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if seen < at_least:
@@ -335,8 +315,7 @@ def wait_all(
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
-    signal_ptrs, mask, peers, indices: blocks. Of those missing a report names that with the smallest
-    index.
+    signal_ptrs, mask, peers, indices: blocks. A report names the one missing with the smallest index.
     """
     seen, missing = _missing(signal_ptrs, mask, at_least)
     if tl.sum(missing, 0) > 0:
@@ -375,8 +354,8 @@ def fence_tma(TMA: tl.constexpr):
 def opaque(value):
     """value, an integer of which the compiler knows nothing: what follows from it is computed behind this.
 
-    Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
-    ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
+    Otherwise LLVM computes what partitions of a Gluon kernel, or its tasks, have in common ahead of all, and
+    ptxas spills it. Costs nothing: ptxas removes the move.
     """
     if INTERPRETED:
         return value

@@ -1,8 +1,5 @@
 """Where do rows land on a peer, and when may they be overwritten? Regions and signals of some passes.
 
-    W  PEs, L experts on each, E = W * L    D  width
-    S  most rows that a PE sends    R  most rows that a pass receives    A  those of all open passes together
-
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
     rows     [A, D]           rows received, by pass, local expert, source, slot
@@ -27,8 +24,7 @@ results (`ResultBuffers`). All of it needs passes one behind the other in a stre
 for each other.
 
 The epoch lives in device memory, and so does what rows are occupied: a captured CUDA graph counts on in every
-replay. The host only checks that no more passes are open than there are places to note their rows in. Nothing
-here depends on how many tokens there are, within S and R.
+replay. The host only checks that no more passes are open than there are places to note their rows in.
 """
 
 from __future__ import annotations
@@ -43,11 +39,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device, schedule
 from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
 from lancet_kernels.kernels.protocol.device import REPORT_WORDS, TOO_MANY_ROWS, WAIT_READY
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.runtime import launch, small_kernel
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".
@@ -68,19 +64,14 @@ Stage = namedtuple("Stage", "rows weights results dots")
 
 
 class FailureReport:
-    """The report of one PE.
-
-    Attributes:
-        words: int64 [8] on its device, as `device.wait` writes them.
-    """
+    """The report of one PE. words: int64 [8] on its device, as `device.wait` writes them."""
 
     def __init__(self, where: torch.device) -> None:
         self.words = torch.zeros(REPORT_WORDS.value, dtype=torch.int64, device=where)
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_failed(self) -> bool:
-        """Has a wait run out of time? Does not wait for the device: what a GPU reports of a launch, a later
-        call says."""
+        """Has a wait run out of time? Does not wait: what a GPU reports of a launch a later call says."""
         if self.words.device.type != "cuda":
             return bool(self.words[0])
         if torch.cuda.is_current_stream_capturing():
@@ -102,10 +93,7 @@ class FailureReport:
 
 @dataclass(eq=False)
 class OpenPass:
-    """One pass through the exchange: its state is fresh device memory. place: which of the open ones it is.
-
-    A backward's table is that of its forward.
-    """
+    """One pass through the exchange: its state is fresh device memory. place: which open one it is."""
 
     place: int
     state: PassState
@@ -116,8 +104,7 @@ class OpenPass:
 class ResultBuffers:
     """What an exchange needs only while a launch runs: results, dots, stages. Collective to make.
 
-    Exchanges of the same sizes share them, if every PE launches their passes one behind the other: in one
-    stream, or in streams that wait for each other.
+    Exchanges of the same sizes share them, if every PE launches their passes one behind the other.
 
     Attributes:
         poisoned: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
@@ -128,7 +115,6 @@ class ResultBuffers:
         self,
         memory: SymmetricMemory,
         name: str,
-        *,
         send_rows: int,
         receive_rows: int,
         width: int,
@@ -161,13 +147,9 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
-        passes: how many passes may be open at once: forward passes before their backward.
-        room: A; None: R for each of them.
+        passes: how many may be open at once: forward passes before their backward. room: A; None: R for each.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
-
-    Attributes:
-        begun: how many passes have been opened.
     """
 
     def __init__(
@@ -199,13 +181,11 @@ class Exchange:
         self._own: list[Region] = []
         self.rows = self._region("rows", (self.room, width), dtype)
         self.row_weights = self._region("weights of rows", (receive_rows,), torch.float32)
-        self.buffers = buffers or ResultBuffers(
-            memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
-        )
+        self.buffers = buffers or ResultBuffers(memory, name, send_rows, receive_rows, width, dtype)
         self.results = self.buffers.results
         self.arrived = self._region("arrived", (self.tiles, self.world))
         self.returned = self._region("returned", (self.chunks,))
-        banks, words = schedule.COUNT_BANKS.value, experts + schedule.COUNT_WORDS
+        banks, words = schedule.COUNT_BANKS.value, experts + schedule.MORE_COUNTS.value
         self.counts = self._region("counts", (banks, self.world, words), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (self.world,))
@@ -225,17 +205,10 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
+        # Passes that have been opened.
         self.begun = 0
         # By place: whose it is, and the words to release should that pass have been dropped.
         self._open: dict[int, tuple[weakref.ref[OpenPass], Tensor]] = {}
-
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        rows = [self.room, self.width]
-        return (
-            f"Exchange({self.name}, PE {self.rank} of {self.world}, symmetric memory: {self.memory.kind}, "
-            f"{dtype} rows {rows}, sends {self.send_rows})"
-        )
 
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         self._own.append(self.memory.allocate(f"{self.name}.{what}", shape, dtype))
@@ -257,24 +230,14 @@ class Exchange:
             self._kept[columns] = self.rows.local.new_empty(self.room, columns)
         return self._kept[columns]
 
-    def _free_place(self) -> int | None:
-        """A place of no pass, or of one that was dropped."""
-        for place in range(self.passes):
-            if place not in self._open or self._open[place][0]() is None:
-                return place
-        return None
-
-    @property
-    def has_free_place(self) -> bool:
-        """Can one more pass be opened?"""
-        return self._free_place() is not None
-
     def begin(self, table: Tensor | None = None) -> OpenPass:
         """Open the next pass. Raises UserError if there are as many open as there may be.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
-        place = self._free_place()
+        # Of no pass, or of one that was dropped.
+        places = (p for p in range(self.passes) if p not in self._open or self._open[p][0]() is None)
+        place = next(places, None)
         if place is None or (table is not None and place > 0):
             raise UserError(
                 f"forward passes through {self.name} before a backward",
@@ -300,10 +263,7 @@ class Exchange:
         return opened
 
     def schedule(self, opened: OpenPass, count: Tensor) -> None:
-        """Exchange counts with all PEs and fill the table of the pass. count: int64 [E], of each expert.
-
-        Launched before the passes' own kernel. It waits for the counts of every PE.
-        """
+        """Exchange counts with all PEs and fill the table of the pass. count: int64 [E], of each expert."""
         experts = self.world * self.local_experts
         launch(
             exchange_counts_kernel, (1,),
@@ -313,7 +273,7 @@ class Exchange:
             report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
             A=self.room, passes=self.passes, place=opened.place, timeout_us=self.timeout_us,
             NVSHMEM=self.nvshmem, BM=self.chunk_rows,
-            BE=triton.next_power_of_2(experts + schedule.COUNT_WORDS), BW=triton.next_power_of_2(self.world),
+            BE=triton.next_power_of_2(self.counts.local.shape[2]), BW=triton.next_power_of_2(self.world),
             BP=triton.next_power_of_2(self.passes), **small_kernel(self.nvshmem) | {"num_warps": 8},
         )  # fmt: skip
         launch(
@@ -350,16 +310,15 @@ class Exchange:
         )  # fmt: skip
 
     def watch(self, layer: str = "") -> None:
-        """Raise CommunicationError for a wait that ran out of time, without waiting for the device.
-
-        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it. layer:
-        whose pass was the latest one, to be named where several share the exchange.
-        """
+        """`check` that does not wait: on a GPU the next call raises what the latest pass will report."""
         if self._failures.is_failed():
             self.check(layer)
 
     def check(self, layer: str = "") -> None:
-        """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
+        """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device.
+
+        layer: whose pass was the latest one, to be named where several share the exchange.
+        """
         failure = self._failures.first()
         if failure is None:
             return

@@ -1,8 +1,5 @@
 """Where do compact rows lie on every PE, and which task has which number? Found on the device, from counts.
 
-    W  PEs, L experts on each, E = W * L       BM  rows of a tile      R  most rows that a pass receives
-    A  rows that all open passes of a PE have together
-
 A row is one kept choice of one token. count[w, e] is how many rows PE w sends to expert e; every PE puts its
 own to all others, and every offset on every PE is a prefix sum of them:
 
@@ -22,24 +19,20 @@ Example, W = 2, L = 3, BM = 4:
     before[1]          2  5  0 | 1  0  3          first_send[1] 0  3  4  4  8 10
 
 PE 0 receives 11 rows in 4 tiles. Tile 0 is rows 0 to 3: two of PE 0 and two of PE 1. Tile 1 is row 4, of PE
-1; so the three rows that PE 1 sends to expert 0 are two chunks. Tile 3, the second one of expert 1, is rows
-9 and 10: one of each source.
+1; so the three rows that PE 1 sends to expert 0 are two chunks. Tile 3 is rows 9 and 10: one of each source.
 
 How rows are said to have arrived. One signal word for each (tile, source), holding the epoch; a tile looks at
-those of the sources that the counts name, all at once. One counter for each tile, that every put adds to,
-could not say which PE is missing, would have to be reset between epochs, and would be off for ever after a
-single put that came twice or not at all. Words by source only grow, and are right again with the next epoch.
+those of the sources that the counts name, all at once. A counter for each tile could not say which PE is
+missing, and would be off for ever after a single put that came twice or not at all.
 
 Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
 of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where
-that begins (base) and how long it is (room). Passes that end in the reverse order leave a stack, others a
-hole until it is the largest gap. All rows of a backward lie from row 0 of their region on.
+that begins (base) and how long it is (room). All rows of a backward lie from row 0 of their region on.
 
-What does not fit. If the rows of any PE are more than its room, or more than R, every PE sees that in the
-counts before anything is put: the pass is *void*, nothing is put or waited for, its results are NaN, and the
-report says which PE needed how many rows.
+What does not fit. If the rows of any PE are more than its room, or than R, every PE sees that in the counts
+before anything is put: the pass is *void*, its results are NaN, and the report says who needed how many rows.
 
-Order of tasks. Programs claim numbers from one counter (of the Hopper kernel from two: `hopper/kernel.py`):
+Order of tasks, whose numbers programs claim (`hopper/kernel.py`: the Hopper kernel claims puts apart):
 
     [puts][independent GEMMs][tiles][weight gradients]
 
@@ -47,8 +40,7 @@ Puts are sorted by (local expert, tile) of where they go, and among equals by ho
 first, the PE itself last. Each chunk is 8 puts of an eighth of a tile's rows, the last of which signals: so
 132 programs that begin together have 17 chunks on their way and not 132. At D = 4096 in bfloat16 these are 17
 MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all arrive at its end, 0.3 ms. The
-tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first. What comes back is added
-up by a kernel of its own (`combine.py`).
+tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first.
 
 Why one resident program per PE is enough. A put waits for releases of earlier passes only. As puts stand
 first, those of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows
@@ -74,17 +66,15 @@ import triton.language as tl
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS, WAIT_COUNTS
 
-HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.
 TILES_AT_ONCE = 64
-HEADER = tl.constexpr(HEADER_WORDS)
+HEADER = tl.constexpr(8)
 VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
 NUM_TILES = tl.constexpr(2)
 BASE = tl.constexpr(3)
 # With its counts a PE sends base and room.
-COUNT_WORDS = 2
-MORE_COUNTS = tl.constexpr(COUNT_WORDS)
+MORE_COUNTS = tl.constexpr(2)
 # Counts of two passes: whoever puts those of the next one has seen that the reader is through with the last.
 COUNT_BANKS = tl.constexpr(2)
 
@@ -101,7 +91,7 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
 
 def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
     """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 2 + 8 + 28 = 100."""
-    return HEADER_WORDS + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
+    return HEADER.value + 3 * world * experts + 3 * experts + world + tiles + 2 * chunks
 
 
 @triton.jit
@@ -191,9 +181,9 @@ def exchange_counts_kernel(
     Work: 4 E bytes to each peer, and W scans of E numbers, of several PEs at once.
     Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0, base, room] into counts[epoch % 2, 1] of PE 0.
 
-    Nothing is waited for before it puts. A peer has read the counts of epoch e - 2 when it sends those of
-    e - 1, which were waited for here; that these came in time is the report. And what a peer says of epoch e
-    it says behind all that it did before, so that rows may go where it has room.
+    A peer has read the counts of epoch e - 2 when it sends those of e - 1, which were waited for here; that
+    these came in time is the report. And what a peer says of epoch e it says behind all that it did before,
+    so that rows may go where it has room.
     """
     epoch = tl.load(words_ptr)
     bank = epoch % COUNT_BANKS

@@ -1,11 +1,7 @@
 """What the tasks of the overlap kernels wait for, put and signal.
 
-`tasks.py` says what each waits for, `schedule.py` where rows lie, `arguments.py` what is handed on.
-
 A Gluon kernel, which lays out its blocks itself, hands over the index ranges `i_*`; without them they are
-made here.
-
-Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.
+made here. Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.
 """
 
 import triton
@@ -49,8 +45,7 @@ def expert_of_tile(tile, ptrs, sizes):
 def wait_free(peer, epoch, ptrs, sizes, const):
     """Wait until rows may be put to the peer. -> may they?
 
-    In a backward: until it has released those of the one before. In a forward they may: its counts of this
-    pass are here, behind all that it did before, and say where it has room.
+    In a backward: until it has released those of the one before. In a forward its counts said that they may.
     """
     if const.BACKWARD:
         free = device.word(epoch - 1, 0)
@@ -152,8 +147,7 @@ def put_part(i, epoch, ptrs, sizes, const):
 def wait_rows(tile, m, expert, epoch, ptrs, sizes, const, i_w=None):
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
-    If not, the caller does nothing and signals nothing, so that a peer that waits for what it would have made
-    runs out of time too, instead of taking what is not there.
+    If not, the caller signals nothing, so that a peer that waits for it runs out of time, too.
     """
     if i_w is None:
         i_w = tl.arange(0, const.BW)
@@ -179,10 +173,7 @@ def finish_ready(tile, ptrs):
 
 @triton.jit
 def wait_ready(tile, columns, ptrs, sizes, const):
-    """Wait until that many columns of a tile of the first GEMM are done, by whichever program. -> are they?
-
-    Whoever finished the first GEMM has taken in what the network wrote, and published it.
-    """
+    """Wait until that many columns of a tile of the first GEMM are done, by any program. -> are they?"""
     expected = tl.cast(columns, tl.int64)
     seen = device.wait(
         ptrs.of_pass.ready + tile, expected, sizes.timeout_us, ptrs.of_pass.report, sizes.rank, sizes.rank,
@@ -196,8 +187,7 @@ def wait_ready(tile, columns, ptrs, sizes, const):
 def wait_expert(rows, first_tile, sound, ptrs, sizes, const, i_tile=None):
     """`wait_ready` for all tiles of an expert, 32 at a time. -> are they, in a `sound` pass?
 
-    A word for each expert would save these looks, and cost each tile a second release; by the time that
-    weight gradients are claimed nearly all tiles are done, and a look at 32 words is one load.
+    A word for each expert would cost each tile a second release; a look at 32 words is one load.
     Example: 9 rows, BM = 4, first_tile 2: tiles 2, 3 and 4.
     """
     if i_tile is None:
@@ -293,8 +283,7 @@ def _send_results(w, m, n, expert, first_row, ptrs, sizes, const):
 def return_tile(tile, m, n, expert, first_row, epoch, ptrs, sizes, const):
     """TILE_OUT is stored at the sources, or in the stage where no pointer reaches them: the last signals.
 
-    The programs that stored the other columns of the tile published them by the counter (release), the last
-    one takes them in (acquire) and publishes all of them with the signals: release is cumulative.
+    The counter's release publishes the other columns, its acquire takes them in, and the signals publish all.
     """
     W, E, D = sizes.W, sizes.W * sizes.L, sizes.D
     columns = tl.cdiv(D, const.BN)

@@ -8,8 +8,7 @@
     DENSE     index: problem, m, n  -                                     -
 
 `schedule.py` has the order, and why one resident program per PE is enough. Puts are listed, since their order
-is; of all else a number says its task by arithmetic: three divisions of 32 bits, some 30 instructions each,
-are 0.1 us in one warp. Of a tile it also takes the rows of its expert, which whoever does the task needs too.
+is; of all else a number says its task by arithmetic: three divisions, 0.1 us in one warp.
 
 Groups. Programs that multiply at the same time should have few different operands, and weights should come
 from memory once for many rows. So the tiles of an expert, and of a weight gradient, are taken 8 rows at a
@@ -26,11 +25,9 @@ H100's 2.9 TB/s and, in brackets, of 650 TFLOP/s for 2,048 rows of an expert, by
 A group ends with its expert, since the next one has other weights. The first column of a group waits for the
 rows of 8 tiles instead of one: at D = 4096 8 MB, 0.02 ms of NVLink, beside 0.55 ms of products.
 
-A claim is an atomic on one word in L2, some 0.7 us. The Hopper kernel's producer claims ahead of use: when
-the last step of a task is loaded, while up to 4 steps of 1,024 cycles, 2.3 us, are still to be multiplied.
-The portable kernel claims in between, 8 % of a tile of 128 x 128 with 2,048 to contract (9 us): claiming
-ahead took its tightest variant from 245 to 254 registers of 255 (backward with independent GEMMs and odd
-widths; sm_90, Triton 3.9), and none has said that this spills nowhere.
+A claim is an atomic on one word in L2, 0.7 us. The Hopper kernel claims ahead of use, while up to 4 steps of
+1,024 cycles, 2.3 us, are still to be multiplied. The portable kernel claims in between, 8 % of a tile of
+128 x 128 with 2,048 to contract: claiming ahead took its tightest variant to 254 registers of 255.
 """
 
 from __future__ import annotations
@@ -63,7 +60,6 @@ Task = namedtuple("Task", "kind which index m n")
 def in_groups(position, row, rows, columns):
     """-> row and column of a tile of a matrix of `rows` by `columns` tiles: GROUP rows at a time, each group
     column by column. row: position // columns.
-
     Example: 10 rows, 2 columns: (0, 0) to (7, 0), (0, 1) to (7, 1), (8, 0), (9, 0), (8, 1), (9, 1).
     """
     first = row // GROUP * GROUP

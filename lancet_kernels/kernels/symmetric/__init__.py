@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory, VirtualMemory, virtual_memories
 from lancet_kernels.kernels.symmetric.nvshmem import NvshmemMemory, init_module
 from lancet_kernels.kernels.symmetric.shared import SharedMemory
@@ -23,8 +23,6 @@ def create(
     group: None means all ranks or, without torch.distributed, the one there is.
     timeout_s: how long any step may wait for a rank.
 
-    | ranks   | device | memory                                                             |
-    |---------|--------|--------------------------------------------------------------------|
     | one     | any    | `VirtualMemory`: no peers                                          |
     | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
     | several | CUDA   | `TorchMemory`: torch alone, GPUs of one machine, all over NVLink   |
@@ -34,28 +32,17 @@ def create(
     rank stays away.
     """
     device = torch.device(device)
-    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
-    if alone:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         (memory,) = virtual_memories(1, device)
         return memory
+    check_name("device of symmetric memory", device.type, ("cpu", "cuda"))
     if device.type == "cpu":
         return SharedMemory(group, timeout_s)
-    if device.type == "cuda":
-        lack = unreachable(group, device, timeout_s)
-        return (
-            _over_nvshmem(group, device, timeout_s, lack) if lack else TorchMemory(group, device, timeout_s)
-        )
-    raise UserError(
-        "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
-    )
-
-
-def _over_nvshmem(
-    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, not_torch: str
-) -> NvshmemMemory:
-    """Args: not_torch: why torch's symmetric memory does not serve."""
+    not_torch = unreachable(group, device, timeout_s)
+    if not not_torch:
+        return TorchMemory(group, device, timeout_s)
     try:
-        memory = NvshmemMemory(group, device, timeout_s)
+        nvshmem_memory = NvshmemMemory(group, device, timeout_s)
     except UserError as error:
         raise UserError(
             "symmetric memory between GPUs",
@@ -63,5 +50,5 @@ def _over_nvshmem(
             expected=f"GPUs of one machine with NVLink, or {error.expected}",
             do=error.do,
         ) from error
-    memory.reason += f" (not torch: {not_torch})"
-    return memory
+    nvshmem_memory.reason += f" (not torch: {not_torch})"
+    return nvshmem_memory

@@ -1,10 +1,9 @@
 """Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
 
-Not with collectives: a collective that one rank does not join, or joins with other arguments, hangs or
-mixes up the data. Here every rank writes its request under the number of the meeting, and reads those of
-the others. A rank that differs is named, a rank that stays away is named, and no wait is longer than its
-timeout. Works for any backend, without a GPU. A meeting costs a few requests to a server: use it for
-set-up, not for every layer.
+Not with collectives: one that a rank does not join, or joins with other arguments, hangs or mixes up the
+data. Here every rank writes its request under the number of the meeting, and reads those of the others. A
+rank that differs or stays away is named, and no wait is longer than its timeout. A meeting costs a few
+requests to a server: for set-up, not for every layer.
 """
 
 from __future__ import annotations
@@ -37,21 +36,14 @@ def machine() -> str:
 
 
 class Meetings:
-    """The meetings of one memory's ranks; `rank` of `world`.
-
-    group: None means all ranks or, where there is no torch.distributed, the one there is.
-    """
+    """The meetings of one memory's ranks; `rank` of `world`. group: None means all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float):
         self.timeout_s = timeout_s
-        if dist.is_available() and dist.is_initialized():
-            group = group or dist.group.WORLD
-            assert group is not None  # initialized
-            self.rank, self.world = group.rank(), group.size()
-            self._store = _get_process_group_store(group)
-        else:
-            self.rank, self.world = 0, 1
-            self._store = dist.HashStore()
+        group = group or dist.group.WORLD
+        assert group is not None  # initialized
+        self.rank, self.world = group.rank(), group.size()
+        self._store = _get_process_group_store(group)
         # Which memory of this group it is: the same number on every rank that makes them in the same order.
         number = self._store.add(f"symmetric/count/{self.rank}", 1)
         self._prefix = f"symmetric/{number}"
@@ -69,9 +61,9 @@ class Meetings:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             said = self._exchange(step, value, timeout_s)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
             # The store's own errors: the process that keeps it (rank 0's, or the launcher) is gone.
             self._broken = f"no answer from the store of the process group ({_one_line(error)})"
             raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}") from error
@@ -150,7 +142,7 @@ class MemoryOfRanks(SymmetricMemory):
         self._meetings = meetings
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
+        super().barrier()
         self._meetings.meet("barrier", timeout_s=timeout_s)
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:

@@ -9,9 +9,9 @@
 `rows.local` is this PE's copy. `rows.peers[p]` is the address of PE p's copy as this PE reaches it:
 what is stored there arrives at p, also while p runs. 0: no pointer reaches p (then NVSHMEM's puts do).
 
-`VirtualMemory` is that of several PEs in one process on one device: a whole protocol on one GPU or CPU. One
-thread plays all PEs, one after another: it allocates for each, then launches for each. So nothing in it
-waits. A kernel may: give each PE a stream of its own and launch all of them before anything synchronises.
+`VirtualMemory` is that of several PEs in one process on one device. One thread plays all PEs, one after
+another: it allocates for each, then launches for each, so nothing in it waits. A kernel may: give each PE a
+stream of its own and launch all of them before anything synchronises.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ ALIGNMENT = 16
 
 @dataclass(eq=False)
 class Region:
-    """A named region: this PE's copy, and where the others' copies are.
+    """A named region: this PE's copy, of the shape and dtype asked for, and where all copies are.
 
-    Attributes:
-        name: unique in its memory.
-        local: this PE's copy, of the shape and dtype asked for.
-        peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
-
+    peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
     After the memory is closed, `local` and `peers` raise UserError. Code that kept `peers` must not use it.
     """
 
@@ -61,8 +57,7 @@ class SymmetricMemory(ABC):
 
     Attributes:
         rank, world: this PE's number, and how many there are.
-        device: where the regions are.
-        reason: why this implementation, in words.
+        device: where the regions are. reason: why this implementation, in words.
         far: has any PE a peer that no pointer reaches? The same on every PE; set by the first region.
         shares_device: do kernels of other PEs run on the device beside those of this one?
     """
@@ -83,12 +78,11 @@ class SymmetricMemory(ABC):
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
         """A region of this shape on every PE, filled with zeros. Collective: returns when every PE can put.
 
-        Raises UserError, on every PE and naming who asked for what, if PEs ask for different regions or in a
-        different order; also if the name exists already or there is no room. CommunicationError if a PE stays
-        away.
+        Raises UserError, on every PE, if PEs ask for different regions or in a different order, the name is
+        taken or there is no room; CommunicationError if a PE stays away.
         """
         self._check_open()
-        # An error of this PE alone, before it has met the others, would leave them waiting.
+        # What is wrong is said behind the meeting: an error of this PE alone would leave the others waiting.
         shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         request = f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
         self._gather(request)
@@ -122,18 +116,19 @@ class SymmetricMemory(ABC):
         self._check_open()
         return max(self._gather("largest", value))
 
-    @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every PE is here and what its device was doing is done.
 
         Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: as at creation).
+        Of PEs in one process each launches before.
         """
+        self._check_open()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self, *, together: bool = True) -> None:
         """Free all regions; may be called twice. Does not wait for peers that may still write into them.
-
-        together: the other PEs close it, too; False: after an error, when they may be anywhere.
-        """
+        together: the other PEs close it, too; False: after an error, when they may be anywhere."""
         if self._open:
             self._open = False
             for region in self._regions.values():
@@ -166,11 +161,7 @@ class SymmetricMemory(ABC):
 
 
 def disagreement(asked: dict[int, str]) -> UserError:
-    """The error for PEs that ask for different things. `asked`: what each rank asked for.
-
-    Example: {0: "allocate 'x' [4] float32", 1: "barrier", 2: "barrier"} gives
-    "... got allocate 'x' [4] float32 (rank 0), barrier (rank 1, 2), expected ..."
-    """
+    """The error for PEs that ask for different things. `asked`: what each rank asked for."""
     return UserError(
         "symmetric memory",
         got=by_rank(asked),
@@ -196,60 +187,43 @@ def _closed(what: str) -> UserError:
     )
 
 
-@dataclass
-class _Heap:
-    """What all PEs share: each request, the PE that made it first, and its copies [world]."""
-
-    world: int
-    device: torch.device
-    requests: list[tuple[int, str]] = field(default_factory=list)
-    copies: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def copies_of(self, number: int, num_bytes: int) -> list[Tensor]:
-        if number not in self.copies:
-            self.copies[number] = [
-                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.world)
-            ]
-        return self.copies[number]
-
-
 class VirtualMemory(SymmetricMemory):
-    """PE `rank` of those that `virtual_memories` makes."""
+    """PE `rank` of those that `virtual_memories` makes.
 
-    def __init__(self, heap: _Heap, rank: int):
-        what = "one PE: no peers" if heap.world == 1 else f"{heap.world} PEs in one process"
-        super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
-        self.shares_device = heap.world > 1
-        self._heap = heap
-        self._count = 0
+    requests: of all of them: which PE made it first, what it asked for, its copies [world] if it is a region.
+    """
 
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when what the device was doing for any PE is done. Launch for every PE before."""
-        self._check_open()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def __init__(
+        self, rank: int, world: int, device: torch.device, requests: list[tuple[int, str, list[Tensor]]]
+    ) -> None:
+        what = "one PE: no peers" if world == 1 else f"{world} PEs in one process"
+        super().__init__(rank, world, device, f"virtual: {what}, on {device}")
+        self.shares_device = world > 1
+        self._requests, self._count = requests, 0
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:
         # One thread runs all PEs one after another, so they must bring the same.
         request = f"{request} {value}".rstrip()
-        if self._count == len(self._heap.requests):
-            self._heap.requests.append((self.rank, request))
-        first, expected = self._heap.requests[self._count]
+        if self._count == len(self._requests):
+            self._requests.append((self.rank, request, []))
+        first, expected, _ = self._requests[self._count]
         if request != expected:
             raise disagreement({first: expected, self.rank: request})
         self._count += 1
         return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        copies = self._heap.copies_of(self._count - 1, num_bytes)
+        *_, copies = self._requests[self._count - 1]
+        while len(copies) < self.world:
+            copies.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
         return copies[self.rank], [copy.data_ptr() for copy in copies]
 
     def _free(self, together: bool) -> None:
         # The copies go with the last PE that has them.
-        del self._heap
+        del self._requests
 
 
 def virtual_memories(world: int, device: torch.device | str = "cpu") -> list[VirtualMemory]:
     """`world` PEs in this process, on `device`. Each allocates for itself, in any order of the PEs."""
-    heap = _Heap(world, torch.device(device))
-    return [VirtualMemory(heap, rank) for rank in range(world)]
+    requests: list[tuple[int, str, list[Tensor]]] = []
+    return [VirtualMemory(rank, world, torch.device(device), requests) for rank in range(world)]

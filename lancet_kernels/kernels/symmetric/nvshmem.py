@@ -1,19 +1,19 @@
 """Symmetric memory between GPUs: NVSHMEM's heap, through nvshmem4py.
 
-Where NVLink reaches, the table has the peer's address, and kernels store to it like to their own memory.
-Where it does not (another node, PCIe) the table has 0, and kernels compiled with NVSHMEM=True use NVSHMEM's
-puts.
+Where NVLink does not reach (another node, PCIe) the table of peers has 0, and kernels compiled with
+NVSHMEM=True use NVSHMEM's puts.
 
 NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
 one can have it. It is initialised with the first memory and finalised when Python exits.
 
-Nothing of NVSHMEM is imported before it is needed; `missing` says what of it is not there.
+Nothing of NVSHMEM is imported before it is needed.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import os
 import sys
@@ -41,30 +41,20 @@ INSTEAD = (
 LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
 
 
-def missing(device: torch.device) -> str:
-    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried.
-
-    Whether the peers can be reached shows only when all of them initialise it.
-    """
+def missing() -> str:
+    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on a GPU can be tried."""
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
-    if device.type != "cuda":
-        return f"regions on {device}, NVSHMEM's are on a GPU"
-    try:
-        core = importlib.import_module("nvshmem.core")
-    except Exception as error:
-        # Also a library that it loads and that is not there.
-        return f"no nvshmem.core ({type(error).__name__}: {error}; {INSTALL})"
     built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}
     installed = {name.rpartition("-")[2] for name in _distributions("nvshmem4py-cu")}
     if installed and not installed & built_for:
-        return (
-            f"nvshmem4py for {', '.join(sorted(installed))}, but torch is built for CUDA {torch.version.cuda}"
-        )
+        versions = ", ".join(sorted(installed))
+        return f"nvshmem4py for {versions}, but torch is built for CUDA {torch.version.cuda}"
     try:
-        core.get_version()
+        importlib.import_module("nvshmem.core").get_version()
     except Exception as error:
-        return f"no library libnvshmem_host ({type(error).__name__}: {error}; {INSTALL})"
+        # Also a library that it loads and that is not there.
+        return f"no nvshmem.core that works ({type(error).__name__}: {error}; {INSTALL})"
     return ""
 
 
@@ -81,14 +71,11 @@ class NvshmemMemory(MemoryOfRanks):
         device: torch.device | str = "cuda",
         timeout_s: float = 60.0,
     ):
-        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
-
-        Raises UserError, on every rank, if one lacks something, two share a GPU, or another group has
-        NVSHMEM.
-        """
+        """As `create`. Raises UserError, on every rank, if one lacks something, two share a GPU, or another
+        group has NVSHMEM."""
         device = torch.device(device)
         meetings = Meetings(group, timeout_s)
-        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
+        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing())) if lack}
         if lacks:
             raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
         self._core = importlib.import_module("nvshmem.core")
@@ -116,8 +103,6 @@ class NvshmemMemory(MemoryOfRanks):
         self.reason = f"nvshmem: {self.world} GPUs, NVSHMEM {version}, pointers to {near} of them at most"
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
-        torch.cuda.synchronize(self.device)
         super().barrier(timeout_s)
         # All are here, so it does not wait for long: it completes the puts that no kernel has waited for.
         self._bindings.barrier_all()
@@ -196,14 +181,9 @@ _initialised: weakref.WeakSet[Any] = weakref.WeakSet()
 def init_module(kernel: Any) -> bool:
     """Let a compiled Triton kernel use NVSHMEM's device functions. Call it before the first launch.
 
-    kernel: what `fn.warmup(..., grid=...)` returns. Once per loaded kernel: later calls do nothing. Kernels
-    that are not linked with NVSHMEM, which must not get it, are left alone.
+    kernel: what `fn.warmup(..., grid=...)` returns. Later calls do nothing, nor do those for kernels that are
+    not linked with NVSHMEM, which must not get it.
     -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
-
-    Example:
-        kernel = put_kernel.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
-        init_module(kernel)
-        put_kernel[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
     """
     if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
         return False
@@ -239,11 +219,8 @@ ARCHITECTURES = (100, 90, 89, 80, 75)
 
 
 def find_bitcode(arch: int) -> Path | None:
-    """The bitcode for GPUs of `arch` (90 for sm_90), or None.
-
-    In $NVSHMEM_HOME/lib if that is set, else in the wheel nvidia-nvshmem-cu13: one file per architecture
-    since 3.8, one for all before.
-    """
+    """The bitcode for GPUs of `arch` (90 for sm_90), or None: in $NVSHMEM_HOME/lib if that is set, else in
+    the wheel; one file per architecture since 3.8, one for all before."""
     names = [f"libnvshmem_device_sm_{a}.bc" for a in ARCHITECTURES if a <= arch] + ["libnvshmem_device.bc"]
     for folder in _folders():
         for name in names:
@@ -252,6 +229,7 @@ def find_bitcode(arch: int) -> Path | None:
     return None
 
 
+@functools.cache
 def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
     """The launch option of kernels with NVSHMEM=True. Raises UserError if there is no bitcode."""
     file = find_bitcode(arch)
@@ -267,17 +245,12 @@ def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:
 
 def bitcode_version() -> str | None:
     """The version of the wheel that the bitcode comes from; None if it comes from elsewhere or is missing."""
-    if os.environ.get("NVSHMEM_HOME"):
-        return None
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
+    elsewhere = os.environ.get("NVSHMEM_HOME") or not _distributions(PACKAGE)
+    return None if elsewhere else metadata.version(PACKAGE)
 
 
 def _folders() -> list[Path]:
-    home = os.environ.get("NVSHMEM_HOME")
-    if home:
+    if home := os.environ.get("NVSHMEM_HOME"):
         return [Path(home) / "lib"]
     # Not by importing nvidia.nvshmem: other wheels share that namespace, and some make it a package.
     folders = [Path(entry) / "nvidia" / "nvshmem" / "lib" for entry in sys.path if entry]

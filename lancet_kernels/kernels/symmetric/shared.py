@@ -1,9 +1,8 @@
 """Symmetric memory between CPU processes of one machine: POSIX shared memory, mapped by every rank.
 
-Each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those of all others. As
-soon as every rank has mapped them, the names are removed: from then on the memory belongs to the processes
-that map it, and the system frees it with the last of them, however that one ends. If a rank dies in between,
-the others remove its name too.
+Each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those of all others. Then the
+names are removed, that of a rank that died in between, too: so the system frees the memory with the last of
+the processes that map it, however that one ends.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ class SharedMemory(MemoryOfRanks):
     """One rank of a process group whose ranks are processes of one machine."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0):
-        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
-
-        Raises UserError if the ranks are not on one machine, or do not share /dev/shm (containers).
-        """
+        """As `create`. Raises UserError unless the ranks share one /dev/shm, on one machine."""
         meetings = Meetings(group, timeout_s)
         reason = f"shared: {meetings.world} CPU processes of one machine, over POSIX shared memory"
         super().__init__(meetings, torch.device("cpu"), reason)
@@ -77,18 +73,12 @@ class SharedMemory(MemoryOfRanks):
 
 
 def _create(file: Path, num_bytes: int) -> None:
-    handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
+    with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as handle:
         # Reserves the pages: without it a full /dev/shm would be a SIGBUS at the first store.
-        os.posix_fallocate(handle, 0, num_bytes)
-    finally:
-        os.close(handle)
+        os.posix_fallocate(handle.fileno(), 0, num_bytes)
 
 
 def _map(file: Path, num_bytes: int) -> Tensor:
     """uint8 [num_bytes]; the tensor keeps the mapping alive."""
-    handle = os.open(file, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)
-    finally:
-        os.close(handle)
+    with open(file, "r+b") as handle:
+        return torch.frombuffer(mmap.mmap(handle.fileno(), num_bytes), dtype=torch.uint8)

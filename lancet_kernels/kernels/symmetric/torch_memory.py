@@ -21,6 +21,7 @@ from torch import Tensor
 from lancet_kernels.kernels.symmetric.agree import Meetings, MemoryOfRanks, machine
 from lancet_kernels.kernels.symmetric.memory import by_rank
 
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable of torch: may several ranks have their copies on one GPU? For tests."""
 
@@ -30,7 +31,7 @@ def missing(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
     try:
-        backend = _torch_symmetric_memory().get_backend(device)
+        backend = import_module(SYMMETRIC_MEMORY).get_backend(device)
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} without symmetric memory ({error})"
     if backend != "CUDA":
@@ -39,10 +40,7 @@ def missing(device: torch.device) -> str:
 
 
 def unreachable(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> str:
-    """Why these ranks cannot have a `TorchMemory`, the same on every rank; "" if they can. Collective.
-
-    Raises: CommunicationError if a rank stays away, UserError if one is elsewhere.
-    """
+    """Why these ranks cannot have a `TorchMemory`, the same on every rank; "" if they can. Collective."""
     meetings = Meetings(group, timeout_s)
     lack = missing(device)
     gpu = gpu_id(device) if not lack else ""
@@ -65,8 +63,8 @@ class TorchMemory(MemoryOfRanks):
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 60.0
     ) -> None:
-        """Collective; where `unreachable` said "". group: None means all ranks. timeout_s: how long any step
-        may wait for a rank; torch's own exchange of handles has the timeout of the process group."""
+        """As `create`, where `unreachable` said "". torch's own exchange of handles has the timeout of the
+        process group."""
         meetings = Meetings(group, timeout_s)
         gpus = f"{meetings.world} GPUs of one machine"
         super().__init__(
@@ -75,13 +73,8 @@ class TorchMemory(MemoryOfRanks):
         self._group = group or dist.group.WORLD
         self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
-    def barrier(self, timeout_s: float | None = None) -> None:
-        self._check_open()
-        torch.cuda.synchronize(self.device)
-        super().barrier(timeout_s)
-
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        torch_memory = _torch_symmetric_memory()
+        torch_memory = import_module(SYMMETRIC_MEMORY)
         raw = self._meetings.together(
             f"{request}: allocate",
             lambda: torch_memory.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_(),
@@ -105,24 +98,15 @@ class TorchMemory(MemoryOfRanks):
         self._regions_of_torch.clear()
 
 
-def _torch_symmetric_memory() -> Any:
-    import torch.distributed._symmetric_memory as torch_memory
-
-    return torch_memory
-
-
 def gpu_id(device: torch.device) -> str:
     """The same in every process that sees this GPU, under whatever index."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def signals_reach(device: torch.device, gpu: str) -> bool:
-    """Can signals go to that GPU through a pointer? Over PCIe stores arrive but atomics do not.
+    """Can signals go to the GPU of this `gpu_id` through a pointer? Over PCIe stores arrive, atomics do not.
 
-    A GPU that this process does not see (other processes' only, or another node of an NVLink domain) has a
-    pointer over NVLink or none at all.
-
-    Args: gpu: its `gpu_id`.
+    A GPU that this process does not see has a pointer over NVLink or none at all.
     """
     seen = [i for i in range(torch.cuda.device_count()) if gpu_id(torch.device("cuda", i)) == gpu]
     if not seen or seen[0] == device.index:

@@ -1,5 +1,6 @@
 """Capture: what cannot be captured says why; what was captured trains like the module, bit for bit."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -38,6 +39,44 @@ def test_what_cannot_be_captured_says_why_in_one_line(module):
     assert caught.value.__cause__ is not None
     reason = caught.value.got.lower()
     assert "data-dependent" in reason or "depends on data" in reason
+
+
+def reads_a_number(_module, _inputs, output):
+    return output * output.max().item()
+
+
+class Doubles:
+    """A hook that is an object."""
+
+    def __call__(self, _module, _inputs, output):
+        return 2 * output if output.sum() > 0 else output
+
+    def backward(self, _module, _gradients, _results):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("register", "said"),
+    [
+        (
+            lambda m: m[0].register_forward_hook(reads_a_number),
+            "got hook reads_a_number on 0, test_capture.py",
+        ),
+        (lambda m: m[0].register_forward_hook(partial(reads_a_number)), "got hook reads_a_number on 0, "),
+        (lambda m: m[1].register_forward_hook(Doubles()), "got hook Doubles on 1, "),
+        (
+            lambda m: m[1].register_full_backward_hook(Doubles().backward),
+            "backward hook Doubles.backward on 1,",
+        ),
+    ],
+)
+def test_a_hook_that_cannot_be_captured_is_named_with_its_module(register, said):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    module[0].register_forward_hook(lambda _module, _inputs, output: output.abs())
+    register(module)
+    with pytest.raises(CaptureError) as caught:
+        capture(module, (torch.randn(2, 3),))
+    assert said in str(caught.value)
 
 
 class Flag:

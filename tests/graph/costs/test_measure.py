@@ -4,8 +4,13 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
-from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.costs.measure import (
+    beyond_others,
+    beyond_roofline,
+    measure_communication,
+    measure_nodes,
+)
+from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.ops.comm.groups import Groups
 
 
@@ -37,3 +42,24 @@ def test_every_collective_gets_points_of_its_own(pool) -> None:
     for found in pool.run(points_on_rank, ranks=2):
         assert len(found) == 4
         assert set(found.values()) == {2}
+
+
+def test_times_that_others_say_are_too_long() -> None:
+    assert beyond_others({1024: 0.1, 2048: 0.1, 4096: 0.2, 8192: 0.4}) == []
+    assert beyond_others({1024: 1288.9, 2048: 0.1, 4096: 0.2}) == [1024], "a larger message takes less"
+    assert beyond_others({1024: 0.1, 2048: 0.1, 4096: 43.0}) == [4096], "four times the bytes"
+    assert beyond_others({1024: 0.1, 4096: 3.9}) == []
+    assert beyond_others({1024: 5.0}) == []
+
+
+def test_computations_beyond_their_roofline() -> None:
+    def step(x, small):
+        return x @ x + x @ x.t() + x.t() @ x, small @ small
+
+    program = program_from_fx(make_fx(step)(torch.randn(256, 256), torch.randn(4, 4)))
+    products = [i.name for i in program.instructions if i.op == "aten.mm"]
+    alike = {i.name: 0.05 for i in program.instructions if not i.is_free} | dict.fromkeys(products[:3], 1.0)
+    assert beyond_roofline(program, alike) == []
+    assert beyond_roofline(program, alike | {products[1]: 30.0}) == [products[1]]
+    assert beyond_roofline(program, alike | {products[3]: 30.0}) == [products[3]], "the small one"
+    assert beyond_roofline(program, {}) == []

@@ -98,8 +98,8 @@ def launches() -> dict:
     """A warm-up, a pass, and passes that should need no other kernel."""
     asked = pretend()
     from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-    from lancet_kernels.kernels.kernel_launch import recorded
-    from lancet_kernels.kernels.warmup import variants, warm_up
+    from lancet_kernels.kernels.overlap import variants, warm_up
+    from lancet_kernels.kernels.runtime import recorded
 
     log = Path(os.environ["STUB_LOG"])
 

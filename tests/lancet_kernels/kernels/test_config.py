@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
+from lancet_kernels.kernels import config as tuned
+from lancet_kernels.kernels.config import GemmConfig, OverlapConfig, default_overlap_config
 from lancet_kernels.kernels.overlap_data import check_gluon
-from lancet_kernels.kernels.tuning import tuned
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
 from tests.lancet_kernels.kernels.overlap_ranks import CONFIG
 
 
@@ -20,7 +19,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import CONFIG
         ({"put_rows": 3}, "powers of 2"),
         ({"reduce_block": 0}, "powers of 2"),
         ({"programs": 0}, "programs: got 0, expected at least 1"),
-        ({"bodies": "cutlass"}, "bodies: got cutlass, expected triton or gluon"),
+        ({"bodies": "cutlass"}, "bodies: got 'cutlass', expected one of triton, gluon"),
     ],
 )
 def test_bad_configurations_are_refused(changes, message):

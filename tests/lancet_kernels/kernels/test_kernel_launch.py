@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lancet_kernels.kernels import kernel_launch
-from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.runtime import launch
+from lancet_kernels.kernels.specimens import all_specimens
 
 
 class Kernel:
@@ -55,14 +55,10 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
     asked = []
     words = torch.zeros(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernel_launch.nvshmem, "extern_libs", lambda a: asked.append(a) or libraries)
-    monkeypatch.setattr(kernel_launch, "init_module", lambda made: kernel.calls.append(made))
-    kernel_launch._libraries.cache_clear()
-    try:
-        launch(kernel, (3,), words=(words, None), W=2, NVSHMEM=True, num_warps=4)
-        launch(kernel, (3,), words=words, NVSHMEM=False, num_warps=4)
-    finally:
-        kernel_launch._libraries.cache_clear()
+    monkeypatch.setattr(runtime.nvshmem, "extern_libs", lambda a: asked.append(a) or libraries)
+    monkeypatch.setattr(runtime, "init_module", lambda made: kernel.calls.append(made))
+    launch(kernel, (3,), words=(words, None), W=2, NVSHMEM=True, num_warps=4)
+    launch(kernel, (3,), words=words, NVSHMEM=False, num_warps=4)
     options = {"words": (words, None), "W": 2, "NVSHMEM": True, "num_warps": 4, "extern_libs": libraries}
     assert kernel.calls == [
         ("warmup", (3,), options, 0),
@@ -76,7 +72,7 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
 def test_every_kernel_that_is_launched_has_a_specimen():
     """By the text of the modules: launch(name, ...)."""
     declared = {specimen.kernel.fn.__name__ for specimen in all_specimens(90)}
-    folder = kernel_launch.__spec__.origin.rpartition("/")[0]
+    folder = runtime.__spec__.origin.rpartition("/")[0]
     launched = set()
     for path in Path(folder).rglob("*.py"):
         launched |= set(re.findall(r"\blaunch\(\s*(\w*_kernel),", path.read_text()))

@@ -108,9 +108,9 @@ def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> D
 
 BAD_DENSE = {
     "another dtype": (dense((3, 2), (3, 4), (2, 4), torch.float16), "a of independent GEMM 1: got torch.f"),
-    "b does not fit": (dense((2, 3), (3, 4), (2, 4)), r"b of independent GEMM 1: .*expected .*\[2, 4\]"),
+    "b does not fit": (dense((2, 3), (3, 4), (2, 4)), r"b of independent GEMM 1: .*expected .*\[2, any\]"),
     "c does not fit": (dense((2, 3), (2, 4), (2, 4)), r"c of independent GEMM 1: .*expected .*\[3, 4\]"),
-    "three dimensions": (dense((1, 2, 3), (3, 4), (2, 4)), r"independent GEMM 1: got a \[1, 2, 3\]"),
+    "three dimensions": (dense((1, 2, 3), (3, 4), (2, 4)), r"a of .* 1: got \[1, 2, 3\], .*\[any, any\]"),
 }
 
 

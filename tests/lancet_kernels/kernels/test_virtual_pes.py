@@ -27,12 +27,11 @@ import torch
 
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.kernel_launch import recorded
+from lancet_kernels.kernels.config import OverlapConfig, default_overlap_config
+from lancet_kernels.kernels.overlap import warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.runtime import recorded
 from lancet_kernels.kernels.symmetric import virtual_memories
-from lancet_kernels.kernels.tuning.tuned import default_overlap_config
-from lancet_kernels.kernels.warmup import warming_up
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (

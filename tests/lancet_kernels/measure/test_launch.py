@@ -297,6 +297,7 @@ def raised(blames: str, time_ns: int, missing: tuple[int, ...] = ()) -> dict:
         ({0: raised("peer", 1), 2: -9}, "rank 2 was killed by SIGKILL"),
         ({0: raised("timeout", 1), 2: 3}, "rank 2 ended with exit code 3"),
         ({0: raised("peer", 1), 1: -15}, "rank 1 was killed by SIGTERM"),
+        ({0: -6}, "rank 0 was killed by SIGABRT (LANCET_CHECK=1 names collectives that differ"),
         ({0: -9, 1: raised("self", 1)}, "rank 1 failed"),
     ],
 )

@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.tuning.tuned import Place, Task, TunedCache, candidates
-from lancet_kernels.kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
-from lancet_kernels.measure.tuner import tune
+from lancet_kernels.kernels.config import OverlapConfig, TunedCache
+from lancet_kernels.measure.tuner import Place, Task, candidates, tune
+from lancet_kernels.measure.workloads import WORKLOADS, Workload, parse_workload
 from lancet_kernels.timing import Clock
 
 TINY = Workload("tiny", 12, 16, 32, 4, 2)
@@ -68,7 +67,7 @@ def test_the_smallest_median_wins(cache) -> None:
     (outcome,) = tune([MIDDLE], H100, cache, clock=clock, rounds=5, runs_of=nothing_runs)
     assert outcome.winner.config == fastest
     (entry,) = cache.entries().values()
-    assert (entry.configuration(), entry.device) == (fastest, H100.name)
+    assert (entry.config, entry.device) == (fastest, H100.name)
     assert entry.default_milliseconds > entry.milliseconds
     # In turn: every candidate once before the first one comes again.
     timed = len(outcome.candidates)

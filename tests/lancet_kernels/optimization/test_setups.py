@@ -12,6 +12,7 @@ import copy
 import functools
 import io
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -25,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.schedules.report import PLAIN
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, outcome, sum_over_ranks
@@ -188,17 +191,31 @@ def several_microbatches(_setup: Setup) -> None:
         model = Model()
         ready = optimized(model, batch(), strategy, reduce_gradients="mean", accumulate=3)
         for number in (3, 1, 2):  # also fewer than were planned
-            expected = _mean_of(model, number)
-            ready.microbatches([batch(n) for n in range(number)])
+            batches = [batch(n) for n in range(number)]
+            expected = _mean_of(model, batches)
+            ready.microbatches(batches)
             _has_gradients(model, expected)
         assert not ready.fallbacks
+
+
+def pairs_with_a_smaller_batch_on_a_rank(_setup: Setup) -> None:
+    """`strategy="microbatches"` where one rank has a smaller batch: planned, but one by one."""
+    model = Model()
+    ready = optimized(model, batch(), "microbatches", reduce_gradients="mean", accumulate=2)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for size in (B - 1, B):
+        batches = [batch(0), batch(1, size if is_last else B)]
+        expected = _mean_of(model, batches)
+        ready.microbatches(batches)
+        _has_gradients(model, expected)
+    assert not ready.fallbacks
 
 
 def no_sync(_setup: Setup) -> None:
     """`with step.no_sync():` around all microbatches but the last, as in DistributedDataParallel."""
     model = Model()
     ready = optimized(model, batch(), "lancet-dw", reduce_gradients="mean", accumulate=3)
-    expected = _mean_of(model, 3)
+    expected = _mean_of(model, [batch(n) for n in range(3)])
     for number in range(3):
         with ready.no_sync() if number < 2 else contextlib.nullcontext():
             (ready(*batch(number)) / 3).backward()
@@ -206,11 +223,11 @@ def no_sync(_setup: Setup) -> None:
     assert not ready.fallbacks
 
 
-def _mean_of(model: Model, number: int) -> dict[str, Tensor]:
-    """Gradients of the mean loss of so many microbatches of all ranks."""
+def _mean_of(model: Model, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Gradients of the mean loss of these microbatches of all ranks."""
     model.zero_grad()
-    for n in range(number):
-        (model(*batch(n)) / (number * dist.get_world_size())).backward()
+    for inputs in batches:
+        (model(*inputs) / (len(batches) * dist.get_world_size())).backward()
     expected = sum_over_ranks(model, gradients(model))
     model.zero_grad()
     return expected
@@ -328,6 +345,25 @@ def checkpointed_blocks(_setup: Setup) -> None:
         assert own.ready.plan.report.recomputation is not None
 
 
+def reentrant_checkpoints_that_are_tried(_setup: Setup) -> None:
+    """`strategy="auto"` around `use_reentrant=True`: trials run it; on several ranks, only plans."""
+    x, target = batch()
+    x.requires_grad_(True)
+    model = Tied(use_reentrant=True)
+    updates = []
+    model.first.weight.register_post_accumulate_grad_hook(updates.append)
+    with tempfile.TemporaryDirectory() as folder:
+        times = f"{folder}/times.json"
+        ready = optimize(model, (x, target), times=times, reduce_gradients="sum", trials=1)
+    tried = set(ready.plan.report.measured)
+    assert "none" in tried
+    assert (PLAIN in tried) == (dist.get_world_size() == 1)
+    assert x.grad is None
+    assert not updates
+    plain = outcome(model, model(x, target), reduced=False)
+    assert outcome(model, ready(x, target), reduced=True).distance(plain) < BOUND
+
+
 def selective_checkpointing(_setup: Setup) -> None:
     """Selective activation checkpointing (`create_selective_checkpoint_contexts`)."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -414,6 +450,7 @@ WORKS = (
     *what_models_read.WORKS,
     inputs_by_name,
     several_microbatches,
+    pairs_with_a_smaller_batch_on_a_rank,
     no_sync,
     batches_of_other_sizes,
     padded_batches,
@@ -435,6 +472,7 @@ WORKS = (
     part_of_a_layer_trained,
     tied_weights,
     checkpointed_blocks,
+    reentrant_checkpoints_that_are_tried,
     selective_checkpointing,
     optimized_without_gradients,
     clipping,
@@ -532,6 +570,19 @@ def one_rank_of_a_dense_model(_setup: Setup) -> None:
     own.compare(*batch(1))
 
 
+def one_rank_of_a_model_with_experts(_setup: Setup) -> None:
+    """A change on one rank only, in a model with experts or FSDP: no rank runs the plan."""
+    own = Setup()
+    last, reason = dist.get_world_size() - 1, "no longer so: no forward_hooks on output"
+    if dist.get_rank() == last:
+        handle = own.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        own.falls_back(reason)
+        handle.remove()
+    else:
+        own.falls_back(f"rank {last}: {reason}")
+    own.compare(*batch())
+
+
 def layers_left_out(_setup: Setup) -> None:
     """Layers skipped independently on each rank (LayerDrop); one skipped on all ranks gets no gradient."""
     own = Setup(Dense())
@@ -561,6 +612,7 @@ FALLS_BACK = (
     autocast_at_the_call,
     autocast_at_optimize,
     one_rank_of_a_dense_model,
+    one_rank_of_a_model_with_experts,
     layers_left_out,
     layers_that_the_plan_left_out,
 )
@@ -701,15 +753,21 @@ def reentrant_checkpoint_without_plan(_setup: Setup) -> None:
         own.compare_calls(lambda module: module(x, target), fallbacks=1)
 
 
-def a_rank_that_falls_back_alone(setup: Setup) -> None:
-    """A change on one rank only."""
+def ranks_that_do_different_things(setup: Setup) -> None:
+    """A call without gradients, in `no_sync`, or refused, on one rank only; other arguments of `optimize`."""
     if dist.get_world_size() == 1:
         return
-    with refused("rank(s) 1 running without the plan", "see the warning"):
-        p = 0.5 * dist.get_rank()
-        with changed(setup.model.drop, p=p), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            setup.ready(*batch())
+    is_last = dist.get_rank() == 1
+    with refused("a call on rank(s) 0 and a call without gradients"), torch.set_grad_enabled(not is_last):
+        setup.ready(*batch())
+    alone = setup.ready.no_sync() if is_last else contextlib.nullcontext()
+    with refused("a call on rank(s) 0 and a call in no_sync() on rank(s) 1"), alone:
+        setup.ready(*batch())
+    with refused("inputs of the optimized Model" if is_last else "an error on rank 1: inputs of the"):
+        setup.ready(*batch()[is_last:])
+    with refused("trials=5 on rank 0 and 3 on rank 1"):
+        optimized(setup.model, batch(), trials=3 if is_last else 5)
+    setup.compare(*batch())
 
 
 class TwoLayers(Model):
@@ -873,7 +931,7 @@ REFUSED = (
     parameter_returned,
     clipping_by_torch,
     reentrant_checkpoint_without_plan,
-    a_rank_that_falls_back_alone,
+    ranks_that_do_different_things,
     moe_layers_left_out,
     missing_input,
     data_parallel_around,
@@ -900,8 +958,10 @@ SLOW = {
     "layers_that_the_plan_left_out",
     "no_sync",
     "overflow_in_float16",
+    "pairs_with_a_smaller_batch_on_a_rank",
     "part_of_a_layer_trained",
     "reentrant_checkpoint_without_plan",
+    "reentrant_checkpoints_that_are_tried",
     "selective_checkpointing",
     "several_microbatches",
     "tied_weights",

@@ -1,6 +1,9 @@
 """Converted models on two ranks, each with its own batch, against the originals with all experts on each."""
 
 import copy
+import json
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +12,17 @@ import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import CausalLMStep, convert, export_state_dict, fsdp, load_safetensors, moe_layers
+from lancet_kernels import (
+    CausalLMStep,
+    Groups,
+    convert,
+    export_state_dict,
+    fsdp,
+    load_safetensors,
+    moe_layers,
+    save_safetensors,
+)
+from tests.grids import few_of
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
@@ -115,19 +128,62 @@ def test_ranks_load_their_own_experts(pool: RankPool, tmp_path) -> None:
     pool.run(loaded_from_files, str(tmp_path))
 
 
-def sharded(family: str) -> None:
-    model = tiny_model(family)
-    before = copy.deepcopy(model.state_dict())
-    convert(model, strict=True)
-    fsdp(model)
+def sharded_and_saved(family: str, expert_ranks: int, replicated: bool, folder: str) -> None:
+    """FSDP with experts in groups: exported and written, and loaded again, it is the original."""
+    model, ranks = tiny_model(family), dist.get_world_size()
+    kind, before = type(model), copy.deepcopy(model.state_dict())
+    shape = (ranks // expert_ranks, expert_ranks)
+    groups = Groups.from_mesh(
+        init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert")), "expert", "replica"
+    )
+    convert(model, groups, strict=True)
+    shape = (2, ranks // 2) if replicated else (ranks,)
+    fsdp(model, init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :]), groups)
     after = export_state_dict(model)
     assert after.keys() == before.keys()
     assert all(type(after[name]) is Tensor for name in before)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    del after
+    import safetensors.torch
+
+    written, held = safetensors.torch.save_file, []
+
+    def watched(tensors: dict[str, Tensor], *arguments: object) -> None:
+        assert not any(tensor() is not None for tensor in held), "of earlier files nothing is left"
+        held.extend(map(weakref.ref, tensors.values()))
+        written(tensors, *arguments)
+
+    with mock.patch.object(safetensors.torch, "save_file", watched):
+        save_safetensors(model, folder)
+    assert bool(held) == (dist.get_rank() == 0)
+    loaded = kind.from_pretrained(folder, dtype=torch.float64).state_dict()
+    assert loaded.keys() == before.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in before.items())
 
 
-def test_export_of_a_sharded_model_is_the_original(pool: RankPool) -> None:
-    pool.run(sharded, next(iter(FAMILIES)), ranks=2, timeout_s=120)
+@pytest.mark.parametrize(
+    ("family", "ranks", "expert_ranks", "replicated"),
+    few_of(
+        [
+            (family, ranks, expert_ranks, replicated)
+            for family in ("Mixtral", "OLMoE", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3")
+            for ranks, expert_ranks, replicated in (
+                (2, 2, False), (2, 1, False), (4, 2, False), (4, 2, True), (4, 1, True), (4, 4, False)
+            )
+        ],
+        0,
+    ),
+)  # fmt: skip
+def test_a_sharded_model_is_saved_as_the_original(
+    pool: RankPool, tmp_path, family: str, ranks: int, expert_ranks: int, replicated: bool
+) -> None:
+    pool.run(sharded_and_saved, family, expert_ranks, replicated, str(tmp_path), ranks=ranks, timeout_s=120)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    layers = tiny_model(family).config.num_hidden_layers
+    assert files == [f"model-{n:05d}-of-{layers + 1:05d}.safetensors" for n in range(1, layers + 2)]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        type(tiny_model(family)).__name__
+    ]
 
 
 def planned(family: str, tied_and_checkpointed: bool = False) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.all_to_all import _check_headers, start_all_to_all
+from lancet_kernels.ops.comm.all_to_all import _COUNTS, _check_headers, start_all_to_all
 from tests.ops.op_cases import QUICK, SEEDS, counts, generator, transposed_in_memory, with_gaps
 
 COUNTS = torch.tensor([[0, 3, 1]])
@@ -60,9 +60,14 @@ def test_opcheck(relayout) -> None:
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    same = [5, 0, 2, 7, 0]
+    same = [_COUNTS, 5, 0, 2, 7, 0]
     _check_headers([same, same, same], FakeGroup())
     with pytest.raises(UserError, match=r"got \(5, 'float32', 2\) on rank 1 and \(5, 'bfloat16', 2\)"):
-        _check_headers([same, same, [5, 2, 2, 7, 0]], FakeGroup())
+        _check_headers([same, same, [_COUNTS, 5, 2, 2, 7, 0]], FakeGroup())
     with pytest.raises(UserError, match="on rank 1, another one on rank 2"):
-        _check_headers([same, same, [5, 0, 2, 8, 0]], FakeGroup())
+        _check_headers([same, same, [_COUNTS, 5, 0, 2, 8, 0]], FakeGroup())
+    with pytest.raises(UserError, match=r"rank\(s\) 0 running without the plan, others with it"):
+        _check_headers([same, [*same[:-1], 1], [*same[:-1], 1]], FakeGroup())
+    # A rank that runs a backward sends rows, which may be as large.
+    with pytest.raises(UserError, match=r"got another collective of rank\(s\) 2.*LANCET_CHECK=1"):
+        _check_headers([same, same, [3, 1, 4, 1, 5, 9]], FakeGroup())

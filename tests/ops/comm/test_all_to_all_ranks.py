@@ -198,9 +198,9 @@ def test_peer_that_never_comes(pool, op):
     name = "the emulated link's first all-to-all" if op == "emulated" else op
     for rank in (0, 2, 3):
         kind, message, seconds = results[rank]
-        peers = ", ".join(str(peer) for peer in range(4) if peer != rank)
         assert kind == CommunicationError.__name__, message
-        assert re.fullmatch(rf"rank {rank} waited \d+\.\d s in {name} for rank\(s\) {peers}", message)
+        # The others have entered it (LANCET_CHECK).
+        assert re.fullmatch(rf"rank {rank} waited \d+\.\d s in {name} for rank\(s\) 1", message)
         assert "\n" not in message
         assert seconds > 0.9
 

@@ -150,7 +150,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     def launch(kernel: object, grid: tuple[int, ...], **arguments: object) -> None:
         gpu.log.append(f"{gpu.current.name} runs {kernel.__name__.removesuffix('_kernel')}")
 
-    monkeypatch.setattr("lancet_kernels.kernels.kernel_launch.launch", launch)
+    monkeypatch.setattr("lancet_kernels.kernels.runtime.launch", launch)
     return gpu
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.tuning.specimens import Specimen
+from lancet_kernels.kernels.specimens import Specimen
 
 
 @triton.jit

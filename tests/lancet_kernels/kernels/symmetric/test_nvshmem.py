@@ -17,7 +17,6 @@ from lancet_kernels.kernels.symmetric import NvshmemMemory, create, init_module,
 from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 from tests.refusals import refusal
 
-CUDA = torch.device("cuda")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 
 
@@ -26,7 +25,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is miss
 
 @NO_GPU
 def test_no_gpu():
-    assert nvshmem.missing(CUDA) == f"no CUDA device that torch {torch.__version__} can use"
+    assert nvshmem.missing() == f"no CUDA device that torch {torch.__version__} can use"
 
 
 def test_what_is_missing_where_there_is_a_gpu(monkeypatch):
@@ -34,20 +33,19 @@ def test_what_is_missing_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     packages = ["nvshmem4py-cu13"]
     monkeypatch.setattr(nvshmem, "_distributions", lambda prefix: packages)
-    assert nvshmem.missing(torch.device("cpu")) == "regions on cpu, NVSHMEM's are on a GPU"
     monkeypatch.setitem(sys.modules, "nvshmem", None)
     monkeypatch.setitem(sys.modules, "nvshmem.core", None)
-    said = nvshmem.missing(CUDA)
-    assert said.startswith("no nvshmem.core (ModuleNotFoundError: ")
+    said = nvshmem.missing()
+    assert said.startswith("no nvshmem.core that works (ModuleNotFoundError: ")
     assert said.endswith("; pip install 'lancet-kernels[cuda]')")
     core = stand_in(monkeypatch)
-    assert nvshmem.missing(CUDA) == ""
+    assert nvshmem.missing() == ""
     packages[:] = ["nvshmem4py-cu12"]
-    assert nvshmem.missing(CUDA) == "nvshmem4py for cu12, but torch is built for CUDA 13.0"
+    assert nvshmem.missing() == "nvshmem4py for cu12, but torch is built for CUDA 13.0"
     packages[:] = ["nvshmem4py-cu13"]
     # As an old loader of libraries says it.
     core.get_version = lambda: int("libnvshmem_host.so.3 not found")
-    assert nvshmem.missing(CUDA).startswith("no library libnvshmem_host (ValueError: ")
+    assert nvshmem.missing().startswith("no nvshmem.core that works (ValueError: ")
 
 
 def create_on_rank() -> str:
@@ -114,7 +112,7 @@ def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         core = stand_in(patch, rank, world)
-        patch.setattr(nvshmem, "missing", lambda device: "")
+        patch.setattr(nvshmem, "missing", lambda: "")
         patch.setattr(nvshmem, "gpu_id", lambda device: gpus[rank])
         patch.setattr(nvshmem, "signals_reach", lambda device, gpu: gpus.index(gpu) not in far)
         patch.setattr(torch.cuda, "synchronize", lambda device: core.calls.append("synchronize"))
@@ -140,8 +138,7 @@ def test_order_of_calls(pool):
     for rank, result in enumerate(results):
         assert result["calls"] == [
             ("init", b"of rank 0", rank, 2, "uid"),
-            "tensor", "synchronize", "synchronize", "barrier_all",
-            "synchronize", "synchronize", "free", "finalize",
+            "tensor", "synchronize", "barrier_all", "synchronize", "synchronize", "free", "finalize",
         ]  # fmt: skip
         assert result["peers"] == [4096 * (peer - rank) for peer in range(2)]
         assert result["reason"] == "nvshmem: 2 GPUs, NVSHMEM 3.8.0, pointers to 2 of them at most"
@@ -191,11 +188,13 @@ def test_init_module_once_and_only_where_it_is_used(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_one_pe():
-    lacks = nvshmem.missing(CUDA)
+def test_one_pe(request):
+    lacks = nvshmem.missing()
     if lacks:
         pytest.skip(lacks)
     libraries = (("libnvshmem_device", sys.modules["nvshmem.core"].find_device_bitcode_library()),)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
     with NvshmemMemory(timeout_s=30) as memory:
         rows = memory.allocate("rows", (4, 32), torch.float32)
         signals = memory.allocate("signals", (2,), torch.int64)

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +67,7 @@ def put_on_rank() -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     stand_in = StandIn()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_memory, "_torch_symmetric_memory", lambda: stand_in)
+        patch.setitem(sys.modules, torch_memory.SYMMETRIC_MEMORY, stand_in)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         with TorchMemory(None, CPU, timeout_s=20) as memory:
             rows = memory.allocate("rows", (world, 6), torch.float64)

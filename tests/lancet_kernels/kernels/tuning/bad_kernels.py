@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from lancet_kernels.kernels.tuning.specimens import Specimen
+from lancet_kernels.kernels.specimens import Specimen
 
 
 @triton.jit

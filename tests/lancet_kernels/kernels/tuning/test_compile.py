@@ -13,19 +13,19 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.symmetric import nvshmem
-from lancet_kernels.kernels.tuning import specimens
-from lancet_kernels.kernels.tuning.compile import (
+from lancet_kernels.kernels import specimens
+from lancet_kernels.kernels.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
     ProductLoop,
+    compile_all,
     compile_specimen,
     problems,
     product_loops,
     serialized,
 )
-from lancet_kernels.kernels.tuning.compile_pool import compile_all
-from lancet_kernels.kernels.tuning.specimens import all_specimens
+from lancet_kernels.kernels.specimens import all_specimens
+from lancet_kernels.kernels.symmetric import nvshmem
 from tests.lancet_kernels.kernels.protocol import ping
 from tests.lancet_kernels.kernels.tuning import bad_kernels
 from tests.processes import ROOT, printed
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert rows["no-tma"]["problems"] == ["no TMA"]
     for name, error in (
         ("refused", "N is too small for this kernel"),
-        ("incomplete", "got nothing for out_ptr"),
+        ("incomplete", "missing 1 required positional argument: 'out_ptr'"),
         ("deadly", "exit code 134"),
     ):
         assert rows[name]["problems"] == ["does not compile"]
@@ -217,7 +217,7 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
 
 
 PRINT_PTX = """
-from lancet_kernels.kernels.tuning.compile import _compile
+from lancet_kernels.kernels.compile import _compile
 from {module} import {function}
 (specimen,) = [s for s in {function}({arch}) if (s.name, s.config) == ("{name}", "{config}")]
 print(_compile(specimen, {arch})[0].asm["ptx"])

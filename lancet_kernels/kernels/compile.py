@@ -2,7 +2,8 @@
 
 Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
 every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
-tests.
+tests. They compile in processes of their own, because an error in LLVM ends the process, which must cost one
+row and not the table (as in a `ProcessPoolExecutor`), and because the caller may interpret its kernels.
 
 On Hopper a matrix product (HGMMA) runs by itself, and a loop should start one while the one before still
 runs. It does where its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. ptxas may decide
@@ -14,11 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import triton
@@ -30,8 +35,8 @@ from triton.runtime.jit import create_function_from_signature
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, shared_memory
+from lancet_kernels.kernels.specimens import Specimen
 from lancet_kernels.kernels.symmetric import nvshmem
-from lancet_kernels.kernels.tuning.specimens import Specimen
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
 BACKWARD_BRANCH = re.compile(r"\bBRA\b.*(0x[0-9a-f]+)")
@@ -43,17 +48,15 @@ COUNTED = {
     "spill_stores": re.compile(r"\bSTL\b"),
     "spill_loads": re.compile(r"\bLDL\b"),
 }
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALIZED = re.compile(r"\((C75\d\d)\)")
 
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around matrix products.
+    """A loop around matrix products: how many of each stand in it. shape: of a product of one warpgroup.
 
-    Attributes:
-        instructions, products, barriers, spill_stores, spill_loads: how many of these stand in it.
-        in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
-        shape: of a product of one warpgroup, e.g. "64x256x16".
+    in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
     """
 
     instructions: int
@@ -79,18 +82,15 @@ def product_loops(sass: str) -> tuple[ProductLoop, ...]:
         for at, instruction in code
         if PRODUCT.search(instruction) and (around := [loop for loop in loops if loop[0] <= at <= loop[1]])
     }
-    return tuple(
-        _loop([instruction for address, instruction in code if first <= address <= last])
-        for first, last in sorted(innermost)
-    )
-
-
-def _loop(inside: list[str]) -> ProductLoop:
-    counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
-    text = "\n".join(inside)
-    waits = [int(depth, 16) for depth in WAIT.findall(text)]
-    shapes = " ".join(sorted(set(PRODUCT.findall(text))))
-    return ProductLoop(len(inside), **counts, in_flight=min(waits, default=counts["products"]), shape=shapes)
+    found = []
+    for first, last in sorted(innermost):
+        inside = [instruction for address, instruction in code if first <= address <= last]
+        counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
+        text = "\n".join(inside)
+        depth = min((int(depth, 16) for depth in WAIT.findall(text)), default=counts["products"])
+        shape = " ".join(sorted(set(PRODUCT.findall(text))))
+        found.append(ProductLoop(len(inside), **counts, in_flight=depth, shape=shape))
+    return tuple(found)
 
 
 def serialized(log: str) -> tuple[str, ...]:
@@ -100,6 +100,9 @@ def serialized(log: str) -> tuple[str, ...]:
 
 # At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more.
 FEW_SPILLED_BYTES = 32
+# Of one specimen.
+TIMEOUT_S = 600.0
+SPAWN = multiprocessing.get_context("spawn")
 # The first word of the machine instructions for matrix products and TMA.
 WGMMA = re.compile(r"\b[HIQ]GMMA\b")
 TCGEN05 = re.compile(r"\bUTC\w*MMA\b")
@@ -111,15 +114,11 @@ class CompiledKernel:
     """The compiled machine code of a specimen.
 
     Attributes:
-        arch: "sm_90".
-        registers: of one thread. threads: of one program.
-        spills: bytes of one thread that are spilled to local memory.
-        stack: all bytes of local memory of one thread.
-        shared_bytes: of one program.
+        arch: "sm_90". threads, shared_bytes: of one program.
+        registers, spills, stack: of one thread; bytes that are spilled, and all bytes of local memory.
         wgmma, tma, tcgen05: does the machine code have these instructions?
-        serialized: codes of the assembler's warnings that products wait for each other; of sm_90.
-        loops: around wgmma.
-        seconds: compile time; near zero if the kernel was in Triton's cache.
+        serialized: codes of the assembler's warnings that products wait for each other.
+        loops: around wgmma. seconds: near zero if the kernel was in Triton's cache.
     """
 
     arch: str
@@ -142,11 +141,8 @@ class CompiledKernel:
 
 
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
-    """Compile for sm_`arch` and inspect the machine code.
-
-    Raises: UserError if kernels are interpreted, and if NVSHMEM's bitcode is needed but missing or not
-    readable; Triton's error if the kernel does not compile.
-    """
+    """Compile for sm_`arch` and inspect the machine code. Raises Triton's error if it does not compile;
+    UserError if kernels are interpreted, or NVSHMEM's bitcode is missing or not readable."""
     if runtime.INTERPRETED:
         raise UserError(
             "compiling kernels",
@@ -156,15 +152,22 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
         )
     start = time.perf_counter()
     compiled, options = _compile(specimen, arch)
-    registers, stack = _resources(compiled)
+    usage = _tool("-res-usage", compiled.asm["cubin"])
+    name = re.escape(compiled.metadata.name)
+    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert match, usage
+    registers, *stack_and_local = map(int, match.groups())
+    stack = sum(stack_and_local)
     instructions = _tool("-sass", compiled.asm["cubin"])
     wgmma = bool(WGMMA.search(instructions))
     # Triton keeps no log: where there is something to say, the assembler runs a second time.
     log = _assembler_log(compiled.asm["ptx"], options, arch) if stack or wgmma else ""
+    spilled = SPILLS.findall(log)
+    assert spilled or not log, log
     return CompiledKernel(
         arch=f"sm_{arch}",
         registers=registers,
-        spills=_spills(log) if stack else 0,
+        spills=sum(max(map(int, stores_and_loads)) for stores_and_loads in spilled),
         stack=stack,
         shared_bytes=compiled.metadata.shared,
         threads=(specimen.total_warps or compiled.metadata.num_warps) * 32,
@@ -205,17 +208,10 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
     """-> the kernel as Triton would compile it for the launch, and its options."""
     kernel, arguments = specimen.kernel, dict(specimen.arguments)
-    missing = [name for name in kernel.arg_names if name not in arguments]
-    if missing:
-        raise UserError(
-            f"specimen {specimen.name} {specimen.config}",
-            got=f"nothing for {', '.join(missing)}",
-            expected="every argument",
-            do="correct the specimen",
-        )
     if specimen.nvshmem:
         arguments["extern_libs"] = nvshmem.extern_libs(arch)
-    backend = make_backend(_target(arch))
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(**arguments)
     parsed, signature, constexprs, attributes = kernel._pack_args(
@@ -225,7 +221,7 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
         kernel, signature, constexprs, attributes
     )
     try:
-        return triton.compile(source, target=_target(arch), options=parsed.__dict__), parsed.__dict__
+        return triton.compile(source, target=target, options=parsed.__dict__), parsed.__dict__
     except ValueError as error:
         if "Failed to parse library" not in str(error):
             raise
@@ -237,12 +233,8 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
-def _target(arch: int) -> GPUTarget:
-    return GPUTarget("cuda", arch, 32)
-
-
 def _tool(option: str, cubin: bytes) -> str:
-    """The output of `cuobjdump`, from Triton's wheel, for a kernel's machine code."""
+    """The output of Triton's `cuobjdump` for a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -250,19 +242,9 @@ def _tool(option: str, cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _resources(compiled: Any) -> tuple[int, int]:
-    """(registers, bytes of stack) of one thread."""
-    text = _tool("-res-usage", compiled.asm["cubin"])
-    name = re.escape(compiled.metadata.name)
-    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert match, text
-    registers, stack, local = map(int, match.groups())
-    return registers, stack + local
-
-
 def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
     """What the assembler says when it runs again with the same options as in Triton."""
-    backend = make_backend(_target(arch))
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -270,8 +252,108 @@ def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
     return log.getvalue()
 
 
-def _spills(log: str) -> int:
-    """Spilled bytes in the assembler's log."""
-    functions = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert functions, log
-    return sum(max(int(stores), int(loads)) for stores, loads in functions)
+@dataclass(frozen=True)
+class Row:
+    """The result for one specimen: the compiled kernel, or the error."""
+
+    specimen: Specimen
+    compiled: CompiledKernel | None
+    error: str | None
+
+    @property
+    def problems(self) -> list[str]:
+        return problems(self.specimen, self.compiled) if self.compiled else ["does not compile"]
+
+
+def compile_all(
+    specimens: Sequence[Specimen],
+    arch: int,
+    *,
+    workers: int = 2,
+    timeout_s: float = TIMEOUT_S,
+    on_done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Compile them all in `workers` processes. -> rows in the order of the specimens.
+
+    The kernel of a specimen must be importable by its name. A specimen may take `timeout_s`.
+    """
+    # Linking NVSHMEM takes longest, so it is first.
+    left = sorted(range(len(specimens)), key=lambda i: specimens[i].nvshmem)
+    idle: list[_Worker] = []
+    busy: dict[connection.Connection, tuple[_Worker, int, float]] = {}
+    rows: dict[int, Row] = {}
+    try:
+        while left or busy:
+            while left and len(busy) < workers:
+                worker, i = idle.pop() if idle else _Worker(arch), left.pop()
+                busy[worker.pipe] = worker, i, time.monotonic() + timeout_s
+                worker.begin(specimens[i])
+            soonest = min(deadline for _, _, deadline in busy.values())
+            ready = connection.wait(busy, max(0.0, soonest - time.monotonic()))
+            for pipe, (worker, i, deadline) in list(busy.items()):
+                if pipe in ready or time.monotonic() >= deadline:
+                    del busy[pipe]
+                    rows[i] = Row(specimens[i], *worker.answer(timeout_s))
+                    on_done(rows[i])
+                    if worker.process.is_alive():
+                        idle.append(worker)
+        return [rows[i] for i in range(len(specimens))]
+    finally:
+        for worker in (*idle, *(worker for worker, _, _ in busy.values())):
+            worker.process.kill()
+
+
+class _Worker:
+    """A process that compiles one specimen after another."""
+
+    def __init__(self, arch: int) -> None:
+        self._log = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_serve, args=(theirs, arch, self._log.name), daemon=True)
+        interpret = os.environ.pop("TRITON_INTERPRET", None)
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+            if interpret is not None:
+                os.environ["TRITON_INTERPRET"] = interpret
+
+    def begin(self, specimen: Specimen) -> None:
+        self._log.truncate(0)
+        # Of a process that has died `answer` says it.
+        with contextlib.suppress(OSError):
+            self.pipe.send(specimen)
+
+    def answer(self, timeout_s: float) -> tuple[CompiledKernel | None, str | None]:
+        """What came; or, of a process that died or has had `timeout_s`, the reason."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                return self.pipe.recv()
+        self.process.join(timeout=1.0)
+        self.process.kill()
+        self.process.join()
+        self._log.seek(0)
+        last = self._log.read().strip()[-2000:]
+        reason = f"the compiler died (exit code {self.process.exitcode}) or took more than {timeout_s:g} s"
+        return None, f"{reason}: {last}" if last else reason
+
+
+def _serve(pipe: connection.Connection, arch: int, log: str) -> None:
+    """The process of a worker: for each specimen that comes, (compiled kernel, error)."""
+    # When the assembler fails, Triton prints whole programs; these go to the log.
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    with contextlib.suppress(EOFError):
+        while True:
+            specimen, compiled, reason = pipe.recv(), None, None
+            try:
+                compiled = compile_specimen(specimen, arch)
+            except Exception as error:
+                # The original one, which Triton wraps once for each calling function.
+                cause: BaseException = error
+                while not isinstance(cause, UserError) and cause.__cause__ is not None:
+                    cause = cause.__cause__
+                kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__}: "
+                reason = f"{kind}{cause}"[:4000]
+            pipe.send((compiled, reason))

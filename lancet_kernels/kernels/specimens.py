@@ -1,29 +1,30 @@
 """Which variants of which kernels must compile? Those of launches that are recorded here, with small sizes.
 
-Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded
-(`kernel_launch.recorded`). So nothing of a launch is said a second time.
+Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lancet_kernels.kernels import rows
 from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.kernel_launch import Launch, recorded
-from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.runtime import Launch, recorded
 from lancet_kernels.kernels.symmetric import virtual_memories
 
 
@@ -32,8 +33,7 @@ class Specimen:
     """One kernel x configuration.
 
     Attributes:
-        name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
-        kernel: the `triton.jit` or `gluon.jit` function.
+        config: short text, e.g. "128x128x64 w8 s3 bf16". kernel: the `triton.jit` or `gluon.jit` function.
         arguments: of its launch by name, options included; tensors are empty (`of`).
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
         wgmma, tma: what the machine code of sm_90 must contain. in_flight: products that each of its loops
@@ -105,14 +105,6 @@ class FusedCase:
     widths: tuple[int, int] = EVEN
     plain: bool = False
 
-    def text(self) -> str:
-        said = {"no bias": not self.bias, "+dw": self.dense, "nvshmem": self.far, "odd": self.widths == ODD}
-        more = "".join(f" {what}" for what, holds in said.items() if holds)
-        return f"{self.activation} {SHORT[self.dtype]}{more}"
-
-    def config(self, arch: int) -> OverlapConfig:
-        return OverlapConfig.for_gpu(*self.widths, self.dtype, arch, 1, self.far, portable=self.plain)
-
 
 FUSED = (
     FusedCase(),
@@ -140,35 +132,42 @@ def all_specimens(arch: int) -> Iterator[Specimen]:
     yield from first.values()
 
 
+def _fused(arch: int) -> Iterator[Specimen]:
+    """The small kernels, which hardly depend on the case, are the same in many."""
+    # On sm_90 the portable kernel says what is right, too.
+    plain = (FusedCase("gelu", plain=True), FusedCase("swiglu", plain=True)) if arch == 90 else ()
+    for case in (*FUSED, *plain):
+        for direction, launches in zip(("forward", "backward"), _fused_launches(case, arch), strict=True):
+            for launch in launches:
+                yield _fused_specimen(case, arch, direction, launch)
+
+
 def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Launch]]:
     """What the forward, and what the backward of a case would launch."""
-    config = case.config(arch)
+    local, (width, hidden) = 8, case.widths
+    config = OverlapConfig.for_gpu(width, hidden, case.dtype, arch, 1, case.far, portable=case.plain)
     memory = virtual_memories(8)[0]
     memory.far = case.far
-    local, (width, hidden) = 8, case.widths
     wide = 2 * hidden if case.activation == "swiglu" else hidden
-    zeros = lambda *shape: torch.zeros(*shape, dtype=case.dtype)  # noqa: E731
-    exchanges = [
-        Exchange(
-            memory, way, local_experts=local, send_rows=8, receive_rows=8, width=width, dtype=case.dtype,
-            chunk_rows=config.gemm.block_m,
-        )
-        for way in ("forward", "backward")
-    ]  # fmt: skip
-    biases = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
-    experts = Experts(
-        zeros(local, width, wide), biases[0], zeros(local, hidden, width), biases[1], case.activation
-    )
+    zeros = partial(torch.zeros, dtype=case.dtype)
+    sizes: dict[str, Any] = {
+        "local_experts": local,
+        "send_rows": 8,
+        "receive_rows": 8,
+        "chunk_rows": config.gemm.block_m,
+    }
+    ways = [Exchange(memory, way, width=width, dtype=case.dtype, **sizes) for way in ("there", "back")]
+    b1, b2 = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
+    experts = Experts(zeros(local, width, wide), b1, zeros(local, hidden, width), b2, case.activation)
     nowhere = torch.zeros(0, 8, dtype=torch.int64)
-    count = torch.zeros(8 * local, dtype=torch.int64)
-    routing = Routing.of(nowhere, nowhere, torch.zeros(0, 8), count)
+    routing = Routing.of(nowhere, nowhere, torch.zeros(0, 8), torch.zeros(8 * local, dtype=torch.int64))
     step = 16 if case.widths == EVEN else 17
     dense = [DenseGemm(*(zeros(step, step) for _ in "abc"))] if case.dense else []
     x = zeros(0, width)
     with recorded() as forward:
-        _, saved = moe_forward(exchanges[0], x, routing, experts, config, dense=dense)
+        _, saved = moe_forward(ways[0], x, routing, experts, config, dense=dense)
     with recorded() as backward:
-        moe_backward(exchanges[0], saved, exchanges[1], x, routing, experts, config, dense=dense)
+        moe_backward(ways[0], saved, ways[1], x, routing, experts, config, dense=dense)
     return forward, backward
 
 
@@ -180,33 +179,17 @@ def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) 
         return Specimen.of(launch, "nvshmem" if given.get("NVSHMEM") else "pointers")
     hopper = launch.kernel is gluon_overlap_kernel
     stages = given["STAGES"] if hopper else given["num_stages"]
+    said = {"no bias": not case.bias, "+dw": case.dense, "nvshmem": case.far, "odd": case.widths == ODD}
+    words = [direction, case.activation, SHORT[case.dtype], *(what for what, holds in said.items() if holds)]
     tile = f"{given['BM']}x{given['BN']}x{given['BK']} w{given['num_warps']} s{stages}"
     return Specimen.of(
         launch,
-        f"{direction} {case.text()} {tile}",
+        f"{' '.join(words)} {tile}",
         total_warps=given["num_warps"] + 4 if hopper else 0,  # one warpgroup more than multiply
         wgmma=arch == 90 and case.dtype.itemsize == 2,
         tma=hopper or given["TMA"],
         in_flight=int(hopper),
     )
-
-
-def _fused(arch: int) -> Iterator[Specimen]:
-    """The small kernels, which hardly depend on the case, are the same in many."""
-    # On sm_90 the portable kernel says what is right, too.
-    plain = (FusedCase("gelu", plain=True), FusedCase("swiglu", plain=True)) if arch == 90 else ()
-    for case in (*FUSED, *plain):
-        for direction, launches in zip(("forward", "backward"), _fused_launches(case, arch), strict=True):
-            for launch in launches:
-                yield _fused_specimen(case, arch, direction, launch)
-
-
-def _specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
-    """Specimens of what call(*args, **options) would launch."""
-    with recorded() as launches:
-        call(*args, **options)
-    for launch in launches:
-        yield Specimen.of(launch, said)
 
 
 def _rows() -> Iterator[Specimen]:
@@ -218,20 +201,19 @@ def _rows() -> Iterator[Specimen]:
         (torch.float32, 2, True),
         (torch.bfloat16, 64, True),
     ):
-        said = f"{SHORT[dtype]} K{top_k}" + (" weighted" if weighted else "")
-        x = torch.zeros(tokens, width, dtype=dtype)
+        x, y = (torch.zeros(n, width, dtype=dtype) for n in (tokens, tokens * top_k))
         row = torch.zeros(tokens, top_k, dtype=torch.int64)
         weight = torch.zeros(tokens, top_k) if weighted else None
-        yield from _specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
-        rows = torch.zeros(tokens * top_k, width, dtype=dtype)
-        yield from _specimens_of(said, permute.combine, rows, row, weight)
-        yield from _specimens_of(said, permute.combine_dweight, x, rows, row)
+        with recorded() as launches:
+            rows.permute(x, row, weight, tokens * top_k)
+            rows.combine(y, row, weight)
+            rows.combine_dweight(x, y, row)
+        said = f"{SHORT[dtype]} K{top_k}" + " weighted" * weighted
+        yield from (Specimen.of(launch, said) for launch in launches)
     count = torch.zeros(1, dtype=torch.int64)
-    for dtype in (torch.bfloat16, torch.float32):
-        for kind in ("gelu", "swiglu"):
-            h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
-            yield from _specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
-            da = torch.zeros(4, 2048, dtype=dtype)
-            yield from _specimens_of(
-                f"{SHORT[dtype]} {kind}", activation.activation_backward, da, h, count, kind
-            )
+    for dtype, kind in product((torch.bfloat16, torch.float32), ("gelu", "swiglu")):
+        h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
+        with recorded() as launches:
+            rows.activation(h, count, kind)
+            rows.activation_backward(torch.zeros(4, 2048, dtype=dtype), h, count, kind)
+        yield from (Specimen.of(launch, f"{SHORT[dtype]} {kind}") for launch in launches)

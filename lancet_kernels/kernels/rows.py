@@ -1,18 +1,22 @@
-"""Copies tokens to the rows of their experts, and back: permute, combine, and their gradients.
+"""Moves rows of tokens to their experts and back, and activates them, each as a launch of its own.
 
-    T  tokens      K  choices per token      D  model width      S  rows, one per kept choice
+    T  tokens    K  choices per token    D  model width    S  rows, one per kept choice
+    R  rows, of which the first `count` are real    F  hidden width    H  F, or 2F for swiglu: [gate | up]
 
     permute            rows[row[t, k]] = x[t] * weight[t, k]                    backward of combine
     combine            out[t] = sum_k rows[row[t, k]] * weight[t, k]            backward of permute
     combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
+    activation             a = act(h)            gelu (exact), silu, or swiglu: silu(gate) * up
+    activation_backward    dh = act'(h) da
 
-A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
-float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`).
+A choice with a negative row is dropped: it is never written, and it contributes zero. Rows that are not real
+are neither read nor written; `count` is read on the device, so the host need not know it. Arithmetic is in
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`). All raise
+UserError for wrong dtypes, shapes, layouts or devices.
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
-an order that depends only on D, so parts of a batch get bitwise the same results as
-the whole batch.
+an order that depends only on D, so parts of a batch get bitwise the same results as the whole batch.
 """
 
 from typing import Any
@@ -22,17 +26,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.config import check_activation
+from lancet_kernels.kernels.portable.gemm import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.protocol.device import INTERPRETED
-from lancet_kernels.kernels.runtime import check_tensor
+from lancet_kernels.kernels.runtime import check_tensor, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ACTIVATION_DTYPES = DTYPES[:3]
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
 # A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.
 VALUES, WARPS = 2048, 4
-# Launch options: a product is rounded before it is added, as torch does. Set everywhere, because the default
-# changes between Triton 3.9 (fused) and 3.10.
+# A product is rounded before it is added, as torch does; the default changes in Triton 3.10.
 UNFUSED = {"enable_fp_fusion": False}
 
 
@@ -168,30 +174,85 @@ def combine_dweight_kernel(
     tl.store(dweight_ptr + t * K + k, tl.sum(acc, 1), mask=t < T)
 
 
-def _tile(width: int) -> dict[str, int]:
+@triton.jit
+def _tile(count_ptr, R, F, BR: tl.constexpr, BD: tl.constexpr):
+    """-> the program's rows and columns, and which elements are real.
+
+    Example: R = 10, BR = 4, F = 8, BD = 8, count = 5: program 1 has row 4, program 2 nothing.
+    """
+    num_columns = tl.cdiv(F, BD)
+    i_r = (tl.program_id(0) // num_columns).to(tl.int64) * BR + tl.arange(0, BR)
+    i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
+    return i_r, i_d, (i_r < tl.minimum(tl.load(count_ptr), R))[:, None] & (i_d < F)[None, :]
+
+
+@triton.jit
+def activation_kernel(h_ptr, count_ptr, a_ptr, R, F, KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """a = act(h) on the real rows.
+
+    Grid: (ceil(R / BR) * ceil(F / BD),), columns first. Each program owns a BR x BD tile of a.
+    Shapes: h [R, H], count [1] int64, a [R, F].
+    Floor for N real rows: reads N H, writes N F elements; some 20 FLOPs each.
+    Example: silu, R = 2, F = 1, count = [1], h = [[1], [NaN]] -> a = [[0.7311], not written].
+    """
+    i_r, i_d, m = _tile(count_ptr, R, F, BR, BD)
+    if KIND == "swiglu":
+        p_gate = h_ptr + i_r[:, None] * (2 * F) + i_d[None, :]
+        gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
+        a = silu(gate) * tl.load(p_gate + F, mask=m, other=0.0).to(tl.float32)
+    else:
+        a = activate(tl.load(h_ptr + i_r[:, None] * F + i_d[None, :], mask=m, other=0.0).to(tl.float32), KIND)
+    a = round_to(a, a_ptr.dtype.element_ty)
+    tl.store(a_ptr + i_r[:, None] * F + i_d[None, :], a, mask=m)
+
+
+@triton.jit
+def activation_backward_kernel(
+    da_ptr, h_ptr, count_ptr, dh_ptr, R, F,
+    KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dh = act'(h) da on the real rows.
+
+    Grid and tiles: as the forward's. Shapes: da [R, F]; h, dh [R, H]; count [1] int64.
+    Floor for N real rows: reads N (F + H), writes N H elements; some 30 FLOPs each.
+    Example: silu, h = 0, da = 2 -> dh = 1; swiglu, gate = 0, up = 4, da = 2 -> dgate = 4, dup = 0.
+    """
+    i_r, i_d, m = _tile(count_ptr, R, F, BR, BD)
+    da = tl.load(da_ptr + i_r[:, None] * F + i_d[None, :], mask=m, other=0.0).to(tl.float32)
+    H = 2 * F if KIND == "swiglu" else F
+    p_h = h_ptr + i_r[:, None] * H + i_d[None, :]
+    p_dh = dh_ptr + i_r[:, None] * H + i_d[None, :]
+    h = tl.load(p_h, mask=m, other=0.0).to(tl.float32)
+    if KIND == "swiglu":
+        up = tl.load(p_h + F, mask=m, other=0.0).to(tl.float32)
+        tl.store(p_dh + F, round_to(da * silu(h), dh_ptr.dtype.element_ty), mask=m)
+        dh = da * up * dsilu(h)
+    elif KIND == "gelu":
+        dh = da * dgelu(h)
+    else:
+        dh = da * dsilu(h)
+    tl.store(p_dh, round_to(dh, dh_ptr.dtype.element_ty), mask=m)
+
+
+def _tile_of(width: int) -> dict[str, int]:
     """Tokens and columns of a program's tile of [T, width]."""
     columns = min(1024, triton.next_power_of_2(max(1, width)))
     return {"BT": min(64, VALUES // columns), "BD": columns}
 
 
-def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> None:
-    check_tensor(what, x_TD, shape=(None, None), dtype=DTYPES)
-    num_tokens, width = x_TD.shape
-    device = x_TD.device
-    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=device)
+def _check(name: str, values: Tensor, row_TK: Tensor, weight_TK: Tensor | None = None) -> None:
+    check_tensor(name, values, shape=(None, None), dtype=DTYPES)
+    num_tokens, device = len(values) if name == "x_TD" else None, values.device
     check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
-
-
-def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) -> None:
     if weight_TK is not None:
-        dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
-        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=row_TK.device)
+        dtypes = (torch.float32, torch.float64) if values.dtype == torch.float64 else (torch.float32,)
+        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=device)
 
 
 def _move_rows(kernel: Any, row_TK: Tensor, weight_TK: Tensor | None, **operands: Tensor) -> None:
     """Launch the permute or the combine kernel. operands: x and rows, or rows and out."""
     (num_tokens, top_k), width = row_TK.shape, operands["rows_ptr"].shape[1]
-    tile = _tile(width)
+    tile = _tile_of(width)
     grid = triton.cdiv(num_tokens, tile["BT"]) * triton.cdiv(width, tile["BD"])
     launch(
         kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=weight_TK,
@@ -214,15 +275,11 @@ def permute(
             below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
         num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
     Returns: [num_rows, D]; rows without a choice are not written.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
-    width = x_TD.shape[1]
+    _check("x_TD", x_TD, row_TK, weight_TK)
     if out is None:
-        out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
-    check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    _check("x_TD", x_TD, out, row_TK)
-    _check_weight(weight_TK, row_TK, x_TD.dtype)
+        out = x_TD.new_empty(num_rows, x_TD.shape[1])
+    check_tensor("out", out, shape=(num_rows, x_TD.shape[1]), dtype=x_TD.dtype, device=x_TD.device)
     if x_TD.numel() and out.numel():
         _move_rows(permute_kernel, row_TK, weight_TK, x_ptr=x_TD, rows_ptr=out)
     return out
@@ -232,14 +289,9 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
     """out[t] = sum_k weight[t, k] * rows[row[t, k]], over the kept choices.
 
     Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
-    check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
-    width, dtype = rows_SD.shape[1], rows_SD.dtype
-    out_TD = torch.empty(row_TK.shape[0], width, dtype=dtype, device=rows_SD.device)
-    _check("out", out_TD, rows_SD, row_TK)
-    _check_weight(weight_TK, row_TK, dtype)
+    _check("rows_SD", rows_SD, row_TK, weight_TK)
+    out_TD = rows_SD.new_empty(row_TK.shape[0], rows_SD.shape[1])
     if out_TD.numel():
         _move_rows(combine_kernel, row_TK, weight_TK, rows_ptr=rows_SD, out_ptr=out_TD)
     return out_TD
@@ -249,18 +301,68 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
 
     In combine x is the gradient of its output; in permute the rows are.
-    Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
-    num_tokens, width = x_TD.shape
-    _check("x_TD", x_TD, rows_SD, row_TK)
-    dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
+    _check("x_TD", x_TD, row_TK)
+    (num_tokens, top_k), width = row_TK.shape, x_TD.shape[1]
+    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=x_TD.device)
+    dweight_TK = x_TD.new_empty(num_tokens, top_k, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     if dweight_TK.numel():
-        top_k, tile = row_TK.shape[1], _tile(width)
+        tile = _tile_of(width)
         launch(
             combine_dweight_kernel, (triton.cdiv(num_tokens, tile["BT"]) * top_k,), x_ptr=x_TD,
             rows_ptr=rows_SD, row_ptr=row_TK, dweight_ptr=dweight_TK, T=num_tokens, D=width, K=top_k,
             **tile, num_warps=WARPS, **UNFUSED,
         )  # fmt: skip
     return dweight_TK
+
+
+def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
+    """-> [R, F]: the activation of the real rows; the others are not written.
+
+    Args: h: float32, bfloat16 or float16; count: int64 [1]. kind: "gelu", "silu" or "swiglu".
+    """
+    hidden = _check_activation(h_RH, count, kind)
+    a_RF = h_RH.new_empty(len(h_RH), hidden)
+    _activate(activation_kernel, a_RF, kind, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF)
+    return a_RF
+
+
+def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
+    """-> [R, H]: the gradient of h on the real rows; the others are not written.
+
+    Args: da_RF: gradient of the output, in the dtype of h; the others as of `activation`.
+    """
+    hidden = _check_activation(h_RH, count, kind)
+    check_tensor("da_RF", da_RF, shape=(len(h_RH), hidden), dtype=h_RH.dtype, device=h_RH.device)
+    dh_RH = torch.empty_like(h_RH)
+    _activate(
+        activation_backward_kernel, da_RF, kind, da_ptr=da_RF, h_ptr=h_RH, count_ptr=count, dh_ptr=dh_RH
+    )
+    return dh_RH
+
+
+def _check_activation(h_RH: Tensor, count: Tensor, kind: str) -> int:
+    """-> F."""
+    check_activation(kind)
+    check_tensor("h_RH", h_RH, shape=(None, None), dtype=ACTIVATION_DTYPES)
+    check_tensor("count", count, shape=(1,), dtype=torch.int64, device=h_RH.device)
+    halves = 2 if kind == "swiglu" else 1
+    if h_RH.shape[1] % halves:
+        raise UserError(
+            "width of h_RH", got=h_RH.shape[1], expected="an even one", do="swiglu takes two halves"
+        )
+    return h_RH.shape[1] // halves
+
+
+def _activate(kernel: Any, a_RF: Tensor, kind: str, **pointers: Tensor) -> None:
+    """Over the tiles of [R, F]; a_RF has that shape, and the dtype."""
+    num_rows, hidden = a_RF.shape
+    if not a_RF.numel():
+        return
+    columns = min(1024, triton.next_power_of_2(hidden))
+    rows = VALUES // columns
+    programs = triton.cdiv(num_rows, rows) * triton.cdiv(hidden, columns)
+    launch(
+        kernel, (programs,), **pointers, R=num_rows, F=hidden, KIND=kind,
+        BR=rows, BD=columns, num_warps=WARPS, **UNFUSED,
+    )  # fmt: skip

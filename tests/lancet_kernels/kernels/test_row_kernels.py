@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.moe import permute as kernels
+from lancet_kernels.kernels import rows as kernels
 from tests.grids import few_of
 from tests.poisoned_buffers import poisoned_buffers
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.activation_names import ACTIVATIONS
-from lancet_kernels.kernels.moe.activation import DTYPES, activation, activation_backward
+from lancet_kernels.kernels.config import ACTIVATIONS
+from lancet_kernels.kernels.rows import ACTIVATION_DTYPES as DTYPES
+from lancet_kernels.kernels.rows import activation, activation_backward
 from tests.grids import few_of
 from tests.poisoned_buffers import poisoned_buffers
 

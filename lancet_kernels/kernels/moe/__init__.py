@@ -1,1 +1,0 @@
-"""Moving rows of tokens to experts and back, and the activation, each as a launch of its own."""

@@ -1,1 +1,0 @@
-"""Which configuration does a layer get, which others are worth timing, and what do kernels compile to?"""
