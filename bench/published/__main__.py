@@ -76,8 +76,8 @@ def _cells(one: Checked) -> tuple[str, str, str]:
             return "-"
         if quantity == "gain":
             return f"{value:.1%}"
-        unit = {"step_ms": "ms", "forward_ms": "ms", "backward_ms": "ms", "peak_memory_gib": "GiB"}
-        return f"{value:,.{0 if value > 100 else 2}f} {unit.get(quantity, '')}".strip()
+        unit = "ms" if quantity.endswith("_ms") else "GiB" if quantity.endswith("_gib") else ""
+        return f"{value:,.{0 if value > 100 else 2}f} {unit}".strip()
 
     error = (
         "-"

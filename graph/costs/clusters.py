@@ -59,6 +59,7 @@ class CommunicationModel:
         gpus: int,
         expert_ranks: int | None = None,
         shard_ranks: int | None = None,
+        tensor_ranks: int = 1,
     ) -> CommunicationModel:
         """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
 
@@ -66,7 +67,8 @@ class CommunicationModel:
             among these; all-reduces, reduce-scatters and all-gathers of group "replica" among the
             `gpus / expert_ranks` ranks with the same. The bytes of the last two are those of the whole.
             shard_ranks: consecutive ranks over which parameters are sharded (HSDP), group "shards"; group
-            "copies" are the `gpus / shard_ranks` ranks with the same shard.
+            "copies" are the `gpus / shard_ranks` ranks with the same shard. tensor_ranks: consecutive ranks
+            with slices of the same layers, group "tensor"; group "world" are those with the same slices.
         """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
@@ -85,7 +87,9 @@ class CommunicationModel:
             ("all_to_all", "world"): _points(lambda size: grouped_all_to_all_ms(cluster, size, *placement)),
             ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
         }
-        sums = {"world": (gpus, 1)}
+        sums = {"world": (gpus, tensor_ranks)}
+        if tensor_ranks > 1:
+            sums["tensor"] = tensor_ranks, 1
         if among < gpus:
             sums["replica"] = gpus, among
         if shard_ranks is not None:
@@ -230,6 +234,32 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """What an attention kernel reaches of the peak, causal, without the masked half, by width of a head.
+
+    widths: of queries. window_keys: forward and backward, how many more keys than those of its window a query
+    takes the time of: kernels compute whole tiles, and short rows of them slowly.
+    """
+
+    widths: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    window_keys: tuple[int, int]
+
+    def efficiency(self, width: int, sequence: int, window: int, is_backward: bool) -> float:
+        """The fraction for a window of so many tokens (0: none), relative to the FLOPs inside it.
+
+        Example: 0.28 without a window, 438 more keys, a window of 128 of 4,096 tokens: 0.28 * 128 / 566.
+        """
+        nearest = min(range(len(self.widths)), key=lambda n: abs(math.log(self.widths[n] / width)))
+        whole = (self.backward if is_backward else self.forward)[nearest]
+        if not 0 < window < sequence:
+            return whole
+        read = min(window + self.window_keys[is_backward], sequence / 2)  # never slower than without a window
+        return whole * min(1.0, window / read)
+
+
+@dataclass(frozen=True)
 class Dispatcher:
     """Who carries rows to experts and back, and at which bandwidth.
 
@@ -287,12 +317,17 @@ class Cluster:
     """The time that an all-to-all takes for each further rank, independent of the message size."""
     kernels: Kernels | None = None
     dispatchers: Mapping[str, Dispatcher] = field(default_factory=dict)
+    attention: Mapping[str, Attention] = field(default_factory=dict)
 
     def tflops(self, dtype: str) -> float:
         """The TFLOP/s that real code reaches in a dtype; a dtype that is not in the file counts as
         float32."""
         named = dtype if dtype in self.peak_tflops else "float32"
         return self.peak_tflops[named] * self.compute_efficiency[named]
+
+
+_NAMED = {"dispatchers": Dispatcher, "attention": Attention}
+"""Tables of tables, by name."""
 
 
 def cluster_names() -> list[str]:
@@ -323,14 +358,15 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 def _cluster(data: dict[str, Any], source: str) -> Cluster:
     keys = {f.name for f in fields(Cluster)}
-    named = data.get("dispatchers", {})
-    if not isinstance(named, dict):
-        raise UserError(
-            f"dispatchers in cluster file {source}", got=repr(named), expected="tables [dispatchers.NAME]",
-            do="write its keys below such a heading",
-        )  # fmt: skip
     tables = {table: data.get(table) for table in (*_TABLES, "kernels")}
-    tables |= {f"dispatchers.{name}": table for name, table in named.items()}
+    for group in _NAMED:
+        named = data.get(group, {})
+        if not isinstance(named, dict):
+            raise UserError(
+                f"{group} in cluster file {source}", got=repr(named), expected=f"tables [{group}.NAME]",
+                do="write its keys below such a heading",
+            )  # fmt: skip
+        tables |= {f"{group}.{name}": table for name, table in named.items()}
     # In TOML, what follows a table's heading belongs to the table.
     strays = [
         f"{key} inside [{table}]"
@@ -368,11 +404,14 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
     if "kernels" in data:
         kernels = _from_table(Kernels, data["kernels"], f"[kernels] in cluster file {source}")
         cluster = replace(cluster, kernels=kernels)
-    dispatchers = {
-        name: _from_table(Dispatcher, table, f"[dispatchers.{name}] in cluster file {source}")
-        for name, table in named.items()
+    named = {
+        group: {
+            name: _from_table(kind, table, f"[{group}.{name}] in cluster file {source}")
+            for name, table in data.get(group, {}).items()
+        }
+        for group, kind in _NAMED.items()
     }
-    return replace(cluster, dispatchers=dispatchers)
+    return replace(cluster, **named)
 
 
 def _from_table(kind: type, table: object, where: str) -> Any:

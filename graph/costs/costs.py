@@ -170,6 +170,7 @@ SORTS = "sorts_operand"
 """Attribute of a product: the position of the operand that a dispatcher sorts by expert before it, or back
 behind it."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear")
+_ATTENTION = ("lancet_prediction.attention", "lancet_prediction.attention_backward")
 LAUNCHES = "is_in_a_fused_kernel"
 """Attribute of an instruction that another one's fused kernel computes; op by op, it is a launch."""
 
@@ -180,7 +181,9 @@ class KernelCosts:
 
     expert_ranks: how many ranks share one set of experts. dispatcher: a name in the cluster file. top_k:
     experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts;
-    0: no groups.
+    0: no groups. tensor_ranks: how many share the tokens of a microbatch. attention: the kernel, a name in
+    the cluster file; "": the file's one number for all. busiest: rows that the rank with most gets, relative
+    to an even share: it sets the time of exchanges and experts.
     """
 
     cluster: Cluster
@@ -190,6 +193,9 @@ class KernelCosts:
     top_k: int = 1
     groups: int = 0
     top_groups: int = 0
+    tensor_ranks: int = 1
+    attention: str = ""
+    busiest: float = 1.0
 
     def __post_init__(self) -> None:
         if self.cluster.kernels is None:
@@ -197,13 +203,16 @@ class KernelCosts:
                 f"cluster {self.cluster.name}", got="no table [kernels]", expected="efficiencies of kernels",
                 do="use dgx-h100, or add the table",
             )  # fmt: skip
-        check_name("dispatch", self.dispatcher, self.cluster.dispatchers, do=f"{self.cluster.name} has these")
+        has = f"{self.cluster.name} has these"
+        check_name("dispatch", self.dispatcher, self.cluster.dispatchers, do=has)
+        if self.attention:
+            check_name("attention", self.attention, self.cluster.attention, do=has)
 
     def __call__(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
         if instruction.kind is Kind.ALL_TO_ALL:
-            return self.all_to_all_ms(instruction.bytes)
+            return self.all_to_all_ms(instruction.bytes * self.busiest)
         if instruction.kind.is_communication:
             return communication_ms(self._communication, instruction)
         if not instruction.flops and not instruction.bytes:
@@ -232,22 +241,23 @@ class KernelCosts:
 
     @cached_property
     def _communication(self) -> CommunicationModel:
-        return CommunicationModel.from_cluster(self.cluster, self.gpus, self.expert_ranks)
+        return CommunicationModel.from_cluster(
+            self.cluster, self.gpus, self.expert_ranks, tensor_ranks=self.tensor_ranks
+        )
 
     def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        k, gflop = self.kernels, instruction.flops * 1e-9
+        rows = self.busiest if works_on_received_rows(instruction) else 1.0
+        k, gflop = self.kernels, rows * instruction.flops * 1e-9
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
-        memory = instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
+        memory = rows * instruction.bytes / (bandwidth * self.cluster.memory_efficiency)
         if not instruction.flops:
             if facts(instruction.op).moves_rows:
                 return self.carrier.send_passes * instruction.bytes / (bandwidth * k.permute)
             return memory
         # Half precision, whichever of the two is fast; TFLOP/s are GFLOP per millisecond.
         peak = max(self.cluster.peak_tflops.values())
-        if instruction.op == "lancet_prediction.attention":
-            efficiency = k.attention_forward
-        elif instruction.op == "lancet_prediction.attention_backward":
-            efficiency = k.attention_backward
+        if instruction.op in _ATTENTION:
+            efficiency = self._attention_efficiency(instruction, tensors)
         elif facts(instruction.op).grouped_gemm or instruction.op in _PRODUCTS:
             efficiency = self._gemm_efficiency(instruction, tensors)
         else:
@@ -255,19 +265,30 @@ class KernelCosts:
         sorting = 0.0
         if SORTS in instruction.attributes:
             operands = (*instruction.inputs, *instruction.outputs)
-            rows = tensors[operands[instruction.attributes[SORTS]]].content_bytes
-            sorting = self.carrier.receive_passes * 2 * rows / (bandwidth * k.permute)
+            sorted_bytes = rows * tensors[operands[instruction.attributes[SORTS]]].content_bytes
+            sorting = self.carrier.receive_passes * 2 * sorted_bytes / (bandwidth * k.permute)
         return max(gflop / (peak * efficiency), memory) + sorting
+
+    def _attention_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+        is_backward = instruction.op == _ATTENTION[1]
+        if not self.attention:
+            return self.kernels.attention_backward if is_backward else self.kernels.attention_forward
+        query = tensors[instruction.inputs[1 if is_backward else 0]]  # the backward's gradient comes first
+        *_, sequence, width = query.shape
+        window = instruction.attributes["window"]
+        return self.cluster.attention[self.attention].efficiency(width, sequence, window, is_backward)
 
     def _gemm_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""
         k = self.kernels
         groups, m, n, contraction = _gemm(instruction, tensors)
+        result = facts(instruction.op).grouped_gemm
+        m *= self.busiest if result == "rows" else 1.0
+        contraction *= self.busiest if result == "weight" else 1.0
         tiles = groups * math.ceil(m / k.tile_rows) * math.ceil(n / k.tile_columns)
         waves = math.ceil(tiles / k.multiprocessors)
         busy = groups * m * n / (k.tile_rows * k.tile_columns * waves * k.multiprocessors)
         most = busy * contraction / (contraction + k.k_overhead)
-        result = facts(instruction.op).grouped_gemm
         if not result:
             return most * k.dense
         if result == "weight":
@@ -304,6 +325,11 @@ class KernelCosts:
             if self.groups == places:
                 return choices
         return places * (1 - (1 - 1 / places) ** choices)
+
+
+def works_on_received_rows(instruction: Instruction) -> bool:
+    """Is it a part of the experts, whose work is that of the rows which a rank has received?"""
+    return bool(facts(instruction.op).grouped_gemm) or instruction.op.startswith("lancet.expert_activation")
 
 
 def _gemm(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> tuple[float, float, float, float]:

@@ -6,7 +6,7 @@ import argparse
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,8 @@ from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.schedules import MICROBATCHES
 
 if TYPE_CHECKING:
-    from lancet_kernels.predict.answer import Answer
+    from lancet_kernels.predict.answer import Answer, Simulated
+    from lancet_kernels.predict.measured import Difference
     from lancet_kernels.predict.question import Question
     from lancet_kernels.predict.search import Found
 
@@ -49,6 +50,20 @@ class HfFlags:
         "with --hf: what the backward computes again; selective is attention",
         choices=("none", "full", "selective", "attention", "experts"),
     )
+    tensor: int = option(
+        1, "with --hf: GPUs that share the tokens and slice dense layers, as Megatron", parse=positive_int
+    )
+    states: str = option(
+        "float32", "with --hf: dtype of gradients and Adam's moments", choices=("float32", "bfloat16")
+    )
+    routing: str = option(
+        "balanced", "with --hf: balanced, zipf:S, or counts.json of a run; ,capacity:C behind it drops",
+        metavar="HOW",
+    )  # fmt: skip
+    attention: str = option(
+        "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex",
+        metavar="NAME",
+    )  # fmt: skip
     dispatch: str = option(
         "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
     )
@@ -63,7 +78,8 @@ class HfFlags:
         sharding = "full" if self.fsdp else "none" if self.replicate else "optimizer"
         question = Question(
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
-            self.recompute, self.dispatch,
+            self.recompute, self.dispatch, self.tensor, self.states,
+            self.attention, self.routing,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 
@@ -81,6 +97,13 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
         "--search-seconds", type=float, default=600.0, metavar="SECONDS",
         help="when the search stops; it says what it did not try (default: 600)",
     )  # fmt: skip
+    command.add_argument(
+        "--measured", metavar="TIME",
+        help="with --hf: a step's time on your machine, 24.7s or 850ms: what the difference may come from",
+    )  # fmt: skip
+    command.add_argument(
+        "--kineto", metavar="TRACE.JSON", help="with --measured: a trace of torch's profiler, which says it"
+    )
     command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
 
 
@@ -100,6 +123,7 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
                 "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
                 do="plan your own step with --module to save a plan that runs",
             )  # fmt: skip
+    measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
     result = answer(question)
@@ -109,23 +133,55 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
 
         found = search(question, arguments.search_seconds)
     figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
+    rows = None if measured_ms is None else _differences(result, strategy, measured_ms, arguments.kineto)
+    if rows is not None:
+        figures["measured"] = {"step_ms": measured_ms, "terms": [asdict(row) for row in rows]}
     written = _write_files(result, strategy, arguments, found)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
     if arguments.json:
         print(json_text(figures))
         return 0
     print(_text(result) if found is None else _text_of_search(found))
+    if rows is not None:
+        print(_text_of_differences(rows))
     print("\n".join(f"{what} written to {path}" for what, path in written.items()))
     if found is None:
         check_fits(result)
     return 0
 
 
+def _milliseconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)(ms|s)", text)
+    if match is None:
+        raise UserError("--measured", got=text, expected="a time as 24.7s or 850ms", do="give the unit, too")
+    return float(match[1]) * (1000.0 if match[2] == "s" else 1.0)
+
+
+def _differences(result: Answer, strategy: str, measured_ms: float, trace: str | None) -> list[Difference]:
+    from lancet_kernels.predict.measured import differences, trace_terms
+
+    of_trace = None if trace is None else trace_terms(trace, measured_ms)
+    return differences(_chosen(result, strategy), measured_ms, of_trace)
+
+
+def _chosen(result: Answer, strategy: str) -> Simulated:
+    return result.strategies.get(strategy, result.strategies[result.best])
+
+
+def _text_of_differences(rows: list[Difference]) -> str:
+    lines = ["", f"{'term':16} {'predicted ms':>13} {'measured ms':>12} {'alone':>7}"]
+    for row in rows:
+        measured = "-" if row.measured_ms is None else f"{row.measured_ms:.1f}"
+        alone = "-" if row.alone is None else f"x {row.alone:.2f}"
+        lines.append(f"{row.term:16} {row.predicted_ms:13.1f} {measured:>12} {alone:>7}")
+    return "\n".join([*lines, "alone: how many times as long this term would take, were it the only cause"])
+
+
 def _write_files(
     result: Answer, strategy: str, arguments: argparse.Namespace, found: Found | None
 ) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
-    chosen = result.strategies.get(strategy, result.strategies[result.best])
+    chosen = _chosen(result, strategy)
     if arguments.trace:
         from lancet_kernels.schedules.time.timeline import save_trace
 
@@ -141,11 +197,12 @@ def _write_files(
 
 
 def _text_of_search(found: Found) -> str:
-    lines = [f"{'step ms':>10} {'GiB':>6}  the best layouts that fit"]
+    lines = [f"{'step ms':>10} {'more':>6} {'GiB':>6} {'binds':>12}  the best layouts that fit"]
     for one in found.best:
         q = one.question
         lines.append(
-            f"{one.step_ms:10.1f} {one.peak_memory_gib:6.1f}  experts over {q.expert_ranks}, "
+            f"{one.step_ms:10.1f} {one.step_ms / found.best[0].step_ms - 1:6.1%} {one.peak_memory_gib:6.1f} "
+            f"{one.binds:>12}  experts over {q.expert_ranks}, "
             f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
             f"{q.recompute}, {one.strategy}"
         )

@@ -16,7 +16,8 @@ from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import LAUNCHES, KernelCosts, collective_of, durations
-from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.predict.attention import is_attention
 from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model
 from lancet_kernels.predict.microbatch import (
     GRADIENTS,
@@ -24,6 +25,7 @@ from lancet_kernels.predict.microbatch import (
     PARAMETERS,
     Microbatch,
     waits_for_sizes,
+    with_sums_waited_for,
 )
 from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import Question, gib
@@ -50,6 +52,8 @@ PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
 """Strategies of pairs of microbatches: the best order (`order.best_order`); Megatron's fixed one
 (`order.megatron`), without and with delayed weight gradients."""
 STRATEGIES = (*PLANNED, *PAIRED)
+PRODUCTS, ATTENTION, ELEMENTWISE, HOST = "products", "attention", "element-wise", "host"
+"""Terms of a step's time, beside the optimizer and exposed collectives."""
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
 
 ASSUMED = (
@@ -83,7 +87,8 @@ class Simulated:
     ms: Sequence[float]
     times: Times
     step_ms: float
-    compute_ms: float
+    busy_ms: Mapping[str, float]
+    """Computation by what it is: products, attention, element-wise, optimizer."""
     exposed_ms: Mapping[str, float]
     lower_bound_ms: float
     memory: Mapping[str, float]
@@ -92,6 +97,20 @@ class Simulated:
     @property
     def peak_memory_gib(self) -> float:
         return sum(self.memory.values())
+
+    @property
+    def compute_ms(self) -> float:
+        return sum(self.busy_ms.values())
+
+    @property
+    def terms_ms(self) -> dict[str, float]:
+        """What the step's time consists of; what is exposed has its collective's name."""
+        return {**self.busy_ms, **self.exposed_ms, HOST: self.host_ms}
+
+    @property
+    def binds(self) -> str:
+        """The largest of these."""
+        return max(self.terms_ms, key=self.terms_ms.__getitem__)
 
     @property
     def host_ms(self) -> float:
@@ -108,13 +127,16 @@ class Simulated:
 
         Args: shown: what is drawn is that of this one.
         """
-        kinds = sorted(self.exposed_ms.keys() | other.exposed_ms.keys())
-        idle = {k: of(self.exposed_ms.get(k, 0.0), other.exposed_ms.get(k, 0.0)) for k in kinds}
+
+        def each(own: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+            kinds = sorted(own.keys() | others.keys())
+            return {kind: max(0.0, of(own.get(kind, 0.0), others.get(kind, 0.0))) for kind in kinds}
+
         return replace(
             shown,
             step_ms=of(self.step_ms, other.step_ms),
-            compute_ms=of(self.compute_ms, other.compute_ms),
-            exposed_ms={kind: max(0.0, ms) for kind, ms in idle.items()},
+            busy_ms=each(self.busy_ms, other.busy_ms),
+            exposed_ms=each(self.exposed_ms, other.exposed_ms),
             lower_bound_ms=of(self.lower_bound_ms, other.lower_bound_ms),
             memory=max(self, other, key=lambda one: one.peak_memory_gib).memory,
         )
@@ -160,8 +182,10 @@ class Answer:
             "memory_gib": dict(one.memory),
             "fits": self.fits(strategy),
             "compute_ms": one.compute_ms,
+            "busy_ms": dict(one.busy_ms),
             "exposed_ms": dict(one.exposed_ms),
             "host_ms": one.host_ms,
+            "binds": one.binds,
             "lower_bound_ms": one.lower_bound_ms,
         }
 
@@ -246,7 +270,9 @@ class _Captured:
         """A strategy with the figures of all layers."""
         fewer, more = self._at_depths(strategy)
         # Every further layer keeps as much in memory, whatever the order of the step is.
-        kept = [_memory(one.program, range(len(one.program))) for one in self.microbatches]
+        kept = [
+            _memory(with_sums_waited_for(one.program), range(len(one.program))) for one in self.microbatches
+        ]
         memory = {
             kind: size + self.depths.extra * (kept[1][kind] - kept[0][kind])
             for kind, size in more.memory.items()
@@ -343,10 +369,22 @@ def _run(
     for i, idle in exposed_intervals(times).items():
         kind = collective_of(program.instructions[i])
         exposed[kind] = exposed.get(kind, 0.0) + idle
+    busy: dict[str, float] = {}
+    for n in times.compute:
+        what = _what_computes(program.instructions[n])
+        busy[what] = busy.get(what, 0.0) + slowed[n]
     return Simulated(
-        program, slowed, times, times.iteration_ms, sum(slowed[i] for i in times.compute), exposed,
+        program, slowed, times, times.iteration_ms, busy, exposed,
         lower_bound_ms(program, ms), _memory(one.kernels.with_copies(program), order),
     )  # fmt: skip
+
+
+def _what_computes(instruction: Instruction) -> str:
+    if instruction.phase is Phase.OPTIMIZER:
+        return OPTIMIZER
+    if is_attention(instruction.op):
+        return ATTENTION
+    return PRODUCTS if instruction.flops else ELEMENTWISE
 
 
 def host_of(program: Program, cost: KernelCosts) -> Host:

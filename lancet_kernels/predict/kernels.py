@@ -17,8 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from lancet_kernels.graph.costs.clusters import Dispatcher
-from lancet_kernels.graph.costs.costs import LAUNCHES, SORTS
+from lancet_kernels.graph.costs.costs import LAUNCHES, SORTS, works_on_received_rows
 from lancet_kernels.graph.costs.part_instruction import whole_name
+from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind, Program
 from lancet_kernels.predict.fusion import fused_groups
 from lancet_kernels.predict.recomputation import without_views
@@ -29,12 +30,13 @@ class Kernels:
     """How a dispatcher and fused kernels change a step's Program.
 
     sends: of the dispatcher, "rows" or "tokens". top_k: experts per token. inside: tensors that no fused
-    kernel writes to memory.
+    kernel writes to memory. busiest: rows that a rank receives, relative to those of the Program.
     """
 
     carrier: Dispatcher
     top_k: int
     inside: Collection[str] = ()
+    busiest: float = 1.0
 
     def of(self, program: Program) -> tuple[Program, Kernels]:
         """The Program of a whole step as kernels, and with what stays inside them."""
@@ -98,8 +100,16 @@ class Kernels:
             if spec.bytes and whole_name(t) in self.inside:
                 tensors[t] = replace(spec, bytes=0)
         for i in program.instructions:
+            has_received_rows = i.attributes.get("to_experts") or (
+                works_on_received_rows(i) and facts(i.op).grouped_gemm != "weight"
+            )
+            if has_received_rows:
+                sizes = {
+                    t: int(tensors[t].content_bytes * self.busiest) for t in i.outputs if tensors[t].bytes
+                }
+                tensors |= {t: replace(tensors[t], bytes=size) for t, size in sizes.items()}
             if self.carrier.sends == "rows":
-                break
+                continue
             if i.op == "lancet.dispatch":
                 tensors |= {t: replace(tensors[t], bytes=0) for t in i.outputs}
             elif i.kind is Kind.ALL_TO_ALL and not i.attributes.get("to_experts"):

@@ -25,7 +25,7 @@ from lancet_kernels.graph.program.program import (
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.predict.kernels import Kernels
-from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.question import STATE_BYTES, Question
 from lancet_kernels.predict.recomputation import layer_of
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients, weight_gradients
@@ -34,14 +34,8 @@ from lancet_kernels.schedules.rewrite.walk import UNPLANNED, split
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 
-WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
-"""Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""
-STATE_TRAFFIC = 2 * STATE_BYTES + 4 * GRADIENT_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
-"""Bytes that an optimizer step moves for each number of a rank's shard: states read and written; the gradient
-read for its norm, read and written to clip it, read for the update; the float32 copy read again to write the
-weight."""
-GRADIENT_TRAFFIC = 3 * GRADIENT_BYTES
-"""Bytes for each gradient of a rank: read and written to divide it by the number of ranks; cleared."""
+WEIGHT_BYTES, COPY_BYTES = 2, 4
+"""Bytes for each number: a bfloat16 weight, and the optimizer's float32 copy of it."""
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 HOST_WAITS = "host_waits"
@@ -54,34 +48,43 @@ class Share:
     """What a rank has of a model's parameters: those of its experts, or all others.
 
     replicas: how many ranks hold the same ones. shards: into how many parameters and gradients are cut;
-    states: the optimizer's states.
+    states: the optimizer's states. gradient_bytes, state_bytes: of one number.
     """
 
     numbers: float
     replicas: int
     shards: int
     states: int
+    gradient_bytes: int
+    state_bytes: int
 
     @classmethod
     def of(cls, question: Question, numbers: float, is_expert: bool) -> Share:
         """What a question's layout makes of so many numbers."""
         replicas = question.replicas(is_expert)
         shards = replicas if question.sharding == "full" else 1
-        return cls(numbers, replicas, shards, 1 if question.sharding == "none" else replicas)
+        states = 1 if question.sharding == "none" else replicas
+        return cls(numbers, replicas, shards, states, *STATE_BYTES[question.states])
 
     @property
     def resident_bytes(self) -> dict[str, float]:
         """By what it is: of parameters, gradients, the optimizer's states."""
         return {
             PARAMETERS: self.numbers * WEIGHT_BYTES / self.shards,
-            GRADIENTS: self.numbers * GRADIENT_BYTES / self.shards,
-            OPTIMIZER: self.numbers * STATE_BYTES / self.states,
+            GRADIENTS: self.numbers * self.gradient_bytes / self.shards,
+            OPTIMIZER: self.numbers * self.state_bytes / self.states,
         }
 
     @property
     def optimizer_bytes(self) -> float:
-        """What an optimizer step moves."""
-        return self.numbers * (STATE_TRAFFIC / self.states + GRADIENT_TRAFFIC / self.shards)
+        """What an optimizer step moves.
+
+        For each number of the shard: states are read and written; the gradient is read for its norm, read and
+        written to clip it, read for the update; the float32 copy is read again to write the weight. Each
+        gradient of the rank is read and written to divide it by the number of ranks, and cleared.
+        """
+        of_shard = 2 * self.state_bytes + 4 * self.gradient_bytes + COPY_BYTES + WEIGHT_BYTES
+        return self.numbers * (of_shard / self.states + 3 * self.gradient_bytes / self.shards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,8 @@ class Microbatch:
         cost, program = question.cost, step.program
         if question.sharding == "optimizer":
             program = _without_copies(program, step)
-        program, kernels = Kernels(cost.carrier, cost.top_k).of(_with_tied_once(program, step))
+        kernels = Kernels(cost.carrier, cost.top_k, busiest=question.load.memory)
+        program, kernels = kernels.of(_with_tied_once(program, step))
         experts = set(expert_parameters(step.model))
         of_experts = sum(p.numel() for p in experts)
         numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
@@ -127,7 +131,7 @@ class Microbatch:
     @cached_property
     def peak_bytes(self) -> int:
         """Peak memory in the original order."""
-        return peak_memory(self.program)
+        return peak_memory(with_sums_waited_for(self.program))
 
     def planner(self, limit_gb: float) -> Planner:
         """Plans the microbatch within a memory limit."""
@@ -167,8 +171,8 @@ def _without_copies(program: Program, step: ModelStep) -> Program:
 
 
 def _shared(program: Program, step: ModelStep, question: Question) -> Program:
-    """The Program of one of the microbatches: sums of gradients are float32, and shared, unless FSDP sums
-    those of each microbatch; so is the gather after a sharded optimizer's step. Their results lie in the
+    """The Program of one of the microbatches: sums of gradients are in their dtype, and shared, unless FSDP
+    sums those of each microbatch; so is the gather after a sharded optimizer's step. Their results lie in the
     gradients and parameters that stay."""
     sums = step.sums_of_gradients
     units = {node.name for node in step.module.graph.nodes if UNIT.on(node)}
@@ -177,7 +181,7 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
         if i.name in sums or GATHERS in i.attributes:
             of_step = question.sharding != "full"
             if of_step and i.name in sums:
-                i = replace(i, bytes=i.bytes * GRADIENT_BYTES / WEIGHT_BYTES)
+                i = replace(i, bytes=i.bytes * STATE_BYTES[question.states][0] / WEIGHT_BYTES)
             if of_step and question.accumulate > 1:
                 ms = question.cost(i, program.tensors) / question.accumulate
                 i = replace(i, milliseconds=ms, microbatches=question.accumulate)
@@ -185,6 +189,13 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
             tensors |= {t: replace(tensors[t], bytes=0) for t in i.outputs}
         instructions.append(i)
     return replace(program, instructions=tuple(instructions), tensors=tensors, outputs=program.outputs[:1])
+
+
+def with_sums_waited_for(program: Program) -> Program:
+    """The Program, for its memory, in which what a sum of gradients sends is free as soon as it is sent: with
+    fully_shard it is within a layer or two, and a message holds it until the optimizer reads the result."""
+    instructions = (replace(i, kind=Kind.COMPUTE) if sums_gradients(i) else i for i in program.instructions)
+    return replace(program, instructions=tuple(instructions))
 
 
 def _with_optimizer(program: Program, question: Question, numbers: tuple[int, int]) -> Program:

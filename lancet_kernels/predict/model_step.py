@@ -23,19 +23,24 @@ from lancet_kernels.predict.config import check_experts, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
+from lancet_kernels.predict.tensor_parallel import name_group, slice_model
 from lancet_kernels.transformers.convert import convert
 from lancet_kernels.transformers.experts import has_interface
 
 
 class _Loss(nn.Module):
-    """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits."""
+    """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args: shares_tokens: layers see a share of the tokens, whose positions are those of all.
+    """
+
+    def __init__(self, model: nn.Module, shares_tokens: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.shares_tokens = model, shares_tokens
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if self.shares_tokens else None
+        logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
         return nn.functional.cross_entropy(logits.float(), labels.flatten())
 
 
@@ -49,9 +54,8 @@ def model_step(question: Question, layers: int) -> ModelStep:
     config = shortened(load_config(question.hf), layers)  # a configuration of its own
     # transformers asks no server, whatever the environment says.
     with fake_ranks(question.gpus), mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
-        groups = (
-            Groups.of_consecutive(question.gpus, question.expert_ranks) if question.gpus > 1 else Groups()
-        )
+        layout = question.gpus, question.expert_ranks, question.tensor_ranks
+        groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
         model = meta_model(config)
         if not question.experts and any(map(has_interface, model.modules())):
             raise UserError(
@@ -66,7 +70,10 @@ def model_step(question: Question, layers: int) -> ModelStep:
                     "--hf", got=f"{type(model).__name__}, which cannot be converted: {why}",
                     expected="a family that `convert` takes", do="plan your own step with --module",
                 )  # fmt: skip
-        step = _Loss(model)
+        tensor_group = ""
+        if question.tensor_ranks > 1:
+            tensor_group = slice_model(model, question.tensor_ranks, question.microbatch)
+        step = _Loss(model, shares_tokens=bool(tensor_group))
         with without_contents():
             step.to_empty(device="cpu")
             model.tie_weights()  # to_empty gives each name a tensor of its own
@@ -82,6 +89,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
 
         def rewrite(joint: fx.GraphModule) -> None:
             weights_inside_experts(joint)
+            name_group(joint, tensor_group)
             recompute_as(joint, question.policy)
 
         return capture_step(step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite)

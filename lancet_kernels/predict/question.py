@@ -11,9 +11,13 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.predict.config import load_config, number_of_experts
+from lancet_kernels.predict.routing import BALANCED, Load, Routing
 
 RECOMPUTE = ("none", "full", "selective", "attention", "experts")
 SHARDING = ("none", "optimizer", "full")
+STATE_BYTES = {"float32": (4, 12), "bfloat16": (2, 8)}
+"""By dtype of gradients and of Adam's two moments, bytes of a gradient, and of Adam's states with a float32
+copy of the weight."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Question:
     sharding: "none" replicates parameters that all ranks have, "optimizer" shards the optimizer's states over
     the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
+    tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
+    states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of the cluster
+    file. routing: as of `Routing.of`.
     """
 
     hf: str
@@ -36,14 +43,25 @@ class Question:
     accumulate: int = 1
     recompute: str = "none"
     dispatch: str = "all-to-all"
+    tensor_ranks: int = 1
+    states: str = "float32"
+    attention: str = ""
+    routing: str = BALANCED
 
     def __post_init__(self) -> None:
         check_name("--recompute", self.recompute, RECOMPUTE)
         check_name("sharding", self.sharding, SHARDING)
-        if self.gpus % self.expert_ranks:
+        check_name("--states", self.states, STATE_BYTES)
+        for option, ranks in (("--experts-over", self.expert_ranks), ("--tensor", self.tensor_ranks)):
+            if self.gpus % ranks:
+                raise UserError(
+                    option, got=f"{ranks} of {self.gpus} GPUs",
+                    expected="a divisor of the number of GPUs", do="choose another number of ranks",
+                )  # fmt: skip
+        if self.sequence % self.tensor_ranks:
             raise UserError(
-                "--experts-over", got=f"{self.expert_ranks} of {self.gpus} GPUs",
-                expected="a divisor of the number of GPUs", do="choose another number of ranks",
+                "--tensor", got=f"{self.tensor_ranks} ranks for {self.sequence} tokens",
+                expected="a divisor of the tokens of a sequence", do="choose another number of ranks",
             )  # fmt: skip
 
     @cached_property
@@ -75,9 +93,20 @@ class Question:
             top_k=int(getattr(config, "num_experts_per_tok", 1) or 1),
             groups=int(getattr(config, "n_group", 0) or 0),
             top_groups=int(getattr(config, "topk_group", 0) or 0),
+            tensor_ranks=self.tensor_ranks,
+            attention=self.attention,
+            busiest=self.load.time,
         )
         costs.check()
         return costs
+
+    @cached_property
+    def load(self) -> Load:
+        """Of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
+        if not self.experts:
+            return Load()
+        layers = self.config.get_text_config().num_hidden_layers
+        return Routing.of(self.routing, self.experts, layers).load(self.expert_ranks)
 
     @property
     def policy(self) -> str:
@@ -87,7 +116,7 @@ class Question:
     @property
     def tokens(self) -> int:
         """Tokens per GPU and step."""
-        return self.sequence * self.microbatch * self.accumulate
+        return self.sequence * self.microbatch * self.accumulate // self.tensor_ranks
 
     @property
     def experts(self) -> int:
@@ -103,12 +132,14 @@ class Question:
 
     def replicas(self, is_expert: bool) -> int:
         """How many ranks hold the same parameters."""
-        return self.gpus // self.expert_ranks if is_expert else self.gpus
+        return self.gpus // (self.expert_ranks if is_expert else self.tensor_ranks)
 
     def describe(self) -> str:
         """One line for headings."""
         layout = {"none": "replicated", "optimizer": "optimizer sharded", "full": "FSDP"}[self.sharding]
         experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
+        experts += f", routing {self.routing}" if self.routing != BALANCED else ""
+        experts += f", tensors over {self.tensor_ranks}" if self.tensor_ranks > 1 else ""
         return (
             f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
             f"{self.microbatch} x {self.sequence} tokens x {self.accumulate}, recompute {self.recompute}"
@@ -121,13 +152,19 @@ class Question:
             "cluster": self.hardware.name,
             "gpus": self.gpus,
             "experts_over": self.expert_ranks,
+            "tensor_parallel": self.tensor_ranks,
             "sharding": self.sharding,
+            "states": self.states,
             "sequence": self.sequence,
             "microbatch": self.microbatch,
             "accumulate": self.accumulate,
-            "global_batch": self.microbatch * self.accumulate * self.gpus,
+            "global_batch": self.microbatch * self.accumulate * self.gpus // self.tensor_ranks,
             "recompute": self.recompute,
             "dispatch": self.dispatch,
+            "routing": self.routing,
+            "busiest_rank": self.load.time,
+            "dropped": self.load.dropped,
+            "attention": self.attention or "any",
         }
 
 

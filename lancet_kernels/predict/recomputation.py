@@ -26,10 +26,15 @@ from lancet_kernels.graph.from_fx import is_element, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.fusion import is_elementwise
+from lancet_kernels.predict.tensor_parallel import GROUP_NAME
 
 POLICIES = ("none", "attention", "experts", "full")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_EXPERTS = ("lancet.grouped_gemm", "lancet.expert_activation")
+RECOMPUTED_OPS = {
+    "attention": (attention.OP,),
+    "experts": ("lancet.grouped_gemm", "lancet.expert_activation"),
+}
+"""By policy, the ops that are recomputed, beside element-wise ones."""
 
 
 def without_views(program: Program) -> Program:
@@ -57,8 +62,16 @@ def without_views(program: Program) -> Program:
 
 
 def _recomputable(policy: str) -> Callable[[Instruction], bool]:
-    ops = {"attention": (attention.OP,), "experts": _EXPERTS}.get(policy, ())
-    return lambda instruction: is_elementwise(instruction) or instruction.op in ops
+    ops = RECOMPUTED_OPS.get(policy, ())
+
+    def is_recomputed(i: Instruction) -> bool:
+        # Megatron gathers tokens again, and keeps each rank's share.
+        gathers_tokens = (
+            i.attributes.get("group") == GROUP_NAME and i.attributes.get("collective") == "all_gather"
+        )
+        return is_elementwise(i) or i.op in ops or gathers_tokens
+
+    return is_recomputed
 
 
 def kept_tensors(program: Program, policy: str) -> set[str]:

@@ -2,9 +2,9 @@
 recomputation and strategy, at the same number of tokens per step.
 
 Layouts are visited in the order of a lower bound, the time of computation or of the all-to-alls, whichever is
-longer, summed over all microbatches, without what is computed again. Once this bound exceeds the tenth best
-step that fits, no later layout can be among the ten best. What does not fit for its states, or for what a
-forward without recomputation keeps, is not simulated.
+longer, summed over all microbatches, with the products and messages that are computed again. Once this bound
+exceeds the tenth best step that fits, no later layout can be among the ten best. What does not fit for its
+states is not even captured; what does not for what a forward without recomputation keeps is not simulated.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase
 from lancet_kernels.predict.answer import Answer, answer, depths_of, microbatches
+from lancet_kernels.predict.config import load_config, meta_model, shortened
 from lancet_kernels.predict.microbatch import Microbatch, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
-from lancet_kernels.predict.recomputation import POLICIES
+from lancet_kernels.predict.recomputation import POLICIES, RECOMPUTED_OPS, layer_of
 from lancet_kernels.schedules.time.peak_memory import Storages
+from lancet_kernels.transformers.experts import has_interface
 
 BEST = 10
 MOST_SIMULATED = 24
@@ -31,13 +34,15 @@ MICROBATCHES = (1, 2, 4)
 @dataclass(frozen=True)
 class Layout:
     """A layout with what became of it. strategy: None if not simulated, as infinite time and memory say.
-    bound_ms: 0 if its states alone do not fit. why: "" for the best, otherwise why it is not among them."""
+    bound_ms: 0 if its states alone do not fit. binds: the largest term of its time. why: "" for the best,
+    otherwise why it is not among them."""
 
     question: Question
     bound_ms: float = 0.0
     strategy: str | None = None
     step_ms: float = math.inf
     peak_memory_gib: float = math.inf
+    binds: str = ""
     why: str = ""
 
     def to_json(self) -> dict[str, object]:
@@ -50,6 +55,7 @@ class Layout:
             "step_ms": self.step_ms if self.strategy else None,
             "peak_memory_gib": self.peak_memory_gib if self.strategy else None,
             "bound_ms": self.bound_ms,
+            "binds": self.binds,
             "why_not": self.why,
         }
 
@@ -86,7 +92,7 @@ def search(question: Question, seconds: float = math.inf) -> Found:
         if time.perf_counter() - start > seconds / 2:
             others.append(Layout(one, why=not_tried))
             continue
-        # The states first: they need no capture of this microbatch and recomputation.
+        # The states first: they need no capture.
         need = states_gib(one)
         need += kept_gib(one) if need <= limit else 0.0
         least = min(least, need)
@@ -141,12 +147,26 @@ def layouts(question: Question) -> Iterator[Question]:
 
 def states_gib(question: Question) -> float:
     """Parameters, gradients and optimizer states of a rank."""
-    numbers = (one.numbers for one in _plain(question))
-    of_experts, of_others = (
-        depths_of(question.hf).at_full_depth(*both) for both in zip(*numbers, strict=True)
+    of_experts, of_others = _numbers(question.hf)
+    owned = (
+        Share.of(question, of_experts / question.expert_ranks, True),
+        Share.of(question, of_others / question.tensor_ranks, False),
     )
-    owned = (Share.of(question, of_experts, True), Share.of(question, of_others, False))
     return gib(sum(size for share in owned for size in share.resident_bytes.values()))
+
+
+@lru_cache(maxsize=16)
+def _numbers(hf: str) -> tuple[float, float]:
+    """How many a model has in parameters of experts, and in all others."""
+    chosen = depths_of(hf)
+    found = []
+    for layers in (chosen.fewer, chosen.more):
+        model = meta_model(shortened(load_config(hf), layers))
+        experts = {p for m in model.modules() if has_interface(m) for p in m.parameters()}
+        of_experts = sum(p.numel() for p in experts)
+        found.append((of_experts, sum(p.numel() for p in model.parameters()) - of_experts))
+    of_experts, of_others = (chosen.at_full_depth(*both) for both in zip(*found, strict=True))
+    return of_experts, of_others
 
 
 def kept_gib(question: Question) -> float:
@@ -166,7 +186,8 @@ def _bounded(question: Question) -> Layout:
     """A layout with the lower bound of its step."""
 
     def busy(one: Microbatch, kind: Kind) -> float:
-        instructions = (i for i in one.program.instructions if i.phase is not Phase.OPTIMIZER)
+        instructions = [i for i in one.program.instructions if i.phase is not Phase.OPTIMIZER]
+        instructions += computed_again(one, question.policy)
         return sum(one.step.cost(i, one.program.tensors) for i in instructions if i.kind is kind)
 
     bounds = (
@@ -176,8 +197,39 @@ def _bounded(question: Question) -> Layout:
     return Layout(question, max(bounds) * question.accumulate)
 
 
+def computed_again(one: Microbatch, policy: str) -> list[Instruction]:
+    """Products, attention and messages to experts of a microbatch that a policy computes again, at least. Of
+    whole layers those that other products of the same layer read, directly or not.
+
+    Args: one: without recomputation.
+    """
+    ops = RECOMPUTED_OPS.get(policy, ())
+    layers = {node.name: layer_of(node) for node in one.step.module.graph.nodes}
+    read: dict[str, set[str]] = {}
+    again = []
+    for i in reversed(one.program.instructions):
+        layer = layers.get(i.name, "")
+        if i.phase is not Phase.FORWARD or not layer:
+            continue
+        of_layer = read.setdefault(layer, set())
+        is_read = not of_layer.isdisjoint(i.outputs)
+        works = bool(i.flops) or i.kind is Kind.ALL_TO_ALL
+        if works and (i.op in ops or (policy == "full" and is_read)):
+            again.append(i)
+        if i.flops or is_read:
+            of_layer.update(i.inputs)
+    return again
+
+
 def _simulated(layout: Layout, result: Answer) -> Layout:
     name = result.best
     one = result.strategies[name]
     why = "" if result.fits(name) else f"needs {one.peak_memory_gib:.0f} GiB"
-    return replace(layout, strategy=name, step_ms=one.step_ms, peak_memory_gib=one.peak_memory_gib, why=why)
+    return replace(
+        layout,
+        strategy=name,
+        step_ms=one.step_ms,
+        peak_memory_gib=one.peak_memory_gib,
+        binds=one.binds,
+        why=why,
+    )

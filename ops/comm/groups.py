@@ -123,12 +123,14 @@ class Groups:
         return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
 
     @classmethod
-    def of_consecutive(cls, ranks: int, expert_ranks: int) -> Groups:
+    def of_consecutive(cls, ranks: int, expert_ranks: int, tensor_ranks: int = 1) -> Groups:
         """The groups of the first of `ranks` ranks, the first `expert_ranks` of which share one set of
-        experts. Collective over all ranks of the job, which are alike (`stand_in`)."""
+        experts, and the first `tensor_ranks` the same tokens. Collective over all ranks of the job, which
+        are alike (`stand_in`)."""
         everyone = list(range(ranks))
         expert = group_name(None) if expert_ranks == ranks else _new_group(everyone[:expert_ranks])
-        return cls._with_communicators(expert, everyone[::expert_ranks], everyone, everyone)
+        data = everyone[::tensor_ranks]
+        return cls._with_communicators(expert, everyone[::expert_ranks], data, everyone)
 
     @classmethod
     def of_ranks(cls, group: str) -> Groups:

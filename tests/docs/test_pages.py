@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.cli.main import _parser
-from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
+from lancet_kernels.graph.costs.clusters import Attention, Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.ops import OPS
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.ops.moe.gates import GATES
@@ -128,7 +128,7 @@ def test_generated_parts_are_up_to_date() -> None:
 def test_every_key_of_a_cluster_file_is_in_the_reference() -> None:
     text = (ROOT / "docs/reference/cluster-files.md").read_text()
     named = set(re.findall(r"`\[?(\w+)[.\]`]", text))
-    for described in (Cluster, Kernels, Dispatcher):
+    for described in (Cluster, Kernels, Dispatcher, Attention):
         missing = {field.name for field in fields(described)} - named
         assert not missing, missing
 

@@ -148,6 +148,8 @@ def predicted(name: str) -> dict[str, Any]:
         path = written(Path(folder), config)
         arguments = main._parser().parse_args(["plan", "--hf", path, "--sequence", "128", *options])
         figures = answer(to_options(PlanOptions, arguments).question(cluster, gpus)).to_json()
+    for strategy in figures["strategies"].values():
+        del strategy["busy_ms"], strategy["binds"]  # they are parts of compute_ms, and the largest term
     return {name: figures[name] for name in ("memory_limit_gib", "strategies", "impossible")}
 
 

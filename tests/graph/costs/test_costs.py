@@ -291,3 +291,30 @@ def test_efficiencies_are_fractions_and_bandwidths_stay_below_the_links(name):
 def test_a_cluster_without_kernels():
     with pytest.raises(UserError, match=r"no table \[kernels\]"):
         KernelCosts(load_cluster("p4de"), 8)
+
+
+def test_attention_by_width_and_window():
+    kernel = load_cluster("gb200-nvl72").attention["cudnn"]
+    assert kernel.efficiency(128, 4096, 0, is_backward=False) == 0.563
+    assert kernel.efficiency(192, 4096, 0, is_backward=True) == 0.423
+    # The benchmark's 0.210 and 0.465 ms: two sequences of 4,096 tokens, 128 heads of 64, a window of 128.
+    useful = 2 * 128 * (4096 * 128 - 128**2 / 2) * 4 * 64
+    forward = useful / (2500e9 * kernel.efficiency(64, 4096, 128, is_backward=False))
+    backward = 2.5 * useful / (2500e9 * kernel.efficiency(64, 4096, 128, is_backward=True))
+    assert forward == pytest.approx(0.210, rel=0.02)
+    assert backward == pytest.approx(0.465, rel=0.02)
+    # A window that is hardly shorter than the sequence takes as long as none.
+    assert kernel.efficiency(64, 4096, 4000, is_backward=False) == 0.283
+
+
+def test_attention_without_a_kernel_is_as_the_file_says():
+    query = TensorSpec("q", (1, 32, 4096, 64), "bfloat16")
+    one = Instruction(
+        "a", "lancet_prediction.attention", ("q", "k", "v"), ("o",), flops=1e12, attributes={"window": 0}
+    )
+    tensors = {name: replace(query, name=name) for name in "qkvo"}
+    plain, flex = (KernelCosts(H100, 8, attention=name)(one, tensors) for name in ("", "flex"))
+    assert plain == pytest.approx(1e12 / (989e9 * K.attention_forward) + K.kernel_us * 1e-3)
+    assert flex == pytest.approx(1e12 / (989e9 * 0.258) + K.kernel_us * 1e-3)
+    with pytest.raises(UserError, match="attention: got 'eager'"):
+        KernelCosts(H100, 8, attention="eager")

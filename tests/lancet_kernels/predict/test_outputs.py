@@ -9,10 +9,11 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.predict.answer import answer
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.predict.answer import answer, microbatches
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.report import PUBLISHED, report
-from lancet_kernels.predict.search import Found, layouts, search
+from lancet_kernels.predict.search import Found, _bounded, computed_again, layouts, search, states_gib
 from tests.lancet_kernels.predict.small_models import DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
@@ -127,3 +128,25 @@ def test_command_writes_report_and_trace(question, tmp_path, capsys):
     data = json.loads(Page((tmp_path / "p.html").read_text()).scripts["application/json"])
     assert data["answer"]["strategies"]["none"]["step_ms"] == printed["strategies"]["none"]["step_ms"]
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_bounds_know_what_is_computed_again(question):
+    """Of a whole layer q, k, v, o, the router, and the experts' first product: others read these."""
+    one = microbatches(replace(question, sharding="none", accumulate=1))[1]
+    assert computed_again(one, "none") == []
+    assert [i.op for i in computed_again(one, "attention")] == ["lancet_prediction.attention"]
+    again = computed_again(one, "full")
+    assert sum(i.op == "aten.mm" for i in again) == 5
+    assert sum(i.op == "lancet.grouped_gemm" for i in again) == 1
+    assert [i.attributes.get("to_experts") for i in again if i.kind is Kind.ALL_TO_ALL] == [True]
+    for policy in ("attention", "experts", "full"):
+        layout = replace(question, sharding="none", recompute=policy)
+        assert _bounded(layout).bound_ms <= answer(layout, ["none"]).strategies["none"].lower_bound_ms
+
+
+def test_states_are_those_of_the_capture(question):
+    for sharding in ("none", "optimizer", "full"):
+        asked = replace(question, sharding=sharding)
+        memory = answer(asked, ["none"]).strategies["none"].memory
+        kept = memory["gradients"] + memory["optimizer"] + memory["parameters"]
+        assert states_gib(asked) == pytest.approx(kept, rel=0.02)

@@ -1,0 +1,127 @@
+"""A measured step beside the predicted one, term by term: where the difference may come from.
+
+A trace of torch's profiler (Kineto, Chrome's JSON) says how long the GPU of a rank was busy with what; of a
+kernel beside a message only the kernel counts, as in a prediction. Without a trace, each term says how many
+times as long it would have to take to explain the difference alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.predict.answer import ATTENTION, ELEMENTWISE, HOST, PRODUCTS, Simulated
+from lancet_kernels.predict.microbatch import OPTIMIZER
+
+EXCHANGE = "all_to_all"
+_KERNELS = (
+    ("all_gather", r"ncclDevKernel_AllGather|ncclKernel_AllGather"),
+    ("reduce_scatter", r"nccl\w*Kernel_ReduceScatter"),
+    ("all_reduce", r"nccl\w*Kernel_AllReduce"),
+    # NCCL's exchanges are sends and receives; DeepEP's and HybridEP's kernels have these names.
+    (EXCHANGE, r"nccl\w*Kernel_SendRecv|deep_?ep|hybrid_?ep|internode|intranode|::(dispatch|combine)\b"),
+    (OPTIMIZER, r"adam|multi_tensor"),
+    (ATTENTION, r"flash|fmha|attention|sdpa|mha_"),
+    (PRODUCTS, r"gemm|nvjet|cutlass|matmul|xmma|wgmma"),
+)  # fmt: skip
+"""Terms and what names of their kernels have; the first that fits counts, all others are element-wise."""
+MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", EXCHANGE)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A term of a step. measured_ms: None without a trace. alone: how many times as long it would have to
+    take to explain the whole difference; None if it is not there, or the measured step is not slower."""
+
+    term: str
+    predicted_ms: float
+    measured_ms: float | None
+    alone: float | None
+
+
+def differences(
+    simulated: Simulated, measured_ms: float, trace_ms: Mapping[str, float] | None = None
+) -> list[Difference]:
+    """By term, those that explain most first. Args: trace_ms: of `trace_terms`."""
+    missing = measured_ms - simulated.step_ms
+    predicted = simulated.terms_ms
+    names = dict.fromkeys([*predicted, *(trace_ms or ())])
+    rows = []
+    for name in names:
+        ms = predicted.get(name, 0.0)
+        alone = (ms + missing) / ms if ms > 0 and missing > 0 else None
+        rows.append(Difference(name, ms, None if trace_ms is None else trace_ms.get(name, 0.0), alone))
+    if trace_ms is None:
+        return sorted(rows, key=lambda row: row.predicted_ms, reverse=True)
+    return sorted(rows, key=lambda row: (row.measured_ms or 0.0) - row.predicted_ms, reverse=True)
+
+
+def trace_terms(path: str | Path, measured_ms: float) -> dict[str, float]:
+    """Milliseconds of a step by term, from a trace of one or more steps of one rank.
+
+    Args: measured_ms: of a step; what the trace has is divided by the number of such steps in it.
+    Raises: UserError for a file without kernels.
+    """
+    try:
+        data = Path(path).read_bytes()
+        events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        events = events["traceEvents"] if isinstance(events, dict) else events
+        kernels = [(e["ts"], e["ts"] + e["dur"], kernel_term(e["name"])) for e in events if _is_kernel(e)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "--kineto",
+            got=f"{path} ({error})",
+            expected="a trace of torch.profiler",
+            do="export_chrome_trace",
+        ) from error
+    if not kernels:
+        raise UserError(
+            "--kineto",
+            got=f"{path} without kernels",
+            expected="GPU kernels",
+            do="trace ProfilerActivity.CUDA",
+        )
+    computing = _union((a, b) for a, b, term in kernels if term not in MESSAGES)
+    terms: dict[str, float] = {}
+    for begin, end, term in kernels:
+        # A message counts where nothing computes.
+        ms = (end - begin if term not in MESSAGES else _outside(begin, end, computing)) * 1e-3
+        terms[term] = terms.get(term, 0.0) + ms
+    span = (max(b for _, b, _ in kernels) - min(a for a, _, _ in kernels)) * 1e-3
+    terms[HOST] = span - sum(b - a for a, b in _union((a, b) for a, b, _ in kernels)) * 1e-3
+    steps = max(1.0, round(span / measured_ms))
+    return {term: ms / steps for term, ms in terms.items()}
+
+
+def kernel_term(name: str) -> str:
+    """The term that a kernel of this name belongs to.
+
+    Example: `nvjet_tst_128x256` is of the products, `ncclDevKernel_SendRecv` of the exchanges.
+    """
+    return next((term for term, names in _KERNELS if re.search(names, name, re.I)), ELEMENTWISE)
+
+
+def _is_kernel(event: Mapping[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals with the same points, ascending."""
+    union: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if union and begin <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
+        else:
+            union.append((begin, end))
+    return union
+
+
+def _outside(begin: float, end: float, union: list[tuple[float, float]]) -> float:
+    """How much of an interval lies outside of disjoint ones."""
+    return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in union if a < end and b > begin)

@@ -1,0 +1,80 @@
+"""A measured step beside the predicted one: terms of a trace by hand, and what the command says."""
+
+import gzip
+import json
+
+import pytest
+
+from lancet_kernels.cli.main import main
+from lancet_kernels.errors import UserError
+from lancet_kernels.predict.measured import kernel_term, trace_terms
+from tests.lancet_kernels.predict.small_models import QWEN3, written
+
+
+def trace(path, kernels):
+    """Args: kernels: (name, start, end) in microseconds."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+        for name, begin, end in kernels
+    ]
+    text = json.dumps(
+        {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9}, *events]}
+    )
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all_to_all"),
+        ("void deep_ep::intranode::dispatch<8, 768>(...)", "all_to_all"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
+        ("void multi_tensor_apply_kernel<AdamFunctor<float>>", "optimizer"),
+        ("triton_poi_fused_silu_mul_3", "element-wise"),
+    ],
+)
+def test_kernels_by_their_names(name, term):
+    assert kernel_term(name) == term
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_what_is_hidden_does_not_count(tmp_path, name):
+    kernels = [
+        ("nvjet_a", 0, 4000), ("ncclDevKernel_SendRecv", 3000, 6000), ("nvjet_b", 5000, 7000),
+        ("add", 9000, 10000),
+    ]  # fmt: skip
+    terms = trace_terms(trace(tmp_path / name, kernels), 10.0)
+    assert terms == pytest.approx({"products": 6.0, "all_to_all": 1.0, "element-wise": 1.0, "host": 2.0})
+    # Two steps of 5 ms.
+    assert trace_terms(tmp_path / name, 5.0)["products"] == pytest.approx(3.0)
+
+
+def test_a_file_without_kernels_is_one_line(tmp_path):
+    (tmp_path / "trace.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--kineto: got .*trace\.json"):
+        trace_terms(tmp_path / "trace.json", 1.0)
+
+
+def test_command_splits_the_difference(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    hf = written(tmp_path, QWEN3, num_hidden_layers=1)
+    kernels = [("nvjet", 0, 9000), ("ncclDevKernel_SendRecv", 9000, 10000)]
+    arguments = ["plan", "--hf", hf, "--cluster", "dgx-h100", "--gpus", "8", "--sequence", "64"]
+    more = ["--measured", "10ms", "--kineto", str(trace(tmp_path / "trace.json", kernels))]
+    assert main([*arguments, *more, "--strategy", "none", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    none = found["strategies"]["none"]
+    assert sum(none["busy_ms"].values()) == pytest.approx(none["compute_ms"])
+    assert none["binds"] in ("host", *none["busy_ms"], *none["exposed_ms"])
+    first, *_ = found["measured"]["terms"]
+    assert (first["term"], first["measured_ms"]) == ("products", 9.0)
+    assert first["alone"] * first["predicted_ms"] == pytest.approx(
+        first["predicted_ms"] + 10 - none["step_ms"]
+    )
+    assert main([*arguments, "--measured", "24.7"]) != 0
+    assert "--measured: got 24.7" in capsys.readouterr().err

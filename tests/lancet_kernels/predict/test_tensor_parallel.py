@@ -1,0 +1,92 @@
+"""Tensor parallelism in predictions: work and messages of a slice, against those of the whole model."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
+from lancet_kernels.graph.costs.costs import collective_of
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.predict.answer import microbatches
+from lancet_kernels.predict.question import Question
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, written
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    hf = written(tmp_path_factory.mktemp("qwen3"), QWEN3)
+    return Question(hf, "dgx-h100", 16, 16, sequence=64, microbatch=2)
+
+
+def alone(question):
+    return microbatches(question)[1]
+
+
+def tensor_messages(program):
+    """By collective and phase, how many of the group."""
+    own = [i for i in program.instructions if i.attributes.get("group") == "tensor"]
+    return Counter((collective_of(i), i.phase.value) for i in own)
+
+
+def test_two_slices_have_the_work_and_the_parameters_of_the_whole(whole):
+    one, slices = alone(whole), alone(replace(whole, tensor_ranks=2))
+    assert slices.flops * 2 == pytest.approx(one.flops)
+    (experts, others), (own_experts, own_others) = one.numbers, slices.numbers
+    assert own_experts == experts
+    norms_and_routers = 64 + 3 * (2 * 64 + 2 * 16 + 16 * 64)
+    assert own_others - norms_and_routers == (others - norms_and_routers) / 2
+
+
+def test_tokens_are_gathered_before_slices_and_summed_behind_them(whole):
+    program = alone(replace(whole, tensor_ranks=2)).program
+    # Three layers of attention, and the head, which needs all tokens, or the embedding, which has summands.
+    assert tensor_messages(program) == {
+        ("all_gather", "forward"): 4,
+        ("reduce_scatter", "forward"): 4,
+        # For what was summed, and again for weight gradients.
+        ("all_gather", "backward"): 4 + 4,
+        ("reduce_scatter", "backward"): 4,
+    }
+    assert not tensor_messages(alone(whole).program)
+
+
+def test_a_rank_sends_its_own_tokens_to_experts(whole):
+    sent = [
+        sum(i.bytes for i in alone(q).program.instructions if i.kind is Kind.ALL_TO_ALL)
+        for q in (whole, replace(whole, tensor_ranks=2))
+    ]
+    assert sent[1] == sent[0] / 2
+    assert replace(whole, tensor_ranks=2).tokens == whole.tokens / 2
+
+
+def test_shared_experts_and_latent_attention_are_sliced(tmp_path):
+    asked = Question(written(tmp_path, DEEPSEEK), "dgx-h100", 8, 8, sequence=64, tensor_ranks=2)
+    # Four layers of attention, one dense one, three shared experts, the head or the embedding.
+    assert tensor_messages(alone(asked).program)["all_gather", "forward"] == 4 + 1 + 3 + 1
+
+
+def test_slices_talk_inside_a_node_and_sums_skip_them():
+    cluster = load_cluster("dgx-h100")
+    model = CommunicationModel.from_cluster(cluster, 64, 8, tensor_ranks=8)
+    size = 2.0**26
+    inside = size * 7 / 8 / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e6)
+    assert model.milliseconds("all_gather", size, "tensor") == pytest.approx(0.015 + inside)
+    # One rank of each node has the same slice, and eight sums share the network.
+    outside = 8 * size * 7 / 8 / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e6)
+    assert model.milliseconds("all_gather", size, "world") == pytest.approx(0.030 + outside)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_ranks": 3}, "--tensor: got 3 of 16 GPUs"),
+        ({"tensor_ranks": 4}, "4 ranks for num_key_value_heads of 2"),
+    ],
+)
+def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
+    with pytest.raises(UserError, match=message):
+        microbatches(replace(whole, **changes))
