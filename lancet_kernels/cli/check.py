@@ -131,8 +131,9 @@ def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:
     inputs = pytree.tree_map_only(Tensor, lambda t: t.to(rank.device), inputs)
     if sums == "optimize":
         return optimize(model, slice_of(inputs, rank.world, rank.rank)), inputs
-    wrap = {"module": lambda module: module, "ddp": ddp, "fsdp": fsdp}[sums]
-    return wrap(model), inputs
+    if sums == "module":
+        return model, inputs
+    return (ddp(model) if sums == "ddp" else fsdp(model)), inputs
 
 
 def _text(spec: str, result: dict[str, Any]) -> str:

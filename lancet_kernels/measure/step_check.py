@@ -42,7 +42,7 @@ from lancet_kernels.measure.difference_kinds import (
     kind_of_output,
 )
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, group_name, group_rank, over_ranks
-from lancet_kernels.ops.moe.gates.base import Gate
+from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.optimization.guards import as_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 
@@ -193,9 +193,11 @@ def _run(
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     arguments, by_name = as_arguments(inputs)
-    # Hooks would be something new for a plan.
-    watched = watch and not any(isinstance(module, OptimizedModule) for module in model.modules())
-    with _watched(model) if watched else contextlib.nullcontext([]) as calls:
+    calls: list[Call] = []
+    with contextlib.ExitStack() as stack:
+        # Hooks would be something new for a plan.
+        if watch and not any(isinstance(module, OptimizedModule) for module in model.modules()):
+            calls = stack.enter_context(_watched(model))
         loss = _loss(model(*arguments, **by_name))
     loss.backward()
     gradients = {name: _local_gradient(p) for name, p in _named(_parameters(model))}
@@ -203,11 +205,8 @@ def _run(
 
 
 def _loss(output: object) -> Tensor:
-    for loss in (
-        output,
-        getattr(output, "loss", None),
-        *(output if isinstance(output, (tuple, list)) else ()),
-    ):
+    inside = output if isinstance(output, (tuple, list)) else ()
+    for loss in (output, getattr(output, "loss", None), *inside):
         if isinstance(loss, Tensor) and loss.dim() == 0:
             return loss
     raise UserError(
@@ -238,9 +237,8 @@ def _watched(model: nn.Module) -> Iterator[list[Call]]:
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
         with contextlib.ExitStack() as patches:
-            for kind in _subclasses(Gate):
-                if "select" in vars(kind):
-                    patches.enter_context(mock.patch.object(kind, "select", _noting(kind.select, running)))
+            for gate in GATES.values():
+                patches.enter_context(mock.patch.object(gate, "select", _noting(gate.select, running)))
             yield done
     finally:
         for handle in handles:
@@ -255,12 +253,6 @@ def _noting(select: Any, running: list[Call]) -> Any:
         return expert_TK
 
     return noted
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _subclasses(below)
 
 
 def _tensors(values: object) -> list[Tensor]:
