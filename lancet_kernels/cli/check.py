@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lancet_kernels.atomic import json_text, write_json_atomically
 from lancet_kernels.cli.options import positive_float, positive_int
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import json_text, write_json_atomically
 from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import Rank, start_ranks, under_launcher
 
@@ -118,8 +118,7 @@ def _id_of(rank: Rank) -> torch.device | None:
 
 def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:
     """What make_step returns, on the rank's device, and with what sums its gradients."""
-    from lancet_kernels.layer.ddp import ddp
-    from lancet_kernels.layer.fsdp import fsdp
+    from lancet_kernels.layer.data_parallel import ddp, fsdp
     from lancet_kernels.measure.step_check import slice_of
     from lancet_kernels.optimization.optimize import optimize
     from lancet_kernels.predict.own_step import call_make_step, load_function

@@ -22,7 +22,10 @@ def load_config(path: str | Path) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise UserError(
-            "--hf", got="no transformers", expected="it installed", do="install transformers"
+            "--hf",
+            got="no transformers",
+            expected="it installed",
+            do="pip install 'lancet-kernels[transformers]'",
         ) from error
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
