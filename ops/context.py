@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -55,13 +55,15 @@ class Now:
     layer: the MoE layer whose collectives are entered next, for messages. runs_a_plan: the collectives of a
     plan differ from those of the module, so it is an error if a rank runs the plan while another runs the
     module. expects_sizes: ops that make rows give a trace the expected number of them, instead of a symbol.
-    padding_mask: of the batch, for MoE layers that are called without one (`MoELayer.forward`).
+    padding_mask: of the batch, for MoE layers that are called without one (`MoELayer.forward`). weights: by
+    name, what the MoE layer that runs takes for its parameters, in a trace.
     """
 
     layer: str = ""
     runs_a_plan: bool = False
     expects_sizes: bool = False
     padding_mask: Tensor | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 now = Now()

@@ -75,6 +75,16 @@ PLANNED = (
 """The same under a plan: family, ranks, sizes of the meshes."""
 
 
+LORA: dict[str, dict[str, list[str]]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+LORA["both"] = LORA["experts"] | LORA["attention"]
+"""What PEFT's adapters are put on in tests."""
+LORA_WAYS = {"optimize": "`optimize`", "ddp": "`ddp`", "fsdp": "`fsdp` and `optimize`"}
+"""How such a model is trained on two ranks."""
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with random parameters and buffers, the same at every call, that routes unevenly."""
     torch.manual_seed(0)

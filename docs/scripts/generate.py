@@ -67,7 +67,7 @@ def support() -> str:
 
     sys.path.insert(0, str(ROOT))
     from tests.lancet_kernels.optimization import test_setups
-    from tests.transformers_models import EXPERT_PARALLEL, PLANNED
+    from tests.transformers_models import EXPERT_PARALLEL, LORA, LORA_WAYS, PLANNED
 
     outcomes = {
         "works": test_setups.WORKS,
@@ -101,6 +101,12 @@ def support() -> str:
             "on 2 and 4 ranks, with FSDP, in `tests/lancet_kernels/transformers/`.",
             "",
             *_table(("family", "without a plan", "under `optimize`, also in microbatches"), sharded),
+            "",
+            "LoRA by PEFT on a converted model, with and without activation checkpointing: all gradients are "
+            "compared with those of one process, on 2 ranks, in "
+            "`tests/lancet_kernels/transformers/test_lora.py`.",
+            "",
+            *_table(("adapters of", *LORA_WAYS.values()), [(name, *["works"] * 3) for name in LORA]),
         ]
     )
 

@@ -38,6 +38,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.frameworks import frameworks_traced
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.ops import STARTED, facts
@@ -269,7 +270,8 @@ def trace(
         allow_rnn=True,
     )
     with settings, during(expects_sizes=True):
-        with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):
+        spied = mock.patch.object(functional_export, "fullgraph_capture", spy)
+        with spied, frameworks_traced(), _writes(writes):
             graph = functional_export.dynamo_graph_capture_for_export(module)(*inputs, **by_name)
         function = TracedFunction(module)
         if writes:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from lancet_kernels import __version__
 from lancet_kernels.cli import (
     bench,
+    check,
     environment,
     explain,
     kernels,
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     # Those of every day first; the last two are for authors of kernels.
-    daily = (train, plan_command, bench, explain, environment, selftest)
+    daily = (train, plan_command, bench, explain, check, environment, selftest)
     for command in (*daily, tune, kernels):
         command.add_parser(commands)
     return parser

@@ -29,7 +29,7 @@ from lancet_kernels.graph.capture.fsdp_parameters import (
     set_divisor,
 )
 from lancet_kernels.layer.gradients import broadcast_replicated, gradient_groups, groups_of
-from lancet_kernels.layer.model_layers import expert_buffers, expert_parameters
+from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
 
@@ -41,8 +41,16 @@ def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> Di
     divide the loss by their number. Collective over all ranks of the job.
 
     Args: groups: as for `optimize`. options: of DistributedDataParallel, but for `process_group`.
-    Raises: UserError without torch.distributed.
+    Raises: UserError without torch.distributed, and for a model of which experts alone are trained.
     """
+    experts = set(expert_parameters(model)) if expert_groups(model) - {""} else set()
+    if not any(p.requires_grad and p not in experts for p in model.parameters()):
+        raise UserError(
+            f"data parallelism of {type(model).__name__}",
+            got="no trained parameters but those of experts",
+            expected="some that DistributedDataParallel would average",
+            do="call prepare_data_parallel(model), which sums those of experts, and train the model itself",
+        )
     groups = prepare_data_parallel(model, groups)
     process_group = group_of(groups.data) if groups.data else dist.group.WORLD
     return DistributedDataParallel(model, process_group=process_group, **options)

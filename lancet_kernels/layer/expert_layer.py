@@ -7,7 +7,7 @@ D  d_model                  F  d_ff                 K  choices per token        
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lancet_kernels.ops.comm.groups import (
     group_size,
     without_mesh,
 )
+from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import runs_eagerly
 from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS
 
@@ -87,6 +88,10 @@ class ExpertLayer(ShardedExperts):
     def weights(self) -> Weights:
         """The experts of this rank."""
         raise NotImplementedError
+
+    def _present(self, name: str) -> Any:
+        """A parameter, with what adapters add to it in a trace (`graph.capture.frameworks`)."""
+        return now.weights[name] if name in now.weights else getattr(self, name)
 
     def memory(self) -> LayerMemory:
         """What fused layers of this size take on this rank, after a first pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -180,7 +181,9 @@ def check_data_parallel(layer: ShardedExperts) -> None:
     names = {p: name for name, p in around.module.named_parameters()}
     for parameter in layer.expert_tensors().values():
         name = names.get(parameter)
-        if name is not None and name not in around.parameters_to_ignore:
+        # An adapter of PEFT registers a parametrization in each forward: it was ignored by its own name.
+        before = re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name or "")
+        if name is not None and not {name, before} & around.parameters_to_ignore:
             raise UserError(
                 "DistributedDataParallel around an MoELayer",
                 got=f"{name} among the parameters that it averages over all ranks",

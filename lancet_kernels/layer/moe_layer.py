@@ -361,7 +361,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         return type(self.gate).assign_slots is not Gate.assign_slots
 
     def weights(self) -> Weights:
-        return self.w1, self.b1, self.w2, self.b2
+        return self._present("w1"), self._present("b1"), self._present("w2"), self._present("b2")
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor | None:
         """Output of the shared expert, [T, D]; None without one."""

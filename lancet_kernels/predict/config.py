@@ -22,7 +22,10 @@ def load_config(path: str | Path) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise UserError(
-            "--hf", got="no transformers", expected="it installed", do="install transformers"
+            "--hf",
+            got="no transformers",
+            expected="it installed",
+            do="pip install 'lancet-kernels[transformers]'",
         ) from error
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -80,7 +83,10 @@ def meta_model(config: Any) -> Any:
 def shortened(config: Any, layers: int) -> Any:
     """The configuration, changed to that of a model with only the first layers."""
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
+    # Jamba's follow from their number.
+    if getattr(config, "layer_types", None) and not isinstance(
+        vars(type(config)).get("layer_types"), property
+    ):
         config.layer_types = config.layer_types[:layers]
     return config
 

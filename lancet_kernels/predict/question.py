@@ -85,12 +85,13 @@ class Question:
                 do="use whole nodes",
             )  # fmt: skip
         config = self.config.get_text_config()
+        per_token = getattr(config, "num_experts_per_tok", 1) or 1
         costs = KernelCosts(
             self.hardware,
             self.gpus,
             self.expert_ranks,
             self.dispatch,
-            top_k=int(getattr(config, "num_experts_per_tok", 1) or 1),
+            top_k=max(per_token) if isinstance(per_token, list) else int(per_token),  # Hunyuan: by layer
             groups=int(getattr(config, "n_group", 0) or 0),
             top_groups=int(getattr(config, "topk_group", 0) or 0),
             tensor_ranks=self.tensor_ranks,

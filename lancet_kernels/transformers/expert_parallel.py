@@ -1,4 +1,5 @@
-"""transformers' expert parallelism on the ops of this library: registers `ep_implementation="lancet"`.
+"""transformers' experts on the ops of this library: registers `ep_implementation="lancet"`, for its expert
+parallelism, and `experts_implementation="lancet"`, where one rank has all experts.
 
     import lancet_kernels.transformers.expert_parallel  # registers it
     from transformers.distributed import DistributedConfig
@@ -12,6 +13,7 @@ shards them: whole experts per rank of the expert group, FSDP over the ranks tha
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, group_name
+from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, Groups, group_name
 from lancet_kernels.transformers.experts import expert_parallel, has_interface, reason_against
 
 try:
@@ -33,6 +35,7 @@ try:
         EPImplementation,
         EPImplementationInterface,
     )
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise ImportError(
         f"lancet_kernels.transformers.expert_parallel: got {error}, expected transformers' expert "
@@ -40,7 +43,9 @@ except ImportError as error:
     ) from error
 
 NAME = "lancet"
-_ANY_KERNEL = (None, "eager", "batched_mm", "grouped_mm")
+_ALONE = "lancet_experts"
+"""Attribute of experts that one rank has: the same as a layer of this library."""
+_ANY_KERNEL = (None, "eager", "batched_mm", "grouped_mm", NAME)
 """Values of `experts_implementation` in place of which our grouped GEMMs run; others name a kernel."""
 _last_model: tuple[Callable[[], object], count] = (lambda: None, count())
 """A weak reference to the configuration of the model that was sharded last, and the numbers of its layers."""
@@ -122,4 +127,26 @@ def _layer_name(experts: nn.Module) -> str:
     return f"experts {next(_last_model[1])}"
 
 
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Our grouped products for experts that one rank has; shapes as of `ConvertedExperts.forward`.
+
+    Raises: UserError for experts of several ranks, and for those that `convert` leaves alone.
+    """
+    layer = experts.__dict__.get(_ALONE)
+    if layer is None or layer._parameters is not experts._parameters:
+        why = "experts on several ranks" if experts._is_expert_parallel else reason_against(experts)
+        if why:
+            raise UserError(
+                f"experts_implementation={NAME!r} of {type(experts).__name__}", got=why,
+                expected="plain weights of all experts on each rank",
+                do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
+            )  # fmt: skip
+        # A copy has the same parameters. Not among the modules of the model.
+        experts.__dict__[_ALONE] = layer = expert_parallel(copy.copy(experts), Groups())
+    return type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
+
+
 EPImplementationInterface.register(NAME, LancetEP)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -49,8 +49,8 @@ class ConvertedExperts(ExpertLayer):
         return [*_weights(self), *_biases(self)]
 
     def weights(self) -> Weights:
-        (w1, w2), biases = (getattr(self, name) for name in _weights(self)), _biases(self)
-        b1, b2 = (getattr(self, name) for name in biases) if biases else (None, None)
+        (w1, w2), biases = (self._present(name) for name in _weights(self)), _biases(self)
+        b1, b2 = (self._present(name) for name in biases) if biases else (None, None)
         if not _flag(self, "is_transposed"):
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
         return w1, b1, w2, b2

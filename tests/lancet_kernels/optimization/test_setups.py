@@ -364,6 +364,46 @@ def reentrant_checkpoints_that_are_tried(_setup: Setup) -> None:
     assert outcome(model, ready(x, target), reduced=True).distance(plain) < BOUND
 
 
+def require_gradients(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+def frozen_below_adapters(_setup: Setup) -> None:
+    """Frozen embeddings, PEFT's hook (`requires_grad_()` on their output), and activation checkpointing."""
+    for use_reentrant, strategy in ((True, "none"), (False, "lancet")):
+        model = Tied(use_reentrant=use_reentrant)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("first", "layers.1")))
+        model.embedding.register_forward_hook(require_gradients)
+        own = Setup(model, strategy=strategy)
+        own.compare(*batch(1))
+
+
+class LowRank(nn.Module):
+    """w [L, D, H] -> w + a b, with a and b of each expert of this rank."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(*w.shape[:2], 2, dtype=w.dtype))
+        self.b = nn.Parameter(torch.randn(len(w), 2, w.shape[2], dtype=w.dtype))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.a @ self.b
+
+
+def adapters_of_experts(_setup: Setup) -> None:
+    """LoRA of experts as parametrizations, all else frozen."""
+    model = Model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    torch.manual_seed(dist.get_rank())
+    for name in ("w1", "w2"):
+        nn.utils.parametrize.register_parametrization(model.layer, name, LowRank(getattr(model.layer, name)))
+    own = Setup(model, strategy="lancet")
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
+    own.compare(*batch(1))
+
+
 def selective_checkpointing(_setup: Setup) -> None:
     """Selective activation checkpointing (`create_selective_checkpoint_contexts`)."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -473,6 +513,8 @@ WORKS = (
     tied_weights,
     checkpointed_blocks,
     reentrant_checkpoints_that_are_tried,
+    frozen_below_adapters,
+    adapters_of_experts,
     selective_checkpointing,
     optimized_without_gradients,
     clipping,
@@ -951,6 +993,7 @@ SLOW = {
     "checkpointed_blocks",
     "clipping",
     "data_parallel_that_sums_experts",
+    "frozen_below_adapters",
     "fully_sharded",
     "fully_sharded_around",
     "gradients_of_the_mean",

@@ -1,5 +1,7 @@
 """Configurations: which layers are captured, and errors in one line."""
 
+import sys
+
 import pytest
 
 from lancet_kernels.errors import UserError
@@ -50,3 +52,11 @@ def test_unknown_model(tmp_path):
     with pytest.raises(UserError, match=r"--hf: got .*config\.json") as error:
         load_config(written(tmp_path, {"model_type": "no-such-model"}))
     assert len(str(error.value)) < 500
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        UserError, match=r"got no transformers.* pip install 'lancet-kernels\[transformers\]'"
+    ):
+        load_config("config.json")

@@ -1,0 +1,427 @@
+"""The same training step on one rank and on several: where do they differ first, and how?
+
+    reference = on_one_rank(model, inputs, ranks)        the whole batch, and slice by slice, on one rank
+    comparison = on_this_rank(model, inputs, reference)  one slice, with the same weights, on each rank
+    first_of(comparisons of all ranks)
+
+Two steps on the same batch, with other weights in the second: values that were kept from the first one show.
+The loss and the gradients say whether something is wrong; what submodules gave in the forward, where it
+began.
+
+What is right: the mean over the ranks of their losses (or the sum) is the loss of the whole batch, and each
+rank has its part of the gradient of that. Where the loss depends on how a batch is cut (by a load-balance
+loss or a capacity of each rank), the mean over the slices is right, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.measure.difference_kinds import (
+    KEPT,
+    OTHER,
+    Call,
+    Kind,
+    is_close,
+    kind_of_gradient,
+    kind_of_output,
+)
+from lancet_kernels.ops.comm.groups import EXPERT_GROUP, group_name, group_rank, over_ranks
+from lancet_kernels.ops.moe.gates import GATES
+from lancet_kernels.optimization.guards import as_arguments
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+
+Inputs = Sequence[object] | Mapping[str, object]
+STEPS = 2
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+"""Attributes under which wrappers (DistributedDataParallel, torch.compile, checkpointing) have a module."""
+_RATE = 0.1
+"""How far weights move between the steps, of their norm."""
+
+
+@dataclass
+class Run:
+    """A forward and backward. gradients: by parameter. calls: in the order in which they ended."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    calls: list[Call]
+
+
+@dataclass
+class ReferenceStep:
+    """A step on one rank: the parameters with which it began, on the whole batch and on each rank's slice."""
+
+    parameters: dict[str, Tensor]
+    whole: Run
+    slices: list[Run]
+
+
+@dataclass
+class Reference:
+    buffers: dict[str, Tensor]
+    steps: list[ReferenceStep]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is otherwise on a rank. place: a submodule, a parameter, or the loss. order: by which
+    differences of a step come about one after another."""
+
+    step: int
+    order: int
+    phase: str
+    place: str
+    kind: str
+    what: str
+
+
+@dataclass
+class Comparison:
+    """What one rank says. loss: the mean over the ranks in each step. by_slices: parameters whose gradient is
+    that of the slices, and not of the whole batch."""
+
+    loss: list[float]
+    parameters: int
+    by_slices: list[str]
+    differences: list[Difference]
+
+
+def on_one_rank(model: nn.Module, inputs: Inputs, ranks: int) -> Reference:
+    """Run the steps on one rank. The model has other weights afterwards.
+
+    Raises: UserError for a batch that cannot be cut into slices for the ranks, and for a step that draws
+        random numbers.
+    """
+    slices = [slice_of(inputs, ranks, rank) for rank in range(ranks)]
+    buffers = {name: b.detach().clone() for name, b in _named(model.named_buffers())}
+    _check_deterministic(model, inputs, buffers)
+    steps = []
+    for _ in range(STEPS):
+        parameters = {name: p.detach().cpu().clone() for name, p in _named(_parameters(model))}
+        runs = [_run(model, one, buffers) for one in slices]
+        steps.append(ReferenceStep(parameters, _run(model, inputs, buffers), runs))
+        _move(model)
+    return Reference({name: buffer.cpu() for name, buffer in buffers.items()}, steps)
+
+
+def on_this_rank(model: nn.Module, inputs: Inputs, reference: Reference) -> Comparison:
+    """Run the same steps on each of several ranks, on the slice of this one. Collective.
+
+    Args: inputs: those of the reference, the whole batch.
+    Raises: UserError for parameters that are not those of one rank or a part of them, CommunicationError.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own_inputs = slice_of(inputs, ranks, rank)
+    parameters = dict(_named(_parameters(model)))
+    of_whole = {
+        name: functools.partial(_own_part, name, parameter, _expert_rank(model, name))
+        for name, parameter in parameters.items()
+    }
+    result = Comparison([], len(parameters), [], [])
+    before: ReferenceStep | None = None
+    for number, expected in enumerate(reference.steps, 1):
+        _load(parameters, of_whole, expected.parameters)
+        buffers = {n: reference.buffers[n].to(b.device) for n, b in _named(model.named_buffers())
+                   if n in reference.buffers and reference.buffers[n].shape == b.shape}  # fmt: skip
+        run = _run(model, own_inputs, buffers)
+        steps = expected if before is None else before, expected
+        _compare(number, run, rank, steps, of_whole, result)
+        before = expected
+    return result
+
+
+def first_of(of_ranks: Sequence[Comparison]) -> tuple[Difference, dict[int, str]] | None:
+    """The first difference, and how it is on the ranks that have it; None if all are as one rank."""
+    every = [(d.step, d.order, d.place, rank) for rank, one in enumerate(of_ranks) for d in one.differences]
+    if not every:
+        return None
+    step, _, place, first_rank = min(every)
+    there = [[d for d in one.differences if (d.step, d.place) == (step, place)] for one in of_ranks]
+    first = there[first_rank][0]
+    return first, {rank: d.what for rank, own in enumerate(there) for d in own if d.kind == first.kind}
+
+
+def slice_of(inputs: Inputs, ranks: int, rank: int) -> Inputs:
+    """A rank's slice of a batch: of each tensor that is as long as the first one."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or sizes[0] % ranks or not sizes[0]:
+        raise UserError(
+            f"batch for {ranks} ranks",
+            got=f"{sizes[0]} along its first dimension" if sizes else "no tensor",
+            expected=f"a multiple of {ranks}: it is the batch of all ranks, and each gets an equal slice",
+            do="return a larger batch, or use fewer --ranks",
+        )
+    own = slice(sizes[0] // ranks * rank, sizes[0] // ranks * (rank + 1))
+    cut = [x[own] if isinstance(x, Tensor) and x.dim() and len(x) == sizes[0] else x for x in leaves]
+    return pytree.tree_unflatten(cut, structure)
+
+
+def _check_deterministic(model: nn.Module, inputs: Inputs, buffers: Mapping[str, Tensor]) -> None:
+    losses = [_run(model, inputs, buffers, seed=seed, watch=False).loss for seed in (1, 2)]
+    if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
+        raise UserError(
+            "the step", got=f"a loss of {losses[0]:.6g}, then of {losses[1]:.6g} with another seed",
+            expected="a step without random numbers, or ranks draw others than one rank",
+            do="set dropout to 0, or return the model in eval mode",
+        )  # fmt: skip
+
+
+def _run(
+    model: nn.Module, inputs: Inputs, buffers: Mapping[str, Tensor], seed: int = 0, watch: bool = True
+) -> Run:
+    """A forward and backward, with the buffers as they were at first."""
+    for name, buffer in _named(model.named_buffers()):
+        if name in buffers:
+            buffer.detach().copy_(buffers[name])
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    arguments, by_name = as_arguments(inputs)
+    calls: list[Call] = []
+    with contextlib.ExitStack() as stack:
+        # Hooks would be something new for a plan.
+        if watch and not any(isinstance(module, OptimizedModule) for module in model.modules()):
+            calls = stack.enter_context(_watched(model))
+        loss = _loss(model(*arguments, **by_name))
+    loss.backward()
+    gradients = {name: _local_gradient(p) for name, p in _named(_parameters(model))}
+    return Run(float(loss.detach()), gradients, calls)
+
+
+def _loss(output: object) -> Tensor:
+    inside = output if isinstance(output, (tuple, list)) else ()
+    for loss in (output, getattr(output, "loss", None), *inside):
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss
+    raise UserError(
+        "output of the module", got=f"a {type(output).__name__} without a scalar tensor", expected="a loss",
+        do="return the loss, alone or first, or with labels as transformers' models do",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module) -> Iterator[list[Call]]:
+    """A context that notes what submodules give, and what their gates choose."""
+    done: list[Call] = []
+    running: list[Call] = []
+    handles = []
+
+    def enter(name: str, *_: object) -> None:
+        running.append(Call(name))
+
+    def leave(_module: nn.Module, args: tuple, by_name: dict, output: object) -> None:
+        call = running.pop()
+        outputs = _tensors(output)
+        call.values = [t.detach().to("cpu", copy=True) for t in outputs if t.is_floating_point()]
+        call.choices += [t.to("cpu", copy=True) for t in (*_tensors((args, by_name)), *outputs) if _is_int(t)]
+        done.append(call)
+
+    for name, module in _named(model.named_modules()):
+        handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        with contextlib.ExitStack() as patches:
+            for gate in GATES.values():
+                patches.enter_context(mock.patch.object(gate, "select", _noting(gate.select, running)))
+            yield done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _noting(select: Any, running: list[Call]) -> Any:
+    def noted(*args: Any) -> Tensor:
+        expert_TK = select(*args)
+        if running:
+            running[-1].choices.append(expert_TK.to("cpu", copy=True))
+        return expert_TK
+
+    return noted
+
+
+def _tensors(values: object) -> list[Tensor]:
+    """Tensors with dimensions in arguments or results; of DTensors a rank has a part only."""
+    leaves = pytree.tree_leaves(values)
+    return [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
+
+
+def _is_int(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.dtype != torch.bool
+
+
+def _named(pairs: Any) -> Iterator[tuple[str, Any]]:
+    """Without the names of wrappers."""
+    for name, value in pairs:
+        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), value
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        assert isinstance(parameter, DTensor)
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
+    return None if gradient is None else gradient.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _move(model: nn.Module) -> None:
+    """Other weights, which follow from these and their gradients."""
+    for parameter in dict.fromkeys(model.parameters()):
+        gradient = parameter.grad
+        if gradient is not None and (norm := float(gradient.norm())):
+            parameter.add_(gradient, alpha=-_RATE * (float(parameter.norm()) or 1.0) / norm)
+
+
+def _expert_rank(model: nn.Module, name: str) -> int | None:
+    """The number of this rank among those that share the experts of which a parameter is a part."""
+    modules = dict(_named(model.named_modules()))
+    while name:
+        name = name.rpartition(".")[0]
+        module = modules.get(name)
+        if isinstance(module, ExpertLayer):
+            return module.rank
+        if module is not None and EXPERT_GROUP in module.__dict__:
+            return group_rank(module.__dict__[EXPERT_GROUP])
+    return None
+
+
+def _own_part(name: str, parameter: nn.Parameter, expert_rank: int | None, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that is like the parameter on one rank.
+
+    Raises: UserError for a parameter that is not equal parts of it along one dimension.
+    """
+    shape = parameter.shape
+    parts = [w // own if own and w % own == 0 else 0 for w, own in zip(whole.shape, shape, strict=False)]
+    cut = [dim for dim, number in enumerate(parts) if number != 1]
+    if len(parts) != whole.dim() or len(shape) != whole.dim() or 0 in parts or len(cut) > 1:
+        raise UserError(
+            f"parameter {name}", got=f"{list(shape)} on each of several ranks, {list(whole.shape)} on one",
+            expected="the same, or equal parts along one dimension",
+            do="let make_step build the same model for any number of ranks",
+        )  # fmt: skip
+    for dim in cut:
+        number = expert_rank if expert_rank is not None else dist.get_rank() % parts[dim]
+        whole = whole.narrow(dim, number * shape[dim], shape[dim])
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(
+        whole.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return everywhere.redistribute(mesh, parameter.placements).to_local().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _load(parameters: Mapping[str, nn.Parameter], of_whole: Mapping[str, Any], wholes: Mapping) -> None:
+    if parameters.keys() != wholes.keys():
+        own, other = sorted(parameters.keys() - wholes.keys()), sorted(wholes.keys() - parameters.keys())
+        raise UserError(
+            "parameters of several ranks", got=f"{own[0]}, which one rank lacks" if own else f"no {other[0]}",
+            expected="those of one rank", do="let make_step build the same model for any number of ranks",
+        )  # fmt: skip
+    for name, parameter in parameters.items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(of_whole[name](wholes[name]))
+
+
+def _compare(
+    number: int,
+    run: Run,
+    rank: int,
+    steps: tuple[ReferenceStep, ReferenceStep],
+    of_whole: Mapping[str, Any],
+    result: Comparison,
+) -> None:
+    """Add what differs in a step of this rank to the result. Collective."""
+    before, expected = steps
+    calls = expected.slices[rank].calls
+    differences = []
+    if (loss := _compare_losses(run.loss, expected, result)) is not None:
+        differences.append(Difference(number, len(calls), "forward", "loss", *loss))
+    order_of = {call.name: 2 * len(calls) - place for place, call in enumerate(calls)}
+    largest = max((float(g.norm()) for g in expected.whole.gradients.values() if g is not None), default=0.0)
+    for place, (name, gradient) in enumerate(run.gradients.items()):
+        whole, *parts = (_gradient(one, name, expected) for one in (expected.whole, *expected.slices))
+        wanted, *own_parts = (of_whole[name](one) for one in (whole, *parts))
+        own = torch.zeros_like(wanted) if gradient is None else gradient
+        if is_close(own, wanted, largest):
+            continue
+        if is_close(own, sum(own_parts[1:], own_parts[0]) / len(parts), largest):
+            result.by_slices.append(name)
+            continue
+        earlier = [] if before is expected else [_gradient(one, name, before) for one in before.slices]
+        kind = kind_of_gradient(own, wanted, own_parts, [of_whole[name](one) for one in earlier], whole)
+        owner = name
+        while owner and owner not in order_of:
+            owner = owner.rpartition(".")[0]
+        order = order_of.get(owner, 2 * len(calls) + len(run.gradients) - place)
+        differences.append(Difference(number, order, "gradient", name, *kind))
+    if differences and (call := _first_call(run.calls, before.slices[rank].calls, calls)) is not None:
+        place, name, kind = call
+        differences.append(Difference(number, place, "forward", name, *kind))
+    if before is not expected and not result.differences:
+        differences = [replace(d, kind="stale", what=KEPT) if d.kind == OTHER else d for d in differences]
+    result.differences += differences
+
+
+def _gradient(run: Run, name: str, step: ReferenceStep) -> Tensor:
+    """Zero where there is none."""
+    gradient = run.gradients[name]
+    return torch.zeros_like(step.parameters[name]) if gradient is None else gradient
+
+
+def _compare_losses(own: float, expected: ReferenceStep, result: Comparison) -> Kind | None:
+    """The mean of the ranks' losses, or their sum, beside the loss of one rank. Collective."""
+    mean = float(over_ranks(torch.tensor(own, dtype=torch.float64), group_name(None), "mean", "mean loss"))
+    result.loss.append(mean)
+    of_slices = sum(run.loss for run in expected.slices) / len(expected.slices)
+    dtype = next(iter(expected.parameters.values())).dtype
+    pairs = itertools.product((mean, mean * len(expected.slices)), (expected.whole.loss, of_slices))
+    if any(is_close(torch.tensor(a).to(dtype), torch.tensor(b).to(dtype)) for a, b in pairs):
+        return None
+    return Kind(OTHER, f"{mean:.6g}, not {expected.whole.loss:.6g}")
+
+
+def _first_call(
+    own: Sequence[Call], before: Sequence[Call], expected: Sequence[Call]
+) -> tuple[int, str, Kind] | None:
+    """The first submodule that gave something else than on one rank: its place, name, and how it differs."""
+    own_by_key, before_by_key = _numbered(own), _numbered(before)
+    for place, (key, wanted) in enumerate(_numbered(expected).items()):
+        # What is inside of experts gets other rows on every rank.
+        if key in own_by_key and "experts" not in wanted.name.split(".")[:-1]:
+            earlier = before_by_key.get(key, wanted)
+            kind = kind_of_output(own_by_key[key], wanted, earlier)
+            if kind is not None:
+                return place, wanted.name or "the module", kind
+    return None
+
+
+def _numbered(calls: Sequence[Call]) -> dict[tuple[str, int], Call]:
+    """By name, and by how often it was called before."""
+    numbers: Counter[str] = Counter()
+    by_key = {}
+    for call in calls:
+        by_key[call.name, numbers[call.name]] = call
+        numbers[call.name] += 1
+    return by_key

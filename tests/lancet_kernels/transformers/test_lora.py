@@ -1,0 +1,151 @@
+"""LoRA by PEFT on converted models: adapters of attention, of experts, of both, with their base frozen.
+
+Gradients on two ranks, with a plan and without, beside those of one process that has all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import CausalLMStep, Groups, convert, ddp, expert_parameters, fsdp, prepare_data_parallel
+from tests.grids import few_of
+from tests.optimized import optimized
+from tests.setups import refused
+from tests.transformers_models import BOUND, LORA, LORA_WAYS, tiny_batch, tiny_model
+
+pytest.importorskip("peft")
+
+RANK, EXPERTS = 2, 8
+
+
+def adapted(family: str, targets: str, checkpointing: str, groups: Groups | None) -> nn.Module:
+    """With the adapters that all experts have in one process, those of this rank."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model(family)
+    model.config.output_router_logits = False
+    convert(model, groups)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    config = LoraConfig(r=RANK, init_lora_weights=False, **LORA[targets])
+    model = get_peft_model(model, config).train()
+    generator, experts = torch.Generator().manual_seed(4), set(expert_parameters(model))
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            shape = list(parameter.shape)
+            cut = None if parameter not in experts else "lora_B" in name
+            if cut is not None:
+                shape[cut] = RANK * EXPERTS
+            whole = torch.randn(shape, generator=generator, dtype=parameter.dtype)
+            parameter.data.copy_(of_rank(whole, cut))
+    return model
+
+
+def of_rank(whole: Tensor, cut: bool | None) -> Tensor:
+    """This rank's part of an adapter: lora_A is [E * r, in], lora_B [out, r * E], None is whole on each."""
+    parts = dist.get_world_size()
+    if cut is None or parts == 1:
+        return whole
+    if not cut:
+        return whole.chunk(parts)[dist.get_rank()]
+    return whole.view(len(whole), RANK, EXPERTS).chunk(parts, 2)[dist.get_rank()].flatten(1)
+
+
+def distances(family: str, targets: str, checkpointing: str, way: str) -> tuple[int, float, float]:
+    """-> gradients that were compared, the largest difference, and the smallest of their largest values."""
+    ranks = dist.get_world_size()
+    whole = whole_gradients(family, targets, checkpointing, ranks)
+    model = adapted(family, targets, checkpointing, None)
+    experts = {name for name, p in model.named_parameters() if p in set(expert_parameters(model))}
+    batch = tiny_batch(dist.get_rank())
+    step: Callable = CausalLMStep(model)
+    if way == "ddp":
+        if targets == "experts":
+            with refused("no trained parameters but those of experts", "prepare_data_parallel(model)"):
+                ddp(step)
+            prepare_data_parallel(step)
+        else:
+            step = ddp(step)
+    else:
+        if way == "fsdp":
+            fsdp(model)
+        inputs = batch["input_ids"], batch["labels"]
+        step = optimized(step, inputs, "lancet", reduce_gradients="mean")
+    for _ in range(2):
+        model.zero_grad()
+        step(batch["input_ids"], batch["labels"]).backward()
+    assert way == "ddp" or not step.fallbacks
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            if hasattr(gradient, "full_tensor"):
+                gradient = gradient.full_tensor()
+            wanted = of_rank(whole.pop(name), "lora_B" in name if name in experts else None)
+            found.append((float((gradient - wanted).abs().max()), float(wanted.abs().max())))
+    assert not whole
+    return len(found), max(d for d, _ in found), min(largest for _, largest in found)
+
+
+def whole_gradients(family: str, targets: str, checkpointing: str, ranks: int) -> dict[str, Tensor]:
+    """Gradients of the mean loss over the batches of all ranks, in one process that has all experts."""
+    alone = Groups()
+    model = adapted_alone(family, targets, checkpointing, alone)
+    for rank in range(ranks):
+        (CausalLMStep(model, alone)(**tiny_batch(rank)) / ranks).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def adapted_alone(family: str, targets: str, checkpointing: str, alone: Groups) -> nn.Module:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda *_: 1)
+        return adapted(family, targets, checkpointing, alone)
+
+
+CASES = [
+    ("Qwen3-MoE", targets, checkpointing, way)
+    for targets in LORA
+    for checkpointing in ("reentrant", "", "not reentrant")
+    for way in LORA_WAYS
+]
+CASES += [(family, "both", "not reentrant", "optimize") for family in ("Mixtral", "GPT-OSS", "OLMoE")]
+
+
+@pytest.mark.parametrize(("family", "targets", "checkpointing", "way"), few_of(CASES, 18))
+def test_gradients_of_one_process(pool, family: str, targets: str, checkpointing: str, way: str) -> None:
+    for number, difference, smallest in pool.run(
+        distances, family, targets, checkpointing, way, ranks=2, timeout_s=240
+    ):
+        assert number >= {"attention": 8, "experts": 4, "both": 12}[targets]
+        assert difference < BOUND
+        assert smallest > 1e-8, "a gradient that is 0 proves nothing"
+
+
+def merged_and_saved(folder: str) -> float:
+    """Adapters merged into converted experts, exported, loaded by transformers. -> how far its logits are."""
+    from transformers import AutoModelForCausalLM
+
+    from lancet_kernels import export_state_dict
+
+    model = adapted("Qwen3-MoE", "both", "", None).eval()
+    batch = tiny_batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=batch).logits
+    merged = model.merge_and_unload()
+    state = export_state_dict(merged)
+    if dist.get_rank() == 0:
+        merged.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        return float((loaded.eval()(input_ids=batch).logits - expected).abs().max())
+
+
+@pytest.mark.long
+def test_merged_adapters_are_saved(pool, tmp_path) -> None:
+    assert max(pool.run(merged_and_saved, str(tmp_path), ranks=2)) < BOUND
