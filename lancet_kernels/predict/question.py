@@ -10,7 +10,7 @@ from typing import Any
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import KernelCosts
-from lancet_kernels.predict.config import load_config, number_of_experts
+from lancet_kernels.predict.config import check_experts, load_config, number_of_experts
 from lancet_kernels.predict.routing import BALANCED, Load, Routing
 
 RECOMPUTE = ("none", "full", "selective", "attention", "experts")
@@ -106,6 +106,7 @@ class Question:
         """Of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
         if not self.experts:
             return Load()
+        check_experts(self.experts, self.expert_ranks)
         layers = self.config.get_text_config().num_hidden_layers
         return Routing.of(self.routing, self.experts, layers).load(self.expert_ranks)
 
