@@ -138,6 +138,7 @@ class Profiler:
         program: Program | None = None,
         shares: Mapping[str, float] = MappingProxyType({}),
         again: bool = False,
+        beside: fx.GraphModule | None = None,
     ) -> Program:
         """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
         really sent.
@@ -147,7 +148,8 @@ class Profiler:
 
         Args: inputs: one per placeholder of the graph. program: of the graph, where that is known. shares: by
         name of a collective, of that time, if not every step has the collective. again: time all of it, also
-        what is stored.
+        what is stored. beside: a graph that was timed before, of the same inputs: it says how fast the
+        machine was then, if too few ops of this graph do.
         """
         program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
@@ -164,6 +166,8 @@ class Profiler:
             medians = {key: statistics.median(numbers) for key, numbers in by_key.items()}
             # New times as if they had been measured together with the earlier ones.
             scale = speed_then([(medians[key], times.get(key)) for key in keys.values()])
+            if scale is None:
+                scale = 1.0 if beside is None else self._speed_then(beside, inputs)
             times = {**medians, **{key: medians[key] * scale for key in keys.values()}, **times}
             changes = {key: (old, times[key]) for key in keys.values() if (old := cached[key]) is not None}
             if again and changes and group_rank(self.groups.world) == 0:
@@ -182,6 +186,13 @@ class Profiler:
             for name in beyond:
                 measured[name] = min(measured[name], again[name], key=lambda times: times.milliseconds)
         return measured
+
+    def _speed_then(self, module: fx.GraphModule, inputs: Sequence[object]) -> float:
+        """As the function `speed_then`, by timing a graph again."""
+        program = program_from_fx(module)
+        now, keys = self._measured(module, inputs, program), self._keys(program)
+        earlier = self._from_first({name: self.times.get(key) for name, key in keys.items()})
+        return speed_then([(now[name].milliseconds, earlier[name]) for name in keys]) or 1.0
 
     def _keys(self, program: Program) -> dict[str, str]:
         """By name of an instruction: what its time is stored under."""
@@ -330,19 +341,19 @@ class Profiler:
             self.times.save()
 
 
-def speed_then(times: Sequence[tuple[float, float | None]]) -> float:
+def speed_then(times: Sequence[tuple[float, float | None]]) -> float | None:
     """By what to multiply new times so that they compare with earlier ones: the speed of a machine drifts.
 
     Without it, plans are compared by when their graphs were measured: a partitioned graph was predicted to
     compute 23 % more than the whole one, of which 4 % was real (`lancet bench overlap`, 2026-11-24).
 
     Args: times: new and earlier milliseconds of each instruction; None: it had not been measured.
-    Returns: 1 if less than `SHARED` of the new time is of instructions with an earlier one.
+    Returns: None if less than `SHARED` of the new time is of instructions with an earlier one.
     """
     shared = [(new, earlier) for new, earlier in times if earlier is not None]
     new_ms, earlier_ms = (sum(column) for column in zip(*shared, strict=True)) if shared else (0.0, 0.0)
     is_enough = new_ms > 0 and new_ms >= SHARED * sum(new for new, _ in times)
-    return earlier_ms / new_ms if is_enough else 1.0
+    return earlier_ms / new_ms if is_enough else None
 
 
 def differ(one_ms: float, other_ms: float) -> bool:

@@ -240,7 +240,8 @@ class ModelStep(Step):
     def _timed(self, module: fx.GraphModule, costs: MeasuredCosts, program: Program | None = None) -> Program:
         """The Program of a graph of the step in one of the microbatches, with measured times."""
         shares = dict.fromkeys(self.sums_of_gradients, 1 / self.accumulate)
-        op_by_op = self.profiler.program(module, self.inputs, program, shares)
+        whole = None if module is self.module else self.module
+        op_by_op = self.profiler.program(module, self.inputs, program, shares, beside=whole)
         return self._shared(costs.as_it_runs(op_by_op), costs)
 
     @property

@@ -45,6 +45,19 @@ def test_new_times_are_those_of_a_machine_as_fast_as_before(machine, tmp_path) -
     assert times(cut) == pytest.approx({"aten.mm": 10.0, "aten.sin": 4.0})
 
 
+def test_a_graph_with_nothing_in_common_is_timed_beside_one_that_was(machine, tmp_path) -> None:
+    x = torch.randn(4, 4)
+    whole, halves = make_fx(lambda x: (x @ x).relu())(x), make_fx(lambda x: (x[:2] @ x).sin())(x)
+    measured = Profiler(Groups(), torch.device("cpu"), tmp_path / "times.json")
+    machine |= {"aten.mm": 10.0, "aten.relu": 2.0}
+    measured.program(whole, [x])
+    # Half as slow again by now.
+    machine |= {"aten.mm": 15.0, "aten.relu": 3.0, "aten.slice": 0.0, "aten.sin": 6.0}
+    program = measured.program(halves, [x], beside=whole)
+    times = {i.op: i.milliseconds for i in program.instructions if not i.is_free}
+    assert times == pytest.approx({"aten.mm": 10.0, "aten.sin": 4.0})
+
+
 def test_a_time_beyond_the_roofline_is_measured_again_before_it_is_kept(monkeypatch, tmp_path) -> None:
     x = torch.randn(64, 64)
     module = make_fx(lambda x: (x @ x, x.t() @ x, x @ x.t()))(x)
@@ -103,6 +116,6 @@ def test_what_a_collective_takes_from_computation_counts_beside_it(monkeypatch, 
 
 
 def test_too_little_in_common_scales_nothing() -> None:
-    assert speed_then([(2.0, 1.0), (98.0, None)]) == 1.0
-    assert speed_then([(5.0, None)]) == speed_then([(0.0, 0.0)]) == speed_then([]) == 1.0
+    assert speed_then([(2.0, 1.0), (98.0, None)]) is None
+    assert speed_then([(5.0, None)]) is speed_then([(0.0, 0.0)]) is speed_then([]) is None
     assert speed_then([(50.0, 25.0), (50.0, None)]) == 0.5
