@@ -103,7 +103,7 @@ class Question:
 
     @cached_property
     def load(self) -> Load:
-        """Of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
+        """The load of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
         if not self.experts:
             return Load()
         check_experts(self.experts, self.expert_ranks)

@@ -67,7 +67,7 @@ class Routing:
         return cls(tuple(map(tuple, counts)), _number(capacity, spec) if capacity else None)
 
     def load(self, ranks: int) -> Load:
-        """Of `ranks` ranks with as many consecutive experts each."""
+        """The load of `ranks` ranks with as many consecutive experts each."""
         by_layer, chosen, kept = [], 0.0, 0.0
         for layer in self.counts:
             share = sum(layer) / len(layer)

@@ -131,7 +131,7 @@ def test_command_writes_report_and_trace(question, tmp_path, capsys):
 
 
 def test_bounds_know_what_is_computed_again(question):
-    """Of a whole layer q, k, v, o, the router, and the experts' first product: others read these."""
+    """A whole layer: q, k, v, o, the router, and the experts' first product are kept; others read these."""
     one = microbatches(replace(question, sharding="none", accumulate=1))[1]
     assert computed_again(one, "none") == []
     assert [i.op for i in computed_again(one, "attention")] == ["lancet_prediction.attention"]
