@@ -84,7 +84,7 @@ def said_of(kind: str) -> tuple[str, float]:
         DISAGREE[kind]()
     except UserError as error:
         seconds = time.monotonic() - begin
-        # The process group's file goes with the rank that leaves; ranks that wait for each other read it late.
+        # The file of the process group goes with the rank that leaves; the other one reads it a little later.
         time.sleep(3 * MUTUAL_S if kind == "forward beside" else 0.0)
         return str(error), seconds
     return "", 0.0
