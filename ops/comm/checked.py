@@ -194,8 +194,7 @@ class _Entered:
             if not (text := _waits_of(peer)):
                 continue
             group, number, ranks, where = json.loads(text)
-            entered = next((order.count[""] for order in _orders() if order.name == group), 0)
-            if own in ranks and entered < number:
+            if own in ranks and _entered_in(group) < number:
                 raise _other_collectives(
                     "collectives that wait for each other", {own: self.record.label, peer: where}
                 )
@@ -252,10 +251,6 @@ for _name in (
 _ORDERS: WeakKeyDictionary[dist.ProcessGroup, _Order | None] = WeakKeyDictionary()
 
 
-def _orders() -> list[_Order]:
-    return [order for order in _ORDERS.values() if order is not None]
-
-
 def _order_of(group: dist.ProcessGroup) -> _Order | None:
     """None where no other ranks are there."""
     if group not in _ORDERS:
@@ -263,6 +258,14 @@ def _order_of(group: dist.ProcessGroup) -> _Order | None:
         is_compared = group.size() > 1 and is_of_processes(group)
         _ORDERS[group] = _Order(group, store) if store is not None and is_compared else None
     return _ORDERS[group]
+
+
+def _entered_in(name: str) -> int:
+    """How many collectives this rank has entered in the group of this name."""
+    # A group that was destroyed may live on somewhere, and a new one have its name.
+    groups = [group for group in distributed_c10d._world.pg_map if group.group_name == name]
+    order = _order_of(groups[0]) if groups else None
+    return order.count[""] if order is not None else 0
 
 
 def _waits_of(rank: int, text: str | None = None) -> str:
