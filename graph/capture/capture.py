@@ -234,8 +234,16 @@ def capture(
     except Exception as error:
         raise _refusal(module, error) from error
     _make_sizes_numbers(module, joint.graph_module)
+    _tag_backward(joint.graph_module.graph)
     insert_recomputation(joint.graph_module)
     return Captured(traced, joint.graph_module, plain, assumptions, joint, context)
+
+
+def _tag_backward(graph: fx.Graph) -> None:
+    """Tag what torch leaves untagged: the backward of a `torch.autograd.Function`."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta.setdefault("partitioner_tag", "is_backward")
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:

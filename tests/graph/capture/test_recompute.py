@@ -168,3 +168,33 @@ def test_forward_and_backward_run_each_instruction_once(captured) -> None:
     assert len(collectives) == 8  # four recomputed, four of the gradients
     program = program_from_fx(captured.joint)
     assert len(program.positions(Kind.ALL_TO_ALL)) == 12
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x.clone() * dy
+
+
+class SquaredBlocks(Step):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda y: Squared.apply(torch.tanh(y)), x, use_reentrant=False)
+        return x.sum()
+
+
+def test_what_the_backward_of_a_function_reads_is_recomputed() -> None:
+    """torch leaves that backward without the tag that tells it from the forward."""
+    x = batch().requires_grad_()
+    captured = capture(SquaredBlocks(0), (x,))
+    program = program_from_fx(captured.joint)
+    assert recomputed_ops(program).count("aten.tanh") == 2
+    (gradient,) = torch.autograd.grad(captured.compile(split_joint)(x), x)
+    (expected,) = torch.autograd.grad(SquaredBlocks(0)(x), x)
+    assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-14)

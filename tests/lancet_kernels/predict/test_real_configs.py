@@ -20,14 +20,11 @@ REFUSED = {
 """What the one line says."""
 
 
-WRONG_ORDER = pytest.mark.xfail(raises=RuntimeError, strict=True, reason="recomputed nodes in a wrong order")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=WRONG_ORDER) if n == "phi-3.5-moe" else n for n in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_captured_or_refused_in_one_line(name: str) -> None:
     question = Question(str(FOLDER / f"{name}.json"), "dgx-h100", 16, 4, sequence=512)
     if name not in REFUSED:
