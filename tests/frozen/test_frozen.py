@@ -33,23 +33,26 @@ def differences(own: object, frozen: object, path: str = "") -> list[str]:
     return [] if equal else [f"{path}: {own!r}, was {frozen!r}"]
 
 
-@pytest.mark.parametrize("name", few_of(settings.SIMULATED, -1))
+@pytest.mark.long
+@pytest.mark.parametrize("name", settings.SIMULATED)
 def test_plans_of_the_own_models(name):
     assert not differences(settings.simulated(name), FROZEN["simulated"][name])
 
 
-@pytest.mark.parametrize("name", few_of(settings.OPTIMIZED, 0))
+@pytest.mark.long
+@pytest.mark.parametrize("name", settings.OPTIMIZED)
 def test_plans_of_optimize(name):
     assert not differences(settings.optimized(name), FROZEN["optimized"][name])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed")
-@pytest.mark.parametrize("name", few_of(settings.HF, 0))
+@pytest.mark.parametrize("name", settings.HF)
 def test_predictions_from_configurations(name):
     assert not differences(settings.predicted(name), FROZEN["predicted"][name])
 
 
-@pytest.mark.parametrize("what", ["states", "names", "helps"])
+@pytest.mark.parametrize("what", few_of(["names", "helps", "states"], 0, 1))
 def test_states_names_and_help(what):
     assert not differences(getattr(settings, what)(), FROZEN[what.replace("helps", "help")])
 

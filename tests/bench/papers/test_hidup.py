@@ -36,6 +36,7 @@ def setting() -> HiDupSetting:
     return HiDupSetting("bert-switch", 8, 2, 30, layers=2)
 
 
+@pytest.mark.long
 def test_baselines_do_what_they_are_named_after(setting):
     strategy = setting.expert_parallel
     messages = [c for stage in strategy.stages for c in stage.communication]

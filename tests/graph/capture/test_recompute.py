@@ -128,6 +128,7 @@ def test_memory_is_saved(programs) -> None:
     assert Recomputation.of(programs["plain"], lambda instruction, _: 1.0) is None
 
 
+@pytest.mark.long
 def test_a_block_waits_for_the_backward_of_the_one_before() -> None:
     """Two blocks are recomputed at a time, at most, in any order that the Program allows."""
     program = program_from_fx(capture(Step(3, **EVERYTHING), (batch(),)).joint)

@@ -41,6 +41,7 @@ def test_two_ranks_over_an_emulated_link(step: str) -> None:
     assert figures["predicted_exposed_ms"]["none"] > figures["predicted_exposed_ms"]["lancet"]
 
 
+@pytest.mark.long
 def test_one_process_stands_for_eight_ranks() -> None:
     """The wire's share of the blocking step is the one asked for; the account adds up to the step; what the
     blocking plan waits for is what was predicted."""

@@ -198,7 +198,7 @@ RELEASES = "to release its rows (the backward before this one)"
             ("backward", {}, SENDS_ROWS, RETURNS),
             ("release", {}, RELEASES, ""),
         ],
-        0, 3,
+        0,
     ),
 )  # fmt: skip
 def test_a_late_rank_is_an_error_on_both_sides(pool, at, changes, what, other):

@@ -243,6 +243,7 @@ def forwards_before_a_backward() -> list[int]:
     return [*passes, layer.memory().passes]
 
 
+@pytest.mark.long
 def test_there_is_room_for_as_many_passes_as_wait_for_their_backward(pool) -> None:
     assert pool.run(forwards_before_a_backward) == [[2, 8, 8]] * 2
 
@@ -423,6 +424,7 @@ def memory_on_rank() -> None:
     assert layer.memory() == memory, "a second layer takes nothing more while no pass waits"
 
 
+@pytest.mark.long
 def test_a_layer_says_what_memory_it_takes(pool):
     pool.run(memory_on_rank)
 

@@ -147,7 +147,7 @@ def compare(name: str, dtype: torch.dtype, kind: str, options: dict) -> None:
 KINDS = ("plain", "context", "reentrant", "not reentrant")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.float32]), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_as_without_padding(name: str, dtype: torch.dtype) -> None:
     for kind in KINDS:
@@ -160,12 +160,13 @@ def on_ranks(names: list[str], dtype: torch.dtype, kinds: tuple[str, ...], optio
             compare(name, dtype, kind, options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.float32]), ids=str)
 def test_on_two_ranks(pool, dtype: torch.dtype) -> None:
     pool.run(on_ranks, list(CASES), dtype, ("plain", "reentrant"), {}, ranks=2, timeout_s=200)
 
 
-@pytest.mark.parametrize("name", few_of(["capacity", "dropless", "bias"], 0))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["capacity", "dropless", "bias"])
 def test_in_fused_launches(pool, name: str) -> None:
     """In the interpreter."""
     fused = {"backend": "fused", "max_tokens": B * S}

@@ -327,6 +327,7 @@ def test_one_line_leaves_out_native_frames_and_is_bounded():
     assert len(_one_line(ValueError("x" * 9999))) < 450
 
 
+@pytest.mark.long
 def test_ranks_import_what_is_installed_and_not_what_lies_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "lancet_kernels").mkdir()
     (tmp_path / "lancet_kernels" / "__init__.py").write_text("raise ImportError('of the current folder')")

@@ -13,7 +13,6 @@ from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.graph.capture.capture import CaptureError, capture
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.optimization.optimize import optimize
-from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
     Outcome,
@@ -145,7 +144,8 @@ def disagree_on_rank(what: str, times: str) -> str:
     return refusal(lambda: optimize(module, inputs, times=times))
 
 
-@pytest.mark.parametrize("what", few_of(["batch", "layers", "capture"]))
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["batch", "layers", "capture"])
 def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
     by_rank = pool.run(disagree_on_rank, what, str(tmp_path / "times.json"), ranks=2)
     wanted = "no graph on rank(s) 1" if what == "capture" else "another one on rank(s) 1"

@@ -107,7 +107,8 @@ def one_rank_decides_otherwise(strategy: str) -> dict[str, list[str]]:
     return reasons
 
 
-@pytest.mark.parametrize("strategy", ["microbatches", pytest.param("lancet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["microbatches", "lancet"])
 @pytest.mark.filterwarnings("ignore")
 def test_no_rank_runs_the_plan_where_one_cannot(pool: RankPool, strategy: str) -> None:
     others, last = pool.run(one_rank_decides_otherwise, strategy, timeout_s=300.0)

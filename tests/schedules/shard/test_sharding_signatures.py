@@ -44,7 +44,8 @@ def milliseconds(instruction, tensors) -> float:
     return 1e-3 * (instruction.bytes + instruction.flops) + 0.1 * instruction.kind.is_communication
 
 
-@pytest.mark.parametrize("name", few_of(MODELS))
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 def test_every_signature_of_a_model(name):
     model, batch = tiny(name)
     captured = capture(model, batch)

@@ -3,6 +3,8 @@
 import signal
 import sys
 
+import pytest
+
 from lancet_kernels.cli.training.train_loop import stop_requests
 from tests.processes import started
 
@@ -27,6 +29,7 @@ def test_signal_is_noted_and_the_handlers_come_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.mark.long
 def test_second_signal_ends_the_process() -> None:
     with started(sys.executable, "-c", PATIENT) as process:
         assert process.stdout.readline() == "ready\n"
