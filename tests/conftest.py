@@ -40,7 +40,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Their processes are killed, or use both cores and wait for each other with a limit: one after the other.
 ALONE = {
     "test_launch.py",
-    "test_netns.py",
     "test_overlap_bad_input.py",
     "test_overlap_kernel.py",
     "test_overlap_protocol.py",

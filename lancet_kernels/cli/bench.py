@@ -4,7 +4,6 @@ run."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -33,7 +32,6 @@ from lancet_kernels.cli.training.trainer import Trainer
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text, write_json_atomically
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, MODELS
-from lancet_kernels.measure import netns
 from lancet_kernels.measure.launch import LANCET, launch
 from lancet_kernels.measure.ranks import LAUNCHER_PID, Rank, start_ranks, under_launcher
 from lancet_kernels.ops.comm.link import emulate_link
@@ -78,11 +76,6 @@ class BenchOptions(PlanningFlags):
         "emulate a link on which all-to-all takes this share of the blocking iteration, 0.4 say (default for "
         f"{OVERLAP})",
         parse=positive_float,
-    )
-    link: str = option(
-        "emulated",
-        "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
-        choices=("emulated", "netns"),
     )
     accumulate: int = option(
         1, "microbatches of an iteration, whose gradients are summed once", parse=positive_int
@@ -160,8 +153,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--output", metavar="FILE", help="also write the figures as JSON to this file")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
-    # Internal: the speed of a real link must be set before the ranks that use it start.
-    command.add_argument("--only-choose-link", action="store_true", help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
 
@@ -182,16 +173,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
         load_function(arguments.step)
     command = [*LANCET, *argv]
-    if options.link == "emulated":
-        launch(1 if options.stands_for else options.ranks, command, device=options.chosen_device())
-        return 0
-    lacking = netns.missing() if options.ranks == netns.RANKS else f"{netns.RANKS} ranks"
-    if lacking:
-        raise UserError(
-            "link netns", got=f"a machine without {lacking}", expected=lacking, do="use --link emulated"
-        )
-    gbps = options.link_gbps or _chosen_speed(argv, options)
-    netns.run_on_wire([*command, "--link-gbps", str(gbps)], gbps)
+    launch(1 if options.stands_for else options.ranks, command, device=options.chosen_device())
     return 0
 
 
@@ -212,34 +194,19 @@ def _check(options: BenchOptions, step: str) -> None:
             expected="cpu, because only CPU ranks share an emulated link",
             do="add --stands-for, with which one process stands for all ranks",
         )
-    if options.link == "netns" and not options.emulated:
-        raise UserError("link netns", got="no speed", expected="one", do="add --link-gbps or --share")
     if options.stands_for is None:
         return
-    if options.ranks != BenchOptions.ranks or options.link == "netns":
-        got = "--link netns" if options.link == "netns" else "--ranks"
+    if options.ranks != BenchOptions.ranks:
         raise UserError(
             "options",
-            got=f"--stands-for and {got}",
+            got="--stands-for and --ranks",
             expected="only one of them, because one process stands for all ranks",
-            do=f"leave {got} out",
+            do="leave --ranks out",
         )
     if not options.emulated:
         raise UserError(
-            "link of stand-in ranks",
-            got="no speed",
-            expected="one",
-            do="add --link-gbps or --share",
+            "link of stand-in ranks", got="no speed", expected="one", do="add --link-gbps or --share"
         )
-
-
-def _chosen_speed(argv: Sequence[str], options: BenchOptions) -> float:
-    """Gbit/s at which all-to-all takes the requested share, computed from a few blocking iterations."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "speed.json")
-        command = [*LANCET, *argv, "--link", "emulated", "--output", str(file)]
-        launch(options.ranks, [*command, "--only-choose-link"])
-        return json.loads(file.read_text())["link_gbps"]
 
 
 def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
@@ -255,12 +222,8 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     gbps = options.link_gbps
     if gbps is None and options.share is not None and rank.world > 1:
         gbps = step_bench.slow_link(step, inputs, options.share)
-    if arguments.only_choose_link:
-        if rank.rank == 0:
-            write_json_atomically(Path(arguments.output), {"link_gbps": gbps})
-        return 0
-    emulate_link(gbps if options.link == "emulated" and rank.world > 1 else None)
-    link = "real" if gbps is None else options.link
+    emulate_link(gbps if rank.world > 1 else None)
+    link = "real" if gbps is None else "emulated"
     if options.stands_for is not None:
         link = f"emulated wire, one rank stands for {options.stands_for}"
     _say(rank, f"{link} link{'' if gbps is None else f' of {gbps:.3g} Gbit/s'}; planning")

@@ -101,19 +101,11 @@ def launch(
         shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
         for rank in range(ranks)
     ]
-    run_ranks(sys.executable, [arguments] * ranks, environments, finish_s)
+    _run(arguments, environments, finish_s)
 
 
-def run_ranks(
-    program: str,
-    arguments: Sequence[Sequence[str]],
-    environments: Sequence[Mapping[str, str]],
-    finish_s: float = 0.0,
-) -> None:
-    """Run `program` once for each rank, with its arguments and variables, and wait until all have ended.
-
-    Raises RankFailed and SystemExit as `launch` does; all ranks are gone by then.
-    """
+def _run(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], finish_s: float) -> None:
+    """`launch` with the variables of each rank."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {name: signal.getsignal(name) for name in STOP_SIGNALS if in_main_thread}
     # What it says is said by our one line.
@@ -121,7 +113,7 @@ def run_ranks(
     level, log.level = log.level, logging.CRITICAL
     with tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
         board = Path(folder, "board")
-        Board.create(board, len(arguments))
+        Board.create(board, len(environments))
         ours = {
             LAUNCHER_PID: str(os.getpid()),
             BOARD_FILE: str(board),
@@ -130,8 +122,8 @@ def run_ranks(
         }
         ranks = _Ranks(
             name="lancet",
-            entrypoint=program,
-            args=dict(enumerate(map(tuple, arguments))),
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(len(environments)), tuple(arguments)),
             envs={rank: ours | dict(variables) for rank, variables in enumerate(environments)},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )

@@ -6,7 +6,7 @@ from tests.processes import printed
 
 BARE = """
 import sys
-for name in ("ortools", "matplotlib", "tqdm", "tokenizers", "hypothesis", "pandas"):
+for name in ("ortools", "matplotlib", "tqdm", "hypothesis", "pandas"):
     sys.modules[name] = None  # importing it raises ImportError
 import torch
 from lancet_kernels import optimize

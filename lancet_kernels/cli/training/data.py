@@ -1,4 +1,4 @@
-"""Tokens to train a language model on, and which of them a rank reads at a step.
+"""Bytes of text to train a language model on, and which of them a rank reads at a step.
 
 A sample's place in the corpus depends on the seed, the step and its index in the global batch, on nothing
 else: any number of ranks reads the same global batch, and a resumed run reads what the killed one would have.
@@ -7,7 +7,7 @@ else: any number of ranks reads the same global batch, and a resumed run reads w
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,34 +24,27 @@ NOT_LIBRARY = frozenset(
 )
 # One file in this many, and the same share of a single file, is for validation.
 VALIDATION_SHARE = 20
-# An encoding takes some hundred bytes a token: longer texts are encoded piece by piece.
-ENCODED_AT_ONCE = 4 << 20
+VOCABULARY = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text as tokens: 1-D arrays of uint8, uint16 or uint32, every token below `vocab_size`."""
+    """Text as tokens, 1-D arrays of uint8."""
 
     name: str
-    vocab_size: int
     train: np.ndarray
     validation: np.ndarray
 
 
-def load_corpus(path: str | Path | None = None, tokenizer: str | Path | None = None) -> Corpus:
+def load_corpus(path: str | Path | None = None) -> Corpus:
     """Read a text file, a folder of them, or (no path) the Python sources of the running interpreter.
 
     In a folder every regular text file below it counts, in the order of the names; hidden files and folders
     and binary files (those with a NUL byte) are skipped. Every 20th file is for validation, or the last if
     there are fewer; of a single file the last 5 % of the tokens. Files are joined by a newline.
 
-    `tokenizer` is a `tokenizer.json` of the tokenizers library; without one a token is a byte and the
-    vocabulary is 256.
-
-    Raises UserError for a path that is missing, unreadable or without text, a damaged tokenizer file, or a
-    tokenizer file when the tokenizers library is not installed.
+    Raises UserError for a path that is missing, unreadable or without text.
     """
-    encode, vocab_size = (_encode_bytes, 256) if tokenizer is None else _tokenizer_encoder(tokenizer)
     name, files = _find_files(path)
     texts = [text for file in files if (text := _read_text(file))]
     if not texts:
@@ -62,12 +55,12 @@ def load_corpus(path: str | Path | None = None, tokenizer: str | Path | None = N
             do="give another path",
         )
     if len(texts) == 1:
-        tokens = encode(texts)
+        tokens = _tokens(texts)
         cut = len(tokens) - len(tokens) // VALIDATION_SHARE
-        return Corpus(name, vocab_size, tokens[:cut], tokens[cut:])
+        return Corpus(name, tokens[:cut], tokens[cut:])
     every = min(VALIDATION_SHARE, len(texts))
     train = [text for number, text in enumerate(texts, 1) if number % every]
-    return Corpus(name, vocab_size, encode(train), encode(texts[every - 1 :: every]))
+    return Corpus(name, _tokens(train), _tokens(texts[every - 1 :: every]))
 
 
 def batch_of_rank(
@@ -137,51 +130,5 @@ def _read_text(file: Path) -> bytes:
     return b"" if b"\0" in text else text
 
 
-def _encode_bytes(texts: list[bytes]) -> np.ndarray:
+def _tokens(texts: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"\n".join(texts), dtype=np.uint8)
-
-
-def _tokenizer_encoder(path: str | Path) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UserError(
-            "tokenizer",
-            got=path,
-            expected="the tokenizers library, which is not installed",
-            do="pip install 'lancet-kernels[tokenizers]'",
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(
-            "tokenizer",
-            got=f"{path} ({' '.join(str(error).split())})",
-            expected="a tokenizer.json of the tokenizers library",
-            do="check the file",
-        ) from error
-    # Ids may have gaps (added tokens), so their number is not a bound.
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    dtype = np.min_scalar_type(vocab_size - 1)
-
-    def encode(texts: list[bytes]) -> np.ndarray:
-        joined = [text + b"\n" for text in texts[:-1]] + texts[-1:]
-        ids = [
-            np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
-            for text in joined
-            for piece in _pieces(text.decode("utf-8", errors="replace"))
-        ]
-        return np.concatenate(ids)
-
-    return encode, vocab_size
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """`text` cut after a newline every ENCODED_AT_ONCE characters at most, where it has newlines."""
-    start = 0
-    while len(text) - start > ENCODED_AT_ONCE:
-        end = text.rfind("\n", start, start + ENCODED_AT_ONCE) + 1
-        end = end if end > start else start + ENCODED_AT_ONCE
-        yield text[start:end]
-        start = end
-    yield text[start:]

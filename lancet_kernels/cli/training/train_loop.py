@@ -42,7 +42,7 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     for checkpoints. Raises: SystemExit(128 + signal) on all ranks when told to stop.
     """
     check_options(options, rank.world)
-    trainer = Trainer(options, rank, load_corpus(options.data, options.tokenizer))
+    trainer = Trainer(options, rank, load_corpus(options.data))
     run = Path()
     if rank.rank == 0:
         run = Path(resume) if resume else _new_folder(options.output)

@@ -17,6 +17,7 @@ from lancet_kernels.cli.options import (
     positive_int,
     probability,
 )
+from lancet_kernels.cli.training.data import VOCABULARY
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, BENCH_VOCAB, MODELS, ModelConfig, model_config
@@ -51,11 +52,10 @@ class TrainOptions(PlanningFlags):
     )
     data: str | None = option(
         None,
-        "text file or folder (default: the sources of Python's standard library)",
+        "text file or folder, of which each byte is a token (default: the sources of Python's library)",
         parse=str,
         metavar="PATH",
     )
-    tokenizer: str | None = option(None, "tokenizer.json (default: bytes)", parse=str, metavar="FILE")
     steps: int = option(300, "total number of training steps", parse=positive_int)
     batch: int = option(8, "sequences per rank and step", parse=positive_int)
     sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
@@ -128,7 +128,7 @@ class TrainOptions(PlanningFlags):
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
+def build_config(options: TrainOptions, ranks: int) -> ModelConfig:
     """The model's configuration. Raises: UserError for options that do not fit together."""
     sharing = options.expert_ranks or ranks
     if ranks % sharing:
@@ -142,7 +142,7 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     top_k = options.top_k or (2 if gate.name == "gshard" else 1)
     config = model_config(
         options.model,
-        vocab=max(vocab, BENCH_VOCAB if options.model == BENCH_MODEL else 0),
+        vocab=BENCH_VOCAB if options.model == BENCH_MODEL else VOCABULARY,
         num_experts=options.experts or 2 * sharing,
         top_k=top_k,
         gate=str(gate),
@@ -172,10 +172,9 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
 
 def check_options(options: TrainOptions, ranks: int) -> None:
     """Check the options before a rank starts. Raises: UserError."""
-    build_config(options, ranks, vocab=256)
-    for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
-        if path is not None and not Path(path).exists():
-            raise UserError(what, got=path, expected="an existing path", do=f"check --{what}")
+    build_config(options, ranks)
+    if options.data is not None and not Path(options.data).exists():
+        raise UserError("data", got=options.data, expected="an existing path", do="check --data")
     if options.plan is not None and (options.strategy == "none" or not Path(options.plan).is_file()):
         raise UserError(
             "plan",

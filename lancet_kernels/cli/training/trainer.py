@@ -120,7 +120,7 @@ class Trainer:
 
     def __init__(self, options: TrainOptions, rank: Rank, corpus: Corpus) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
-        config = build_config(options, rank.world, corpus.vocab_size)
+        config = build_config(options, rank.world)
         self.sequence = options.sequence or config.sequence
         for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
             check_length(tokens, self.sequence, part)

@@ -66,7 +66,6 @@ def test_one_process_stands_for_eight_ranks() -> None:
         ),
         ((STEP, "--gate", "hash"), "options: got "),
         ((STEP.replace("make_step", "make"),), "module: got no make in "),
-        ((STEP, "--link", "netns"), "link netns: got no speed, expected one; add --link-gbps or --share"),
         (
             (STEP, "--share", "0.4", "--device", "cuda"),
             "link: got device cuda, expected cpu, because only CPU ranks ",

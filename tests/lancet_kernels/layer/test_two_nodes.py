@@ -6,21 +6,23 @@ node, or by all ranks across the wire.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lancet_kernels.measure import netns
 from lancet_kernels.measure.launch import CPU_RANK
 
-LACKING = netns.missing()
+ADDRESS, DEVICE, PORT = "10.213.0.{}", "lancet-{}", "29500"
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(LACKING is not None, reason=f"this machine lacks {LACKING}"),
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
 ]
 
 PROGRAM = """
@@ -58,11 +60,34 @@ raise SystemExit(report_errors(main))
 """
 
 
+@contextlib.contextmanager
+def wire() -> Iterator[list[str]]:
+    """Two namespaces with a wire between them. -> their names."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    names = [f"lancet-{os.getpid()}-{end}" for end in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ends = [("netns", name, "type", "veth") for name in names]
+        ip("link", "add", DEVICE.format(0), *ends[0], "peer", DEVICE.format(1), *ends[1][:2])
+        for end, name in enumerate(names):
+            ip("-n", name, "address", "add", f"{ADDRESS.format(end + 1)}/24", "dev", DEVICE.format(end))
+            for device in ("lo", DEVICE.format(end)):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
 def node(name: str, number: int, program: Path, *arguments: str) -> subprocess.Popen[str]:
     """torchrun with two ranks in a namespace."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
-    launcher += ["--nproc-per-node", "2", "--master-addr", netns.address(0), "--master-port", str(netns.PORT)]
-    environment = {**os.environ, **CPU_RANK, "GLOO_SOCKET_IFNAME": netns.device(number)}
+    launcher += ["--nproc-per-node", "2", "--master-addr", ADDRESS.format(1), "--master-port", PORT]
+    environment = {**os.environ, **CPU_RANK, "GLOO_SOCKET_IFNAME": DEVICE.format(number)}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *launcher, str(program), *arguments],
@@ -78,7 +103,7 @@ def on_two_nodes(folder: Path, *arguments: str) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of both nodes."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    with netns.wire(1.0) as names:
+    with wire() as names:
         nodes = [node(name, number, program, *arguments) for number, name in enumerate(names)]
         try:
             said = [one.communicate(timeout=240)[0] for one in nodes]
@@ -102,4 +127,4 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     codes, said = on_two_nodes(tmp_path, "4", "dies")
     assert all(codes), said
     lost = [line for line in said[0].splitlines() if "CommunicationError" in line]
-    assert any("lost its connection" in line and netns.address(1) in line for line in lost), said[0]
+    assert any("lost its connection" in line and ADDRESS.format(2) in line for line in lost), said[0]

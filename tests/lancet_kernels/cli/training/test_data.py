@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lancet_kernels.cli.training.data as data
 from lancet_kernels.cli.training.data import batch_of_rank, load_corpus
 from lancet_kernels.errors import UserError
 from tests.examples import examples
@@ -29,7 +28,7 @@ def test_single_file_gives_its_last_twentieth_to_validation(tmp_path):
     """Also of a folder with one text."""
     write_files(tmp_path, {"text.txt": "0123456789" * 10, "b.bin": b"\0"})
     corpus = load_corpus(tmp_path)
-    assert (corpus.name, corpus.vocab_size, corpus.train.dtype) == (str(tmp_path), 256, np.uint8)
+    assert (corpus.name, corpus.train.dtype) == (str(tmp_path), np.uint8)
     assert text_of(corpus.train) == "0123456789" * 9 + "01234"
     assert text_of(corpus.validation) == "56789"
 
@@ -78,66 +77,16 @@ def test_the_real_library_is_megabytes_of_python():
     assert 0.02 < len(corpus.validation) / len(text) < 0.1
 
 
-def word_tokenizer(path, words):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel(words, unk_token="?")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("\n", "isolated")
-    # Would add a token to every text if special tokens were not switched off.
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[BOS] $A", special_tokens=[("[BOS]", 1)]
-    )
-    tokenizer.save(str(path))
-
-
-def test_tokenizer_encodes_file_by_file(tmp_path):
-    word_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "[BOS]": 1, "\n": 2, "red": 3, "green": 299})
-    write_files(tmp_path / "texts", {"1": "red", "2": "green\nblue", "3": "green"})
-    corpus = load_corpus(str(tmp_path / "texts"), str(tmp_path / "tokenizer.json"))
-    assert (corpus.vocab_size, corpus.train.dtype) == (300, np.uint16)
-    assert corpus.train.tolist() == [3, 2, 299, 2, 0]
-    assert corpus.validation.tolist() == [299]
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.uint32)])
-def test_tokens_take_the_smallest_type(tmp_path, largest, dtype):
-    word_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "[BOS]": 1, "big": largest})
-    (tmp_path / "text").write_text("big")
-    corpus = load_corpus(str(tmp_path / "text"), str(tmp_path / "tokenizer.json"))
-    assert (corpus.train.dtype, corpus.train.tolist()) == (dtype, [largest])
-
-
-def test_long_texts_are_encoded_in_pieces_that_lose_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "ENCODED_AT_ONCE", 7)
-    text = "ab\ncdefghijklmno\n\npq\nr"
-    pieces = list(data._pieces(text))
-    assert pieces == ["ab\n", "cdefghi", "jklmno\n", "\npq\nr"]
-
-
-def test_missing_tokenizers_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install 'lancet-kernels\[tokenizers\]'"):
-        load_corpus(None, "tokenizer.json")
-
-
 def test_bad_inputs_are_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").write_bytes(b"a\0b")
-    (tmp_path / "bad.json").write_text("{\n}")
-    for path, tokenizer, message in [
-        ("missing", None, "missing, which does not exist"),
-        ("empty", None, "empty, which has no text"),
-        ("binary", None, "binary, which has no text"),
+    for path, message in [
+        ("missing", "missing, which does not exist"),
+        ("empty", "empty, which has no text"),
+        ("binary", "binary, which has no text"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
-            load_corpus(str(tmp_path / path), tokenizer)
-        assert "\n" not in str(caught.value)
-    for tokenizer in ("bad.json", "missing.json"):
-        pytest.importorskip("tokenizers")
-        with pytest.raises(
-            UserError, match=r"tokenizer: got .*json \(.*\), expected a tokenizer.json"
-        ) as caught:
-            load_corpus(None, str(tmp_path / tokenizer))
+            load_corpus(str(tmp_path / path))
         assert "\n" not in str(caught.value)
 
 
