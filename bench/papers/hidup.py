@@ -1,22 +1,16 @@
-"""HiDup's evaluation (SoCC '22, sections 6.2 to 6.12) by simulation: six figures and two tables."""
+"""HiDup's evaluation (SoCC '22, sections 6.2 to 6.12) by simulation: figures 6, 7, 8, 11 and table 4."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from statistics import mean
 from typing import Any
 
 from bench.drawing import Chart
 from bench.papers.hidup_models import HIDUP_MODELS
-from bench.papers.hidup_settings import SEQUENCES, HiDupSetting, NoisyCost, WholeBatch, moe_layer, repriced
+from bench.papers.hidup_settings import SEQUENCES, HiDupSetting, WholeBatch
 from bench.papers.report import Data, Exhibit, Run, Span
-from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.shard.sharding_costs import BACKWARD
-from lancet_kernels.schedules.shard.sharding_search import search_sharding
 
 Row = dict[str, Any]
 
@@ -26,8 +20,8 @@ ASSUMPTIONS = (
     "trees, inside a machine at the rates that the paper's authors measured. Nothing ran on GPUs",
     f"{SEQUENCES} sequences a GPU, of 128 tokens or 64 patches; capacity 1.25 times the even share, counted "
     "for each sequence; float32; attention is one kernel",
-    "figure 6: 8 machines with 2 and 8 GPUs each; figure 7: one machine with 8; figures 8, 11, 12 and tables "
-    "4, 5: two machines with 4 each (table 4, one machine: 4)",
+    "figure 6: 8 machines with 2 and 8 GPUs each; figure 7: one machine with 8; figures 8, 11 and table 4: "
+    "two machines with 4 each (table 4, one machine: 4)",
     f"backward computes {BACKWARD:g} times as much as forward; gradients travel by the adjoint collectives",
     "hidup: both microbatches in turns, psi of equation (5), in the backward as well. Searched as published: "
     "the backward counted without overlap, as in the searcher that the paper's authors published",
@@ -39,7 +33,6 @@ ASSUMPTIONS = (
 )
 BANDWIDTHS = (10, 30, 100)
 """Gbit/s between two machines."""
-NOISY_RUNS = 10
 PARTS = ("wall_ms", "computation_ms", "communication_ms", "overlapped")
 _TABLE_4 = (
     ("one machine", "hidup", 297.2, 294.8, 29.7, 0.9192),
@@ -53,16 +46,6 @@ PAPER_TABLE_4 = {
     (setting, system): dict(zip(PARTS, numbers, strict=True)) for setting, system, *numbers in _TABLE_4
 }
 """Expert parallel is DeepSpeed there."""
-PAPER_TABLE_5 = {
-    "20% random noise": 1.002,
-    "50% random noise": 1.129,
-    "+20% communication": 1.0,
-    "+50% communication": 1.0,
-    "-20% communication": 1.0,
-    "-50% communication": 1.172,
-}
-MOST_SLOPE = 1.2
-"""Slope of a curve's second half, relative to its first half's, if it is linear but for noise."""
 
 
 @lru_cache(maxsize=32)
@@ -98,34 +81,6 @@ def figure11(layers: int | None) -> list[Row]:
     return rows
 
 
-def figure12(layers: int | None) -> list[Row]:
-    """The first MoE layer of BERT-SGMoE at 100 and 10 Gbit/s; as found, and as published."""
-    settings = [two_machines("bert-sgmoe", gbit, layers) for gbit in (100, 10)]
-    return [
-        {
-            "gbit_per_s": s.gbit_per_s,
-            "layer": moe_layer(s.program, s.hidup),
-            "layer_published": moe_layer(s.program, s.published),
-        }
-        for s in settings
-    ]
-
-
-def figure14(layers: int | None) -> dict[str, list[Row]]:
-    """Seconds of the search over layers (4 GPUs; up to three times those of the model) and over GPUs."""
-
-    def searched(gpus: int, count: int) -> Row:
-        setting = HiDupSetting("bert-sgmoe", gpus, layers=count)
-        program = setting.program
-        begin = time.process_time()
-        search_sharding(program, gpus, setting.cost)
-        return {"layers": count, "gpus": gpus, "seconds": time.process_time() - begin}
-
-    most = layers or 8
-    by_layers = [searched(4, count) for count in (2, *range(4, most + 1, 4), 2 * most, 3 * most)]
-    return {"layers": by_layers, "gpus": [searched(gpus, min(6, most)) for gpus in (2, 4, 8)]}
-
-
 def table4(layers: int | None) -> list[Row]:
     """An iteration of BERT-SGMoE taken apart: one machine of 4 GPUs, two with 100 and 30 Gbit/s."""
     settings = {
@@ -146,29 +101,7 @@ def table4(layers: int | None) -> list[Row]:
     return rows
 
 
-def table5(layers: int | None) -> list[Row]:
-    """Strategies found with wrong costs, at the right ones: BERT-SGMoE, 100 Gbit/s (section 6.11)."""
-    setting = two_machines("bert-sgmoe", 100, layers)
-    program, cost, best = setting.program, setting.cost, setting.hidup.predicted_ms
-
-    def relative(of: Program, wrong: Cost) -> float:
-        chosen = search_sharding(of, setting.gpus, wrong, memory_gb=setting.cluster.memory_gb)
-        return repriced(chosen, program, cost).predicted_ms / best
-
-    rows: list[Row] = []
-    for share in (0.2, 0.5):
-        times = []
-        for seed in range(NOISY_RUNS):
-            noisy = NoisyCost(cost, share, random.Random(seed).random())
-            times.append(relative(noisy.marked(program), noisy))
-        rows.append({"noise": f"{share:.0%} random noise", "relative": mean(times), "most": max(times)})
-    for share in (0.2, 0.5, -0.2, -0.5):
-        ratio = relative(program, NoisyCost(cost, communication=1 + share))
-        rows.append({"noise": f"{share:+.0%} communication", "relative": ratio, "most": ratio})
-    return rows
-
-
-SHARED = (("8", "11", "12", "table 4", "table 5"), ("6", "7"), ("14",))
+SHARED = (("8", "11", "table 4"), ("6", "7"))
 """Figures that use the same searches, which one process therefore works out; the longest first."""
 
 
@@ -205,35 +138,8 @@ def _sharded(rows: list[Row]) -> Row:
     return {"sharded": dict(zip(("low", "middle", "high"), counts, strict=True))}
 
 
-def _first_layers(rows: list[Row]) -> Row:
-    fast, slow = (row["layer_published"] for row in rows)
-    everywhere = any("gate (whole, whole, whole)" in line for line in slow)
-    return {
-        "all_to_alls": sum("all_to_all" in line for line in fast),
-        "gate": "whole gate" if everywhere else "gate on a rank's own tokens",
-    }
-
-
-def _search_times(data: Mapping[str, list[Row]]) -> Row:
-    rows, seconds = data["layers"], [row["seconds"] for row in data["gpus"]]
-    # A graph without repeated layers has fewer cuts: what counts is what each further layer costs.
-    fewest, middle, most = rows[0], rows[len(rows) // 2], rows[-1]
-    few_s, many_s = (
-        (end["seconds"] - begin["seconds"]) / max(1, end["layers"] - begin["layers"])
-        for begin, end in ((fewest, middle), (middle, most))
-    )
-    search = {"few_s": few_s, "many_s": many_s, "linear_s": MOST_SLOPE * few_s, "twice_s": 2 * min(seconds)}
-    layers = {"middle": middle["layers"], "most": most["layers"]}
-    return {"search": search | layers, "by_gpus": Span.of(seconds)}
-
-
 def _overlapped(rows: list[Row]) -> Row:
     return {"overlapped": {row["setting"]: row["overlapped"] for row in rows if row["system"] == "hidup"}}
-
-
-def _wrong_costs(rows: list[Row]) -> Row:
-    by_20_percent = ("20% random noise", "+20% communication", "-20% communication")
-    return {"wrong_costs": Span.of(row["relative"] for row in rows if row["noise"] in by_20_percent)}
 
 
 FIGURES: dict[str, tuple[Callable[[int | None], Any], Callable[[Any], Row]]] = {
@@ -241,16 +147,13 @@ FIGURES: dict[str, tuple[Callable[[int | None], Any], Callable[[Any], Row]]] = {
     "7": (figure7, lambda rows: {"in_a_machine": Span.of(row["speedup"] for row in rows)}),
     "8": (figure8, lambda rows: {"between_machines": Span.of(row["speedup"] for row in rows)}),
     "11": (figure11, _sharded),
-    "12": (figure12, _first_layers),
-    "14": (figure14, _search_times),
     "table 4": (table4, _overlapped),
-    "table 5": (table5, _wrong_costs),
 }
 """What is simulated for each, and the quantities that claims about it need."""
 
 
 def exhibits(data: Data) -> Iterator[Exhibit]:
-    """One per figure and table, two of figure 14."""
+    """One per figure and table."""
     for number, of in data["figures"].items():
         if number in ("6", "7", "8"):
             chart = Chart("bars", ("model", "gpus", "gbit_per_s"), ("hidup_ms", "baselines_ms"))
@@ -259,23 +162,6 @@ def exhibits(data: Data) -> Iterator[Exhibit]:
         elif number == "11":
             chart = Chart("bars", ("gbit_per_s",), ("replicated", "sharded"))
             yield Exhibit(number, "Figure 11: parameters of BERT-SGMoE", of, chart)
-        elif number == "12":
-            lines = [
-                {"gbit_per_s": r["gbit_per_s"], "searched": how, "first MoE layer": line}
-                for r in of
-                for how, key in (("", "layer"), ("as published", "layer_published"))
-                for line in r[key]
-            ]
-            yield Exhibit(number, "Figure 12: first MoE layer of BERT-SGMoE", lines)
-        elif number == "14":
-            for axis, rows in of.items():
-                title = f"Figure 14: CPU time of the search over {axis}, measured on this machine"
-                yield Exhibit(number, title, rows, Chart("lines", (axis,), ("seconds",)))
-        elif number == "table 4":
+        else:
             rows = [r | {"paper": PAPER_TABLE_4.get((r["setting"], r["system"]), {})} for r in of]
             yield Exhibit(number, "Table 4: an iteration of BERT-SGMoE", rows)
-        else:
-            title = (
-                "Table 5: time with a strategy found with wrong costs, over the one found with right costs"
-            )
-            yield Exhibit(number, title, [r | {"paper": PAPER_TABLE_5[r["noise"]]} for r in of])

@@ -6,8 +6,6 @@ microbatches of the batch of all GPUs together; costs come from the cluster file
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,20 +13,16 @@ from typing import Any
 from bench.papers.hidup_models import HiDupModel, example_batch, hidup_config
 from lancet_kernels.graph.capture.forward_program import forward_program
 from lancet_kernels.graph.costs.clusters import POINT_BYTES, Cluster, CommunicationModel, load_cluster
-from lancet_kernels.graph.costs.costs import Cost, CostModel, source_of
-from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.costs.costs import CostModel
+from lancet_kernels.graph.program.program import Program
 from lancet_kernels.predict.fake_ranks import without_contents
-from lancet_kernels.schedules.shard.blocks import ADJOINT, CollectiveCosts, signature_ms
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
-from lancet_kernels.schedules.shard.sharding_costs import COPIES, Communication, psi_of
+from lancet_kernels.schedules.shard.sharding_costs import COPIES
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
-from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 
 SEQUENCES = 32
 """A GPU's batch, as in the code that the paper's authors published."""
-PRODUCTS = ("gate", "dispatch", "expert, up", "expert, down", "combine")
-NORM = 10
-"""Instructions in front of the gate's product that still belong to the layer."""
 INSIDE_GB_PER_S = {
     2: {"all_gather": 22.9, "all_reduce": 17.5, "reduce_scatter": 23.1, "all_to_all": 44.7},
     4: {"all_gather": 43.0, "all_reduce": 38.9, "reduce_scatter": 50.6, "all_to_all": 111.0},
@@ -209,84 +203,3 @@ def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -
         module = HiDupModel(config)
         batch = example_batch(config, sequences)
     return forward_program(module, batch, f"{model}, {gpus} GPUs, {sequences} sequences")
-
-
-def moe_layer(program: Program, strategy: ShardingStrategy) -> list[str]:
-    """How the first MoE layer is partitioned (figure 12): what is communicated, and the forms of its five
-    products (gate, dispatch, up, down, combine) in their order."""
-    products = [i.name for i in program.instructions if i.op == "aten.bmm"][: len(PRODUCTS)]
-    names = dict(zip(products, PRODUCTS, strict=True))
-    first, last = (program.index[products[n]] for n in (0, -1))
-    lines = []
-    for n, stage in enumerate(strategy.stages):
-        for c in stage.communication:
-            producer = program.producer.get(c.tensor)
-            behind_norm = producer is not None and first - NORM <= producer <= last
-            if behind_norm:
-                lines.append(f"stage {n}: {c.collective} of {c.tensor}, {c.source} -> {c.target}")
-        for name, forms in stage.computation.items():
-            if name in names:
-                lines.append(f"stage {n}: {names[name]} ({', '.join(map(str, forms))})")
-    return lines
-
-
-def repriced(strategy: ShardingStrategy, program: Program, cost: Cost) -> ShardingStrategy:
-    """The same strategy at other costs: what one found with estimates takes in truth (section 6.11). Its
-    bound is not known there: it is zero."""
-    costs = CollectiveCosts(cost, strategy.ranks)
-
-    def message(c: Communication) -> Communication:
-        # What concerns a parameter is done once for both microbatches: half of it counts for each.
-        share = COPIES if c.tensor in strategy.parameters else 1
-        spec = program.tensors[c.tensor]
-        sums_gradients = c.source == c.target
-        ms = 0.0 if sums_gradients else costs.milliseconds(c.collective, spec) / share
-        adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
-        has_gradient = c.backward_ms > 0
-        backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
-        return c._replace(ms=ms, backward_ms=backward)
-
-    stages = []
-    for stage in strategy.stages:
-        communication = tuple(map(message, stage.communication))
-        computation = sum(
-            signature_ms(program.instructions[program.index[name]], program, way, strategy.ranks, cost)
-            for name, way in stage.computation.items()
-        )
-        comm, comm_b = (sum(c.ms for c in communication), sum(c.backward_ms for c in communication))
-        stages.append(ShardingStage(communication, stage.computation, comm, comm_b, computation))
-    psi = psi_of([(s.comm_ms, s.comp_ms) for s in stages])
-    psi += psi_of([(s.comm_backward_ms, s.comp_backward_ms) for s in stages])
-    return replace(
-        strategy, stages=tuple(stages), predicted_ms=psi, lower_bound_ms=0.0, costs=source_of(cost)
-    )
-
-
-@dataclass(frozen=True)
-class NoisyCost:
-    """Costs that are off: of every operator by up to `share`, drawn with `seed`; of all communication by the
-    factor `communication`."""
-
-    cost: Cost
-    share: float = 0.0
-    seed: float = 0.0
-    communication: float = 1.0
-
-    def marked(self, program: Program) -> Program:
-        """The program in which every instruction carries its factor, its parts as well."""
-        return replace(
-            program,
-            instructions=tuple(
-                replace(i, attributes={**i.attributes, "factor": self._factor(i.name)})
-                for i in program.instructions
-            ),
-        )
-
-    def _factor(self, name: str) -> float:
-        return 1 + self.share * random.Random(f"{self.seed} {name}").uniform(-1, 1)
-
-    def __call__(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        right = self.cost(instruction, tensors)
-        if instruction.kind.is_communication:
-            return right * self.communication * self._factor(instruction.name)
-        return right * instruction.attributes.get("factor", 1.0)

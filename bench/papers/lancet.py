@@ -1,4 +1,4 @@
-"""Lancet's evaluation (MLSys 2024, section 7) by simulation: figures 11 to 16.
+"""Lancet's evaluation (MLSys 2024, section 7) by simulation: figures 11 to 16 without 14.
 
 A figure needs the results of some settings; its data are ratios and means of them.
 
@@ -7,10 +7,8 @@ One setting of the Lancet paper, simulated: a few numbers, which can be sent bet
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -23,26 +21,9 @@ from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.schedules.time.simulate import simulate as simulated_order
 
-Factor = Callable[[Instruction], float]
-
 BASELINES = ("none", "tutel")
 COMPARED = (*BASELINES, "lancet-dw", "lancet-partition", "lancet")
 """The strategies that the paper compares."""
-
-
-def _noise(instruction: Instruction) -> float:
-    """A log-normal factor of 10 %, the same for an instruction in every run."""
-    return math.exp(random.Random(instruction.name).gauss(0.0, 0.1))
-
-
-WHAT_IF: dict[str, Factor] = {
-    "links 20 % slower": lambda i: 1.25 if i.kind.is_communication else 1.0,
-    "links 20 % faster": lambda i: 1 / 1.2 if i.kind.is_communication else 1.0,
-    "computation 20 % slower": lambda i: 1.0 if i.kind.is_communication else 1.25,
-    "computation 20 % faster": lambda i: 1.0 if i.kind.is_communication else 1 / 1.2,
-    "every time off by 10 %": _noise,
-}
-"""Factors on the times that plans assume, to simulate a cluster that differs from its file."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +65,6 @@ class Measured:
     """The plan `lancet` with all-to-alls that send only real rows, as Lancet's irregular ones do."""
     planning_seconds: float
     """CPU time of planning `lancet`."""
-    what_if: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Iteration time of the unchanged plans under each of `WHAT_IF`."""
 
     def iteration(self, strategy: str) -> float:
         return self.strategies[strategy].iteration_ms
@@ -99,8 +78,8 @@ class Measured:
         return min(map(self.iteration, BASELINES)) / self.iteration("lancet")
 
 
-def measure(setting: Setting, what_if: bool = False) -> Measured:
-    """Plan and simulate one setting. Args: what_if: also simulate the plans with the costs of WHAT_IF."""
+def measure(setting: Setting) -> Measured:
+    """Plan and simulate one setting."""
     simulated = simulate_setting(setting, strategies=COMPARED)
     return Measured(
         replace(setting),  # without the cached graph, which should not be sent
@@ -108,29 +87,21 @@ def measure(setting: Setting, what_if: bool = False) -> Measured:
         setting.hardware.memory_gb,
         len(simulated.program),
         {name: Decomposition.of(timeline) for name, timeline in simulated.timelines.items()},
-        Decomposition.of(_simulate_with(simulated, "lancet", _only_real_rows(setting))),
+        Decomposition.of(_with_real_rows(simulated)),
         simulated.cpu_seconds["lancet"],
-        {
-            what: {s: _simulate_with(simulated, s, factor).iteration_ms for s in (*BASELINES, "lancet")}
-            for what, factor in WHAT_IF.items()
-            if what_if
-        },
     )
 
 
-def _only_real_rows(setting: Setting) -> Factor:
-    """Unpadded all-to-alls send only the real rows, which are 1 / capacity factor of the padded ones."""
+def _with_real_rows(simulated: Simulated) -> Timeline:
+    """The plan `lancet` with unpadded all-to-alls: only real rows, 1 / capacity factor of all, travel."""
+    setting = simulated.setting
     share = 1.0 / max(1.0, setting.capacity_factor or 1.0) if setting.padded else 1.0
-    return lambda i: share if i.kind is Kind.ALL_TO_ALL else 1.0
-
-
-def _simulate_with(simulated: Simulated, strategy: str, factor: Factor) -> Timeline:
-    """The same plan with other costs."""
 
     def cost(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        return simulated.cost(instruction, tensors) * factor(instruction)
+        ms = simulated.cost(instruction, tensors)
+        return ms * share if instruction.kind is Kind.ALL_TO_ALL else ms
 
-    plan, program = simulated.plans[strategy], simulated.timelines[strategy].program
+    plan, program = simulated.plans["lancet"], simulated.timelines["lancet"].program
     return simulated_order(program.reordered(plan.order), cost, blocking=plan.blocking)
 
 
@@ -229,27 +200,6 @@ def _decomposition(results: Results) -> dict[str, Any]:
     }
 
 
-def _accuracy(results: Results) -> dict[str, Any]:
-    """No accuracy: a prediction cannot be checked against itself. What wrong costs would do, instead."""
-    return {
-        "prediction_error": None,
-        "why": "the simulation is the prediction; only a measured iteration can show its error "
-        "(`lancet bench overlap` measures one, on this machine)",
-        "rows": [
-            _names(m)
-            | {
-                "what_if": what,
-                "planned_ms": m.iteration("lancet"),
-                "iteration_ms": times["lancet"],
-                "speedup": min(times["none"], times["tutel"]) / times["lancet"],
-                "planned_speedup": m.speedup,
-            }
-            for m in (results[s] for s in _ablated())
-            for what, times in m.what_if.items()
-        ],
-    }
-
-
 def _planning(results: Results) -> dict[str, Any]:
     def row(m: Measured) -> dict[str, Any]:
         return {"seconds": m.planning_seconds, "instructions": m.instructions}
@@ -298,7 +248,6 @@ FIGURES = {
         partial(_throughput, "batch-prioritized"),
     ),
     "13": Figure("Decomposition of the iteration", _ablated, _decomposition),
-    "14": Figure("Accuracy of the cost model", _ablated, _accuracy),
     "15": Figure(
         "Planning time",
         lambda: [*_grid(GPUS), *_by_layers()],
@@ -312,10 +261,9 @@ FIGURES = {
 def simulate(figures: Sequence[str], run: Run) -> dict[str, Any]:
     """Each setting once, whatever figures need it. -> title, method ("simulated") and data of figures."""
     settings = dict.fromkeys(s for name in figures for s in FIGURES[name].settings())
-    what_if = set(FIGURES["14"].settings()) if "14" in figures else set()
     # Deep models first, so that the last simulations are short.
     deep_first = sorted(settings, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
-    results = run([(measure, (setting, setting in what_if)) for setting in deep_first])
+    results = run([(measure, (setting,)) for setting in deep_first])
     of_setting = dict(zip(deep_first, results, strict=True))
     chosen = {name: FIGURES[name] for name in figures}
     return {"figures": {n: {"title": f.title, "how": f.how, **f.data(of_setting)} for n, f in chosen.items()}}
@@ -352,13 +300,6 @@ def exhibits(data: Data) -> Iterator[Exhibit]:
                 for s in r["iteration_ms"]
             ]
             yield Exhibit(number, title, bars, Chart("stack", ("strategy",), parts, places))
-        elif number == "14":
-            notes = [
-                f"the paper measures an error of 3.83%. There is no number here: {of['why']}",
-                "instead: the same plans, simulated with times that differ from those that they assume",
-            ]
-            chart = Chart("bars", ("what_if",), ("speedup", "planned_speedup"), places)
-            yield Exhibit(number, title, rows, chart, notes)
         elif number == "15":
             yield Exhibit(number, title, rows, Chart("lines", ("gpus",), ("seconds",), places))
             growth = "{layers:.0f} times the layers take {seconds:.1f} times as long".format(**of["growth"])

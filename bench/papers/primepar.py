@@ -1,9 +1,8 @@
-"""PrimePar's evaluation (ASPLOS '24, slides) by simulation: throughput, memory, MLP blocks, pipelines."""
+"""PrimePar's evaluation (ASPLOS '24, slides) by simulation: throughput, memory, MLP blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -16,8 +15,6 @@ from bench.papers.primepar_settings import (
     MODELS,
     SEQUENCE,
     Model,
-    Scenario,
-    pipelines,
     row,
     slides_timelines,
 )
@@ -27,7 +24,6 @@ from lancet_kernels.schedules.time.timeline import save_picture
 TITLE = "PrimePar (ASPLOS '24, slides)"
 FIGURES = ()
 """None can be chosen."""
-IN_PIPELINES = ("OPT 175B", "Llama2 70B", "Bloom 176B")
 ASSUMPTIONS = (
     "clusters of 8 x V100 32 GB a node (p3dn.toml: NVLink 130 GB/s, one 100 Gbps network card a node, 80 % "
     "of both reached; GEMMs at 45 % of float16's peak); the slides name neither links nor efficiency",
@@ -46,50 +42,14 @@ ASSUMPTIONS = (
     "buffers in which tiles of a step arrive; of a square one tile of the weight, as in the slides, which "
     "goes on from phase to phase, and back to where it began beside the last step of the gradient; 70B and "
     "more do not fit on 32 V100s at all, so no GPU's limit is set",
-    "3D parallelism: 1 to 8 pipeline stages of equal layers, 16 microbatches of 8 sequences, 1F1B without "
-    "the cost of sending activations; weight gradients are summed once in an iteration; nothing may need "
-    "more memory than Megatron's split that needs least (these models do not fit on 32 V100s even so)",
 )
-
-PIPELINES = {
-    "megatron": "best Megatron",
-    "primepar": "primepar",
-    "computation": "best Megatron's computation",
-}
 
 
 def simulate(
     _figures: Sequence[str], run: Run, models: Sequence[Model] = MODELS, gpus: Sequence[int] = GPUS
 ) -> dict[str, Any]:
     """Everything; there are no figures to choose from."""
-    every = [Scenario(model, n) for n in gpus for model in models]
-    changed = [
-        (what, setting)
-        for m in models
-        if m.name in ("OPT 6.7B", "OPT 175B")
-        for what, setting in sensitivities(m, min(16, max(gpus))).items()
-    ]
-    large = [m for m in models if m.name in IN_PIPELINES]
-    rows = [(row, (setting,)) for setting in (*every, *(setting for _, setting in changed))]
-    results = iter(run([*rows, *((pipelines, (model, max(gpus))) for model in large)]))
-    return {
-        "rows": [next(results) for _ in every],
-        "sensitivity": [{"change": what, **next(results)} for what, _ in changed],
-        "pipelines": {model.name: next(results) for model in large},
-    }
-
-
-def sensitivities(model: Model, gpus: int) -> dict[str, Scenario]:
-    """What the result may depend on, one at a time."""
-    base = Scenario(model, gpus)
-    return {
-        "batch 4": replace(base, batch=4),
-        "batch 16": replace(base, batch=16),
-        "network half as fast": replace(base, network=0.5),
-        "network four times as fast": replace(base, network=4.0),
-        "GEMMs at 90 % of the peak": replace(base, compute=2.0),
-        "4 GPUs a node, as in the timelines": replace(base, gpus_per_node=4),
-    }
+    return {"rows": run([(row, (model, n)) for n in gpus for model in models])}
 
 
 def quantities(data: Data) -> dict[str, Any]:
@@ -116,22 +76,13 @@ def quantities(data: Data) -> dict[str, Any]:
         "worst_megatron_ms": waited_ms(worst["mlp"]["megatron"]),
         "computation": Span.of(new["computation_ms"] / old["computation_ms"] for new, old in blocks),
         "rings": Span.of(rings or [1.0]),
-        **{f"pipeline of {name}": _pipeline(iteration) for name, iteration in data["pipelines"].items()},
     }
     few, many = ([row["speedup"] for row in rows if row["gpus"] == n] for n in (min(GPUS), max(GPUS)))
     return named | ({"on_few": fmean(few), "on_many": fmean(many)} if few and many else {})
 
 
-def _pipeline(iteration: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """With the best number of stages of each."""
-    stages = {who: min(ms, key=lambda n: ms[n]) for who, ms in iteration.items()}
-    megatron, ours = (iteration[who][stages[who]] for who in ("megatron", "primepar"))
-    without = megatron / iteration["computation"][stages["megatron"]]
-    return {"speedup": megatron / ours, "stages": stages["megatron"], "without_communication": without}
-
-
 def exhibits(data: Data) -> Iterator[Exhibit]:
-    """Throughput and memory, MLP blocks, sensitivities, pipelines."""
+    """Throughput and memory, MLP blocks."""
     where = ("model", "gpus")
     gains = ("speedup", "speedup_over_best_megatron", "speedup_over_spatial", "memory")
 
@@ -150,14 +101,6 @@ def exhibits(data: Data) -> Iterator[Exhibit]:
     parts = ("computation_ms", "collective_ms", "redistribution_ms", "exposed_ring_ms")
     title = "MLP blocks of one layer, Megatron's partition and PrimePar's"
     yield Exhibit("mlp", title, blocks, Chart("stack", ("gpus", "partition"), parts, ("model",)))
-    changed = [chosen(r, *where, "change", *gains) for r in data["sensitivity"]]
-    yield Exhibit("sensitivity", "What the speedup depends on", changed)
-    stages = [
-        {"model": model, "tensors": PIPELINES[name], "stages": ms}
-        for model, iteration in data["pipelines"].items()
-        for name, ms in iteration.items()
-    ]
-    yield Exhibit("pipelines", "3D parallelism: iteration in ms by pipeline stages", stages)
 
 
 def timelines(path: Path) -> None:

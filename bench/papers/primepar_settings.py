@@ -64,15 +64,9 @@ def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
     )
 
 
-def problem(
-    cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int, microbatches: int = 1
-) -> Problem:
-    """All partitions of a block over `devices`.
-
-    Args: batch: of a microbatch. microbatches: of an iteration, at whose end weight gradients are summed.
-    """
-    operators = [replace(o, accumulated=microbatches) for o in block(sizes, batch, sequence)]
-    return Problem.over(cluster, operators, EDGES, devices)
+def problem(cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int) -> Problem:
+    """All partitions of a block over `devices`."""
+    return Problem.over(cluster, block(sizes, batch, sequence), EDGES, devices)
 
 
 def spatial(problem: Problem) -> Problem:
@@ -126,38 +120,10 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One model on so many GPUs, and what a sensitivity changes."""
-
-    model: Model
-    gpus: int
-    batch: int = BATCH
-    gpus_per_node: int = 8
-    network: float = 1.0
-    """Bandwidth between nodes, relative to the cluster's."""
-    compute: float = 1.0
-    """Efficiency of GEMMs, relative to the cluster's."""
-    microbatches: int = 1
-    """Microbatches of `batch` sequences each, at whose end weight gradients are summed."""
-
-    @property
-    def cluster(self) -> Cluster:
-        cluster = load_cluster("p3dn")
-        efficiency = {k: min(1.0, v * self.compute) for k, v in cluster.compute_efficiency.items()}
-        return replace(
-            cluster,
-            gpus_per_node=self.gpus_per_node,
-            inter_node_gb_per_s=cluster.inter_node_gb_per_s * self.network,
-            compute_efficiency=efficiency,
-        )
-
-
-def row(setting: Scenario) -> dict[str, Any]:
+def row(model: Model, gpus: int) -> dict[str, Any]:
     """Search, and price Megatron's partition in the same space. -> times of all layers, memory, MLP blocks of
     Megatron's and PrimePar's alone, as JSON values."""
-    model, gpus = setting.model, setting.gpus
-    whole = _problem(setting)
+    whole = problem(load_cluster("p3dn"), model.sizes, BATCH, SEQUENCE, gpus)
     rule = fixed(whole, _rule(whole, gpus), model.layers)
     limit = rule.memory_bytes
     primepar = solve(whole, model.layers, limit)
@@ -171,7 +137,7 @@ def row(setting: Scenario) -> dict[str, Any]:
     return {
         "model": model.name,
         "gpus": gpus,
-        "batch": setting.batch,
+        "batch": BATCH,
         "iteration_ms": ms,
         "memory_gb": {"megatron": limit / 1e9, "primepar": primepar.memory_bytes / 1e9},
         "speedup": ms["megatron"] / ms["primepar"],
@@ -182,11 +148,6 @@ def row(setting: Scenario) -> dict[str, Any]:
         "mlp": {"megatron": _mlp(whole, rule), "primepar": _mlp(whole, primepar)},
         "partition": {o.name: str(p) for o, p in zip(whole.operators, chosen, strict=True)},
     }
-
-
-def _problem(setting: Scenario) -> Problem:
-    sizes, parts = setting.model.sizes, setting.microbatches
-    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, parts)
 
 
 def _rule(p: Problem, gpus: int) -> list[Partition]:
@@ -308,20 +269,3 @@ def slides_timelines() -> dict[str, Timeline]:
         )
         for name, partitions in chosen.items()
     }
-
-
-def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
-    """Milliseconds of an iteration, by whose partition it runs under and by stages of the pipeline:
-    (microbatches + stages - 1) stage times; "computation" is what Megatron's would take if communication took
-    no time."""
-    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}, "computation": {}}
-    for stages in (1, 2, 4, 8):
-        layers, gpus_each = model.layers // stages, gpus // stages
-        p = _problem(Scenario(model, gpus_each, microbatches=microbatches))
-        # If none fits into nothing, the one that needs least.
-        megatron = best_megatron(p, gpus_each, layers, memory_limit=0.0)
-        primepar = solve(p, layers, megatron.memory_bytes)
-        stage_ms = megatron.ms, primepar.ms, megatron.intra.compute_ms
-        for of, ms in zip(iteration.values(), stage_ms, strict=True):
-            of[stages] = (microbatches + stages - 1) * ms
-    return iteration

@@ -6,14 +6,7 @@ import pytest
 
 from bench.papers import primepar, report
 from bench.papers.__main__ import main
-from bench.papers.primepar_settings import (
-    BATCH,
-    MODELS,
-    SEQUENCE,
-    Scenario,
-    row,
-    slides_timelines,
-)
+from bench.papers.primepar_settings import BATCH, MODELS, SEQUENCE, slides_timelines
 
 SMALL = MODELS[0]
 
@@ -51,13 +44,6 @@ def test_the_slides_timelines_are_simulated() -> None:
     ]
     assert sums["PrimePar"] == ["sum of fc2 forward", "sum of fc1 backward"]
     assert any(e.kind.value == "point_to_point" for e in kinds["PrimePar"])
-
-
-@pytest.mark.long
-def test_a_faster_network_helps_both() -> None:
-    slow, fast = (row(Scenario(SMALL, 16, network=n))["iteration_ms"] for n in (1.0, 4.0))
-    assert fast["megatron"] < slow["megatron"]
-    assert fast["primepar"] < slow["primepar"]
 
 
 def test_the_command_prints_and_draws(data: dict, tmp_path, capsys, monkeypatch) -> None:
