@@ -44,7 +44,8 @@ bench-overlap: $(INSTALLED)
 	$(BIN)/python docs/scripts/generate.py
 
 run: $(INSTALLED)
-	$(BIN)/lancet train --steps 120 --compare 12
+	$(BIN)/lancet train --steps 120
+	$(BIN)/lancet bench overlap --model gpt2-tiny-moe --strategies none,lancet,auto --timeline runs/timeline.png
 
 # A few cases of everything.
 test: $(INSTALLED)

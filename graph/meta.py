@@ -62,5 +62,3 @@ IN_PLACE: Entry[bool] = Entry("parts_in_place")
 """The node joins parts that are written in place (`schedules.rewrite.apply`)."""
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
-WORK: Entry[Any] = Entry("launch_work")
-"""The `schedules.rewrite.fused.LaunchWork` of a backward launch."""

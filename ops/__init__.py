@@ -16,7 +16,18 @@ from lancet_kernels.ops.comm.shards import (
     take_shard,
 )
 from lancet_kernels.ops.comm.shift import shift, start_shift
-from lancet_kernels.ops.moe.dispatch import combine, combine_dweight, dispatch, kept_counts, send_rows
+from lancet_kernels.ops.moe.dispatch import (
+    combine,
+    combine_dweight,
+    dispatch,
+    kept_counts,
+    merge_parts,
+    merge_rows,
+    part_rows,
+    send_rows,
+    window_counts,
+    window_rows,
+)
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
 from lancet_kernels.ops.moe.gate import assign_slots, gate, gate_backward, router_logits
 from lancet_kernels.ops.moe.grouped_gemm import (
@@ -26,6 +37,5 @@ from lancet_kernels.ops.moe.grouped_gemm import (
     grouped_gemm_dx,
 )
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
-from lancet_kernels.ops.moe.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
 from lancet_kernels.ops.random import dropout, token_index
 from lancet_kernels.ops.square_linear import square_linear

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.ops.comm.all_reduce import start_sum
-from lancet_kernels.ops.comm.pending import Here, Started
+from lancet_kernels.ops.comm.link_group import Here, Started
 from lancet_kernels.ops.comm.shards import all_reduce
 from lancet_kernels.ops.comm.shift import shift, start_shift
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
-from lancet_kernels.schedules.cut.ranges import LaunchFillers, PartitionRange
+from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.report import Report
 
 # Conservative: fused kernels of others reach 0.87 to 0.94 (MI355X, eight GPUs); ours are not measured.
@@ -45,10 +45,6 @@ class LaunchWork(NamedTuple):
     def milliseconds(self, fillers_ms: float = 0.0) -> float:
         """The time of the launch, with so many milliseconds of more computation in it."""
         return max(self.communication_ms, self.gemm_ms + fillers_ms) / EFFICIENCY + LAUNCH_MS
-
-    def part(self, parts: int) -> LaunchWork:
-        """The work of one of so many copies."""
-        return LaunchWork(self.communication_ms / parts, self.gemm_ms / parts)
 
 
 def best_fit(candidates: Mapping[str, float], work: LaunchWork) -> list[str]:
@@ -109,7 +105,7 @@ class Plan(SavedJson):
     report: figures, which do not change what runs.
     """
 
-    KIND, VERSION, AGAIN = "plan", 10, "plan again"
+    KIND, VERSION, AGAIN = "plan", 11, "plan again"
 
     program: str
     program_fingerprint: str
@@ -174,14 +170,10 @@ class Plan(SavedJson):
         report = self.report
         lines = ["", *([f"Costs: {report.costs}"] if report.costs else [])]
         lines.append(f"Order: {report.method}, {len(self.order)} instructions.")
-        if report.exposed_bounds:
-            lines.append(report.bounds())
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
-        for r in self.ranges:
-            lines.append(f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}")
-            lines += [f"    {f.launch} also computes {', '.join(f.gradients)}" for f in r.fillers]
+        lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}" for r in self.ranges]
         lines += [f"  {g.layer} also computes {', '.join(g.fillers)}" for g in self.fused if g.fillers]
         if report.without_rule:
             lines.append(f"Never partitioned, because they have no rule: {', '.join(report.without_rule)}")
@@ -195,10 +187,7 @@ def _range_to_json(planned: PartitionRange) -> dict[str, Any]:
 
 def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:
     forms = {t: Form.parse(f) for t, f in data["forms"].items()}
-    fillers = tuple(
-        LaunchFillers(**{**one, "gradients": tuple(one["gradients"])}) for one in data.get("fillers", ())
-    )
-    planned = PartitionRange(**{**data, "forms": forms, "fillers": fillers})
+    planned = PartitionRange(**{**data, "forms": forms})
     if type(planned.parts) is not int:
         raise TypeError(f"range from {planned.first}: the number of parts is a whole number")
     return planned

@@ -45,8 +45,7 @@ class Report:
     measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
     pair_ms: the predicted time of the plan's `pair`. measured_microbatches: milliseconds of each of several
     real microbatches, `IN_PAIRS` and `ONE_BY_ONE`, where these were run to choose.
-    hidings: what computes while messages travel, in the predicted iteration. exposed_bounds: by collective,
-    milliseconds that every order of the partitioned program exposes.
+    hidings: what computes while messages travel, in the predicted iteration.
     options: the `PlanningOptions` of the planner, as JSON values. costs: the source of the costs
     (`graph.costs.costs.source_of`). setting: what was planned, in the user's words (`optimization.planning`);
     {}: not said.
@@ -65,7 +64,6 @@ class Report:
     pair_ms: float = 0.0
     measured_microbatches: Mapping[str, float] = field(default_factory=dict)
     hidings: tuple[Hiding, ...] = ()
-    exposed_bounds: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     costs: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
@@ -178,15 +176,6 @@ class Report:
         for collective, ms in self.predicted.exposed_by.items():
             text += f", exposed {collective.replace('_', '-')} {ms:.2f}"
         return text + "."
-
-    def bounds(self) -> str:
-        """What is exposed of each kind of communication, and what every order exposes."""
-        exposed_by = self.predicted.exposed_by
-        kinds = [
-            f"{name.replace('_', '-')} {exposed_by.get(name, 0.0):.2f} of at least {ms:.2f}"
-            for name, ms in self.exposed_bounds.items()
-        ]
-        return f"Exposed ms, and what no order of these instructions can hide: {', '.join(kinds)}."
 
     def _memory(self) -> str:
         """How much slower the plan is because of the memory limit."""

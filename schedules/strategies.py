@@ -142,8 +142,6 @@ class Planner:
     """Plans for one Program and its costs; work that several strategies share is done once.
 
     Args: cut: gives the Program with ranges cut (`realize.GraphCutter`). None: strategies cannot cut ranges.
-        with_fillers: adds fillers to the fused launches of copies (`GraphCutter.with_fillers`). None: it does
-        not.
     """
 
     def __init__(
@@ -152,9 +150,8 @@ class Planner:
         cost: Cost,
         options: PlanningOptions | None = None,
         cut: Callable[[tuple[PartitionRange, ...]], Program] | None = None,
-        with_fillers: Callable[[PartitionRange, Program], PartitionRange] | None = None,
     ):
-        self.program, self.cost, self._cut_program, self._with_fillers = program, cost, cut, with_fillers
+        self.program, self.cost, self._cut_program = program, cost, cut
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self._costs = PipelineCosts(program, cost)
@@ -281,23 +278,15 @@ class Planner:
 
     def _duplex(self) -> Plan:
         """The paper's schedule: in each stage, one copy computes while the other communicates."""
-        plan = self._best([self._in_order((r,)) for r in self._ways_to_fill(self._copies)])
+        plan = self._in_order((self._copies,))
         return plan.reported(method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage")
-
-    def _ways_to_fill(self, copies: PartitionRange) -> list[PartitionRange]:
-        """Copies without and with gradients of one copy as fillers of another's fused launches."""
-        if self._with_fillers is None:
-            return [copies]
-        filled = self._with_fillers(copies, self._with_cut((copies,)).program)
-        return [copies, filled] if filled.fillers else [copies]
 
     def _lancet_duplex(self) -> Plan:
         """The best order of two copies, or of three. Never predicted to be slower than `duplex`."""
         ranges = [self._copies]
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
-        scheduled = [self._best([self._scheduled((way,)) for way in self._ways_to_fill(r)]) for r in ranges]
-        return self._best([self.plan("duplex"), *map(self._searched, scheduled)])
+        return self._best([self.plan("duplex"), *(self._searched(self._scheduled((r,))) for r in ranges)])
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:

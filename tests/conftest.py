@@ -45,7 +45,7 @@ ALONE = {
     "test_overlap_protocol.py",
     "test_ranks.py",
     "test_shared.py",
-    "test_train_loop.py",
+    "test_train.py",
 }
 
 

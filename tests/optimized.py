@@ -20,7 +20,7 @@ BOUND = 1e-10
 """Largest difference in float64, as the issue asks; seen: 1e-15."""
 
 
-def plan_dearly(program, _cost, options, cut, _with_fillers):
+def plan_dearly(program, _cost, options, cut):
     """A planner as if communication were dear: tiny models would not be cut otherwise."""
     return Planner(program, dear_communication, options, GraphCutter(cut.module, program, dear_communication))
 

@@ -27,9 +27,8 @@ from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Progr
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
 from lancet_kernels.optimization.step import ModelStep, capture_step
-from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
-from lancet_kernels.schedules.cut.ranges import PartitionRange
+from lancet_kernels.schedules.cut.ranges import AxisInference, PartitionRange
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.rewrite.walk import PLANNED, RUNNING, Step, walk

@@ -13,8 +13,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from bench.drawing import Chart
-from bench.papers.report import Data, Exhibit, Run
+from bench.papers.report import Chart, Data, Exhibit, Run
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 from lancet_kernels.predict.simulate import ASSUMPTIONS as OF_THE_SIMULATION
 from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
@@ -87,14 +86,13 @@ def measure(setting: Setting) -> Measured:
         setting.hardware.memory_gb,
         len(simulated.program),
         {name: Decomposition.of(timeline) for name, timeline in simulated.timelines.items()},
-        Decomposition.of(_with_real_rows(simulated)),
+        Decomposition.of(_with_real_rows(simulated, setting)),
         simulated.cpu_seconds["lancet"],
     )
 
 
-def _with_real_rows(simulated: Simulated) -> Timeline:
+def _with_real_rows(simulated: Simulated, setting: Setting) -> Timeline:
     """The plan `lancet` with unpadded all-to-alls: only real rows, 1 / capacity factor of all, travel."""
-    setting = simulated.setting
     share = 1.0 / max(1.0, setting.capacity_factor or 1.0) if setting.padded else 1.0
 
     def cost(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:

@@ -12,12 +12,21 @@ An attribute, an element of a list, a field of a configuration, a variable of a 
 keep the tensor that it met; here they are inputs of the graph, read anew before each call, so another tensor
 in the place of one is what the next call reads. (Its dtype, sizes and strides are assumptions of the trace.)
 `TracedFunction` is what torch traces for a module, in whose expressions a trace names what it reads.
+
+What PEFT and transformers do in a forward that a graph cannot hold is done otherwise while it is traced:
+
+requires_grad_() of a result     `enable_input_require_grads` calls it on the embeddings, so that a
+                                 checkpointed block behind frozen ones has an input with a gradient. In a
+                                 graph, what needs one follows from its parameters: it does nothing.
+LoRA of experts                  `target_parameters` registers a parametrization in each forward, and
+                                 removes it. In a trace the layer is told what to take for its parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,14 +45,49 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import TempLocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.frameworks import frameworks_traced
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.ops import STARTED, facts
 from lancet_kernels.ops.comm.waiting import enter_layer
-from lancet_kernels.ops.context import during
+from lancet_kernels.ops.context import during, now
+
+
+@contextlib.contextmanager
+def frameworks_traced() -> Iterator[None]:
+    """A context for a trace."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", _requires_grad))
+        # Who has not imported PEFT has none of its wrappers.
+        wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+        if wrapper is not None:
+            patches.enter_context(mock.patch.object(wrapper, "_activate_lora", _adapted))
+        yield
+
+
+_torch_requires_grad: Callable[..., VariableTracker] = TensorVariable.method_requires_grad_
+
+
+def _requires_grad(variable: TensorVariable, *arguments: object, **by_name: object) -> VariableTracker:
+    """Leave a result as it is; torch refuses a graph whose outputs depend on one that this was called on."""
+    flags = [a for a in (*arguments, *by_name.values()) if isinstance(a, (bool, VariableTracker))]
+    is_on = all(flag is True or getattr(flag, "value", None) is True for flag in flags)
+    if variable.source is None and is_on:
+        return variable
+    return _torch_requires_grad(variable, *arguments, **by_name)
+
+
+@contextlib.contextmanager
+def _adapted(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+    """In place of `ParamWrapper._activate_lora`."""
+    name, weight = wrapper.parameter_name, wrapper.get_param()
+    for adapter in active_adapters:
+        if adapter in wrapper.lora_A:
+            weight = weight + wrapper.get_delta_weight(adapter)
+    with during(weights={**now.weights, name: weight}):
+        yield
 
 
 class TracedFunction:

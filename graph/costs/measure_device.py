@@ -31,7 +31,7 @@ from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import Rule
-from lancet_kernels.ops.moe.parts import merge_rows, part_rows, window_counts
+from lancet_kernels.ops.moe.dispatch import merge_rows, part_rows, window_counts
 
 PARTS = (2, 4, 8)
 _LARGEST_COPY = {"cuda": 1 << 28, "cpu": 1 << 26}

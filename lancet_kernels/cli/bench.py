@@ -26,14 +26,13 @@ from lancet_kernels.cli.options import (
     positive_int,
     to_options,
 )
-from lancet_kernels.cli.training.data import load_corpus
-from lancet_kernels.cli.training.train_options import TrainOptions, check_options
-from lancet_kernels.cli.training.trainer import Trainer
+from lancet_kernels.cli.train_data import load_corpus
+from lancet_kernels.cli.train_options import TrainOptions, check_options
+from lancet_kernels.cli.trainer import Trainer
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text, write_json_atomically
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, MODELS
-from lancet_kernels.measure.launch import LANCET, launch
-from lancet_kernels.measure.ranks import LAUNCHER_PID, Rank, start_ranks, under_launcher
+from lancet_kernels.measure.launch import LANCET, LAUNCHER_PID, Rank, launch, start_ranks, under_launcher
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.ops.comm.stand_in import standing_for
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from lancet_kernels.cli.options import positive_float, positive_int
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import json_text, write_json_atomically
-from lancet_kernels.measure.launch import LANCET, launch
-from lancet_kernels.measure.ranks import Rank, start_ranks, under_launcher
+from lancet_kernels.measure.launch import LANCET, Rank, launch, start_ranks, under_launcher
 
 if TYPE_CHECKING:
     from lancet_kernels.measure.step_check import Inputs

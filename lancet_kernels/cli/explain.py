@@ -80,9 +80,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _range_text(cut: PartitionRange) -> str:
-    filled = sum(len(one.gradients) for one in cut.fillers)
-    text = f"{cut.first} .. {cut.last} in {cut.parts} parts"
-    return f"{text}, {filled} weight gradients in launches" if filled else text
+    return f"{cut.first} .. {cut.last} in {cut.parts} parts"
 
 
 def _facts(plan: Plan) -> dict[str, object]:

@@ -27,7 +27,7 @@ from lancet_kernels.cli import (
     tune,
 )
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.measure.ranks import report_errors, under_launcher
+from lancet_kernels.measure.launch import report_errors, under_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -213,12 +213,8 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
         from lancet_kernels.schedules.time.timeline import save_trace
 
         with file_errors(arguments.trace):
-            save_trace(
-                simulated.timelines[strategy].events,
-                arguments.trace,
-                ranks=simulated.setting.gpus,
-                weight_gradients=simulated.weight_gradients,
-            )
+            events = simulated.timelines[strategy].events
+            save_trace(events, arguments.trace, simulated.weight_gradients)
     if arguments.timeline:
         from lancet_kernels.schedules.time.timeline import save_picture
 

@@ -23,8 +23,7 @@ from lancet_kernels.cli.options import positive_int
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.measure.launch import LANCET, launch
-from lancet_kernels.measure.ranks import Rank, start_ranks, under_launcher
+from lancet_kernels.measure.launch import LANCET, Rank, launch, start_ranks, under_launcher
 from lancet_kernels.ops.comm.groups import group_name, over_ranks
 
 T, D, F, K, LOCAL_EXPERTS = 24, 16, 32, 2, 2

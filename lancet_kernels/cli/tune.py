@@ -79,7 +79,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from tqdm import tqdm
 
     from lancet_kernels.kernels.config import TunedCache, default_cache
-    from lancet_kernels.measure.ranks import start_ranks, under_launcher
+    from lancet_kernels.measure.launch import start_ranks, under_launcher
     from lancet_kernels.measure.tuner import Place, Task, check_has_gpu, tune
 
     dtype = getattr(torch, arguments.dtype)

@@ -90,7 +90,7 @@ class ExpertLayer(ShardedExperts):
         raise NotImplementedError
 
     def _present(self, name: str) -> Any:
-        """A parameter, with what adapters add to it in a trace (`graph.capture.frameworks`)."""
+        """A parameter, with what adapters add to it in a trace (`graph.capture.trace`)."""
         return now.weights[name] if name in now.weights else getattr(self, name)
 
     def memory(self) -> LayerMemory:

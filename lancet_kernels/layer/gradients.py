@@ -35,8 +35,7 @@ from lancet_kernels.ops.comm.groups import (
     group_size,
     values_of_ranks,
 )
-from lancet_kernels.ops.comm.link_group import LinkWork
-from lancet_kernels.ops.comm.pending import Pending
+from lancet_kernels.ops.comm.link_group import LinkWork, Pending
 from lancet_kernels.ops.comm.waiting import waiting
 
 _MARK = "_lancet_gradient_groups"

@@ -106,8 +106,7 @@ def optimize(
             `no_sync`); a plan in which their time counts that much less. One of `example_inputs` is one
             microbatch.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
-            which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
-            weight gradients of another copy. None: the backend of the model's MoE layers.
+            which puts and GEMM tiles overlap. None: the backend of the model's MoE layers.
         lowering: for backend "fused": "auto" fuses all layers that can be fused if the step is then predicted
             faster, which is measured where `cluster` is not given; "fused" does in any case, "streams" fuses
             none. In the interpreter (CPU), times mean nothing, so "auto" means "fused".

@@ -44,7 +44,7 @@ from lancet_kernels.ops.context import Context
 from lancet_kernels.optimization.guards import Arguments, Guards, check_shards
 from lancet_kernels.optimization.rank_agreement import alike
 from lancet_kernels.schedules.plan import FusedGroup, Plan
-from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
+from lancet_kernels.schedules.rewrite.fused import MatchedLayer
 from lancet_kernels.schedules.rewrite.gathers import Shards
 from lancet_kernels.schedules.rewrite.walk import (
     CAPTURED,

@@ -8,7 +8,6 @@ HiDup, sections 3 to 5. The mathematics is that of the model on one device, give
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +29,6 @@ from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.rank_agreement import alike, result_of_first_rank
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
-from lancet_kernels.parallelization.parallel_linears import (
-    DEFAULT_CLUSTER,
-    LINEAR_STRATEGIES,
-    parallelize_linears,
-)
 from lancet_kernels.parallelization.parallel_module import ParallelModule, sharded_module
 from lancet_kernels.schedules.cut.duplex import COPIES
 from lancet_kernels.schedules.shard.blocks import MESSAGE_KINDS
@@ -65,7 +59,7 @@ def parallelize(
     options: PlanningOptions | None = None,
     inner_compile: str = "",
     verbose: bool = False,
-) -> ParallelModule | nn.Module:
+) -> ParallelModule:
     """Turn a model for one device into this rank's part of the same training step on all ranks.
 
     Collective: all ranks of the job call it with the same model and the same inputs. What the first rank has
@@ -80,12 +74,9 @@ def parallelize(
             None: all of the job.
         strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
             "expert parallel" (GShard's), "replicated"; or a `ShardingStrategy`, or the file of one.
-            "primepar", "megatron": a copy of the model in which only the linear layers of attention and MLP
-            blocks are partitioned (`parallelize_linears`); of the arguments below `cluster` and `memory_gb`
-            alone apply, which here limits what is partitioned. Nothing is planned.
         cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
             runs half of the batch on one device.
-        memory_gb: of a device: strategies that need more are dropped. For the searches alone.
+        memory_gb: of a device: strategies that need more are dropped. For the search alone.
         copies: microbatches, of which one communicates while another computes. 1: none.
         times, options, inner_compile, verbose: as for `optimize`.
     Returns: a new module, which shares with `model` the parameters that stay whole.
@@ -95,19 +86,13 @@ def parallelize(
     check_model(model)
     group, mesh = _group(groups, next(model.parameters()).device.type)
     strategy = _strategy_or_file(strategy)
-    if strategy in LINEAR_STRATEGIES:
-        planned = {"copies": copies != COPIES, "times": times, "options": options}
-        _refuse_unused(strategy, planned | {"inner_compile": inner_compile, "verbose": verbose})
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        return parallelize_linears(
-            copy.deepcopy(model, shared),
-            example_inputs,
-            mesh,
-            str(strategy),
-            cluster=cluster or DEFAULT_CLUSTER,
-            memory_gb=memory_gb,
+    if memory_gb and strategy != HIDUP:
+        raise UserError(
+            "memory_gb of parallelize",
+            got=f"one, with strategy {strategy if isinstance(strategy, str) else 'given'}",
+            expected="none: only a search uses it",
+            do="leave it out",
         )
-    _refuse_unused(strategy, {"memory_gb": strategy != HIDUP and memory_gb})
     if layers := moe_layers(model):
         raise UserError(
             f"model {type(model).__name__} to parallelize",
@@ -176,29 +161,16 @@ def _group(given: AnyGroups | None, device: str) -> tuple[str, DeviceMesh]:
 
 def _strategy_or_file(strategy: str | Path | ShardingStrategy) -> str | Path | ShardingStrategy:
     """A str is a name, or else a file."""
-    names = (*SHARDINGS, *LINEAR_STRATEGIES)
-    if not isinstance(strategy, str) or strategy in names:
+    if not isinstance(strategy, str) or strategy in SHARDINGS:
         return strategy
     if not Path(strategy).is_file():
         raise UserError(
             "strategy",
             got=repr(strategy),
-            expected=f"one of {', '.join(names)}, a ShardingStrategy, or the file of one",
+            expected=f"one of {', '.join(SHARDINGS)}, a ShardingStrategy, or the file of one",
             do="check the name",
         )
     return Path(strategy)
-
-
-def _refuse_unused(strategy: str | Path | ShardingStrategy, arguments: Mapping[str, object]) -> None:
-    """Raise UserError for an argument that is given (not false) and has no meaning for the strategy."""
-    for name, value in arguments.items():
-        if value:
-            raise UserError(
-                f"{name} of parallelize",
-                got=f"one, with strategy {strategy if isinstance(strategy, str) else 'given'}",
-                expected="none: this strategy does not use it",
-                do="leave it out",
-            )
 
 
 def _strategy(

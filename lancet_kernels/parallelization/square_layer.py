@@ -29,8 +29,6 @@ from lancet_kernels.graph.rules.slices import (
 )
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_size
 from lancet_kernels.parallelization.partitioned_linear import (
-    BIAS,
-    WEIGHT,
     Neighbour,
     PartitionedLinear,
     there_and_back,
@@ -46,8 +44,8 @@ class SquareLinear(PartitionedLinear):
         tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
         y = layer.gather(layer(tile), x.shape[:-1])
 
-    Sizes that the ranks do not divide are padded with zeros, which stay zero. A rank has no tile of the
-    weight but its own, except while it multiplies; of the bias it has the slice of its features.
+    A rank has no tile of the weight but its own, except while it multiplies; of the bias it has the slice of
+    its features.
 
     A product needs one of input and output skewed. Where both are straight, the narrower one travels once
     more in the forward and in the backward; nothing does between layers that alternate:
@@ -56,14 +54,14 @@ class SquareLinear(PartitionedLinear):
         fc2 = SquareLinear(4096, 1024, gives="skewed")  # takes them, and gives what the next fc1 takes
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the whole layer, multiples of 2^k.
         groups: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
         bias: as of `nn.Linear`.
         takes, gives: "straight" or "skewed", which tile of input and output rank r * q + c has. A layer must
             take what the one before gives; `scatter` and `gather` do. Where the tile of the weight lies
             depends on it: load state dicts into layers that were made alike.
         linear: a layer of these sizes that every rank has, whose weights it takes.
-    Raises: UserError for another number of ranks.
+    Raises: UserError for another number of ranks, and for other sizes.
 
     Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
     generator, which must be the same on all ranks; each rank holds the whole weight temporarily.
@@ -94,20 +92,10 @@ class SquareLinear(PartitionedLinear):
         before, after = (_tiles_of(exponent, *item) for item in (("takes", takes), ("gives", gives)))
         skewed = skewed_dimension(in_features, out_features, takes, gives)
         source = linear or nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        filled = _filled(source, 1 << exponent)
-        super().__init__(filled, Partition((home_square(exponent, skewed),)), before, after, groups)
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(source, Partition((home_square(exponent, skewed),)), before, after, groups)
         self._scatter = there_and_back(self.whole, before.ends(FORWARD, -1))
         self._gather = there_and_back(after.ends(FORWARD, 0), self.whole)
-        self._side, self._is_padded = 1 << exponent, filled is not source
-        if self._is_padded:
-            real = torch.zeros_like(filled.weight, dtype=torch.bool)
-            real[:out_features, :in_features] = True
-            self._real_weight: Tensor
-            self._real_bias: Tensor
-            # Ranks differ in them, and run one graph: so they are buffers.
-            self.register_buffer("_real_weight", self._own_tile(real, *WEIGHT), persistent=False)
-            self.register_buffer("_real_bias", self._own_tile(real[:, :1], *BIAS).view(-1), persistent=False)
+        self._side = 1 << exponent
 
     @classmethod
     def from_linear(
@@ -130,12 +118,6 @@ class SquareLinear(PartitionedLinear):
         linear.load_state_dict(whole)
         return linear
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """Weight and bias of the whole layer. Collective over the group."""
-        whole = super().whole_parameters()
-        whole["weight"] = whole["weight"][:, : self.in_features]
-        return {name: tensor[: self.out_features] for name, tensor in whole.items()}
-
     def scatter(self, x: Tensor) -> Tensor:
         """[..., in_features], the same on every rank -> this rank's tile [rows, in_features / q].
 
@@ -150,7 +132,7 @@ class SquareLinear(PartitionedLinear):
                 do="give the whole input",
             )
         rows = x.reshape(-1, self.in_features)
-        filled = pad(rows, (0, -self.in_features % self._side, 0, -len(rows) % self._side))
+        filled = pad(rows, (0, 0, 0, -len(rows) % self._side))
         return self._scatter(filled, self._group, "whole input")
 
     def gather(self, y: Tensor, leading: Sequence[int] | None = None) -> Tensor:
@@ -162,7 +144,6 @@ class SquareLinear(PartitionedLinear):
         Raises: UserError if the tiles do not have so many rows.
         """
         whole = self._gather(y.reshape(-1, y.shape[-1]), self._group, "whole output")
-        whole = whole[:, : self.out_features]
         if leading is None:
             return whole
         rows = math.prod(leading)
@@ -192,13 +173,6 @@ class SquareLinear(PartitionedLinear):
         more = "".join(f', {name}="{SKEWED}"' for name, of in ends if SKEWED in str(of.partition))
         return f"{sizes}, bias={self.bias is not None}, ranks={self.partition.devices}{more}"
 
-    def _tiles(self) -> tuple[Tensor, Tensor | None]:
-        """What fills them up is zero, and so is its gradient."""
-        weight, bias = super()._tiles()
-        if not self._is_padded:
-            return weight, bias
-        return weight * self._real_weight, None if bias is None else bias * self._real_bias
-
 
 def skewed_dimension(in_features: int, out_features: int, takes: str, gives: str) -> str:
     """The argument of `home_square` with which the fewest features travel before or behind it, "n" or "k"."""
@@ -215,17 +189,3 @@ def _tiles_of(exponent: int, name: str, how: str) -> Neighbour:
     tile = {"m": SliceIndex(row=1), "k": SliceIndex(row=int(how == SKEWED), column=1)}
     primitive = Primitive(how, exponent, exponent, 1, dict.fromkeys(PHASES, tile))
     return Neighbour(Partition((primitive,)))
-
-
-def _filled(linear: nn.Linear, side: int) -> nn.Linear:
-    """The layer with zeros behind its features, so that the ranks divide them."""
-    more_in, more_out = -linear.in_features % side, -linear.out_features % side
-    if not more_in and not more_out:
-        return linear
-    sizes = linear.in_features + more_in, linear.out_features + more_out
-    filled = nn.Linear(*sizes, linear.bias is not None, device="meta", dtype=linear.weight.dtype)
-    with torch.no_grad():
-        filled.weight = nn.Parameter(pad(linear.weight, (0, more_in, 0, more_out)))
-        if linear.bias is not None:
-            filled.bias = nn.Parameter(pad(linear.bias, (0, more_out)))
-    return filled

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.ops.comm.link_group import link_group_of
-from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
+from lancet_kernels.ops.comm.link_group import Here, Pending, Result, Started, link_group_of
 from lancet_kernels.ops.context import context_of
 
 Gradient = TypeVar("Gradient")

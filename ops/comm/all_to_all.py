@@ -1,19 +1,40 @@
 """Irregular all-to-all in two phases: counts first, then the rows themselves (Lancet, section 6, figure 10).
 
-    W  ranks, L experts on each      R  rows      D  width
+    T  tokens on this rank      K  choices per token      S  rows to send, one per kept choice
+    W  ranks, L experts each    R  rows received          D  width
 
 `exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
 and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
-are sorted by rank before it and by local expert after it; on the way back it is the reverse (`rows`). Its
+are sorted by rank before it and by local expert after it; on the way back it is the reverse. Its
 adjoint is itself, with the counts swapped and the direction reversed.
 
 `start_exchange_counts` and `start_all_to_all` do the same in two steps, so that computation runs in between:
 other ranks answer an exchange of counts only when they come to it.
+
+Where rows lie. A row is one kept choice of one token; nothing else is stored per expert. Rows to send, [S,
+D]: by global expert e = w * L + l, then slot. What goes to one rank is one block. Rows received, [R, D]: by
+local expert, then source rank, then slot. An expert's rows are one block, a group of a grouped GEMM. Every
+offset is a prefix sum of counts [W, L].
+
+Sizes in graphs. How many rows there are depends on the routing, so ops that make rows cannot say it when a
+graph is traced. Two answers:
+
+- Under torch.compile such a size is a symbol without a value (`new_dynamic_size`, which dynamo of torch 2.11
+  to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
+- Where a plan is made for the graph (`graph.capture.capture`), it is the number of rows of an evenly
+  spread, dropless batch (`ops.context.Now`): a planner needs numbers, and the partitioner and the runtime of
+  AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are
+  exact when the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
+
+On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most
+rows that there can be, ops read the counts on the device, and what lies behind the last row is never read.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +42,58 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import counts_group, group_of
-from lancet_kernels.ops.comm.link_group import LinkWork, link_group_of
-from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
-from lancet_kernels.ops.comm.rows import expert_major, rank_major, traced_rows
+from lancet_kernels.ops.comm.link_group import Here, LinkWork, Pending, Started, apart, link_group_of
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.context import now
 from lancet_kernels.ops.registration import op
+
+DROPPED = -1
+"""The row of a choice that was dropped."""
+
+
+def traced_rows(expected: int, given: int | None) -> int:
+    """For fakes: how many rows has the result? `given` if the caller knows it."""
+    if given is not None:
+        return given
+    # A symbolic number can be used as a size like any other.
+    return expected if now.expects_sizes else cast(int, torch.library.get_ctx().new_dynamic_size())
+
+
+def group_ends(count_WL: Tensor) -> Tensor:
+    """-> [L] int64: the end of each local expert's group among the received rows.
+
+    Example: counts = [[1, 2], [0, 3]] -> [1, 6].
+    """
+    return count_WL.sum(0).cumsum(0)
+
+
+def segments(count_WL: Tensor, by_expert: bool) -> list[int]:
+    """Lengths of the (rank, expert) segments in the order in which they lie: by expert if received, else by
+    rank.
+
+    Example: counts = [[1, 2], [0, 3]] -> [1, 2, 0, 3]; by expert [1, 0, 2, 3].
+    """
+    return (count_WL.T if by_expert else count_WL).reshape(-1).tolist()
+
+
+def expert_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
+    """Rows by rank, then expert -> by expert, then rank. The rows themselves where that is the same."""
+    return _transpose_segments(rows_RD, count_WL.tolist())
+
+
+def rank_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
+    """Rows by expert, then rank -> by rank, then expert. The rows themselves where that is the same."""
+    return _transpose_segments(rows_RD, count_WL.T.tolist())
+
+
+def _transpose_segments(rows_RD: Tensor, count_AB: Sequence[Sequence[int]]) -> Tensor:
+    """Rows by a, then b -> by b, then a."""
+    inner = len(count_AB[0]) if count_AB else 0
+    if len(count_AB) <= 1 or inner <= 1:
+        return rows_RD
+    pieces = rows_RD[: sum(map(sum, count_AB))].split([n for row in count_AB for n in row])
+    return torch.cat([piece for b in range(inner) for piece in pieces[b::inner]])
+
 
 # A number by which it is known, width, dtype, experts per rank, a number for the layer, whether a plan runs.
 _HEADER = 6

@@ -5,12 +5,15 @@ says in which collective, and for which ranks.
 
 torch's functional collectives find it by the name that `link_group` gives: every start and every wait of
 theirs goes through here, and the waits of our own.
+
+A collective under way is a `Pending`, which the functions `start_...` of the ops return.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Union, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +26,40 @@ from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import AnyTransfer, link
 from lancet_kernels.ops.comm.stand_in_group import StandInGroup
 from lancet_kernels.ops.comm.waiting import Waitable, current_layer, waiting
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Pending(Generic[Result]):
+    """A collective under way. finish: makes the result of what has arrived."""
+
+    work: LinkWork
+    finish: Callable[[], Result]
+
+    def wait(self) -> Result:
+        """The result. Bounded by the process group's timeout. Raises: CommunicationError."""
+        self.work.wait()
+        return self.finish()
+
+
+@dataclass
+class Here(Generic[Result]):
+    """The same where nothing comes from another rank."""
+
+    result: Result
+
+    def wait(self) -> Result:
+        return self.result
+
+
+Started = Union[Pending[Result], Here[Result]]  # noqa: UP007  Python 3.10 cannot subscript the other form
+
+
+def apart(result: Tensor, given: Tensor) -> Tensor:
+    """The result of an op, which may not be its input."""
+    return result.clone(memory_format=torch.contiguous_format) if result is given else result
+
 
 _PREFIX = "link of "
 _LINK_GROUPS: WeakKeyDictionary[dist.ProcessGroup, LinkGroup] = WeakKeyDictionary()

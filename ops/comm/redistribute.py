@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_rank
-from lancet_kernels.ops.comm.link_group import link_group_of
-from lancet_kernels.ops.comm.pending import apart
+from lancet_kernels.ops.comm.link_group import apart, link_group_of
 from lancet_kernels.ops.comm.shift import shift
 
 Span = tuple[int, int]

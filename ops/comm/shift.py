@@ -18,8 +18,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import LinkWork
-from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
+from lancet_kernels.ops.comm.link_group import Here, LinkWork, Pending, Started, apart
 from lancet_kernels.ops.comm.waiting import waiting
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts
+from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts, group_ends
 from lancet_kernels.ops.comm.groups import group_size
-from lancet_kernels.ops.comm.rows import group_ends
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
 from lancet_kernels.ops.moe.grouped_gemm import is_by_column

@@ -3,7 +3,7 @@
 A planned graph calls them instead of the ops of an MoE layer (`schedules.rewrite.fused` inserts them). The
 forward returns its result and a ticket (`ops.moe.fused_passes`), by which the backward finds what the
 forward keeps; nothing else is saved between the two. The backward launch can also compute weight gradients of
-other layers, or of another copy of the step, as fillers.
+other layers as fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
@@ -103,5 +103,3 @@ def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, context, layer
 # What graphs call.
 FORWARD = torch.ops.lancet.fused_experts.default
 BACKWARD = torch.ops.lancet.fused_experts_backward.default
-DENSE_ARGUMENTS = 7, 8
-"""The positions of `dense_a` and `dense_b` in the arguments of the backward."""

@@ -1,6 +1,6 @@
 """Grouped GEMM: each expert's rows times its weight; dX and dW as ops of their own.
 
-    L  experts here      R  rows received, by expert (`ops.comm.rows`); counts [W, L] say how many of each
+    L  experts here      R  rows received, by expert (`ops.comm.all_to_all`), as counts [W, L] say
     A  input width       B  output width
 
 Work: 2 * R * A * B FLOPs for each of forward, dX, dW. dX and dW are separate ops because a scheduler can
@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.comm.rows import group_ends
+from lancet_kernels.ops.comm.all_to_all import group_ends
 from lancet_kernels.ops.registration import op
 
 

@@ -29,8 +29,8 @@ from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut, part
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.program.forms import CARRIED, Forms
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.schedules.cut.axes import AxisInference
 from lancet_kernels.schedules.cut.ranges import (
+    AxisInference,
     PartitionRange,
     pipeline_order,
     reassembled,

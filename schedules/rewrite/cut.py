@@ -39,7 +39,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of_graph, set_value
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.graph.from_fx import is_view, program_from_graph, tensor_names, with_elements
-from lancet_kernels.graph.meta import STANDS_FOR, WORK
+from lancet_kernels.graph.meta import STANDS_FOR
 from lancet_kernels.graph.ops import argument
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, Forms, any_made_in_parts
 from lancet_kernels.graph.program.phases import forward_first
@@ -57,7 +57,6 @@ from lancet_kernels.schedules.rewrite.cut_parts import (
     refuse,
     rule_of,
 )
-from lancet_kernels.schedules.rewrite.fused import add_fillers, choose_fillers
 
 Order = Sequence[tuple[str, int | None]]
 """(instruction, part) in execution order; part None for an instruction that is not cut."""
@@ -336,7 +335,6 @@ def cut_ranges(
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
         ]
         cut_range(graph, order, planned.parts, planned.forms, values, empty_parts=empty_parts)
-        add_fillers(graph, planned.fillers)
     if ranges:
         forward_first(graph)
 
@@ -372,9 +370,7 @@ class GraphCutter:
 
         Raises: as `cut_ranges`.
         """
-        priced = {name: part for planned in ranges for name, part in self._priced(planned).items()}
-        filled = {fillers.launch: fillers.milliseconds for planned in ranges for fillers in planned.fillers}
-        times = {name: (filled.get(name, ms), parts) for name, (ms, parts) in priced.items()}
+        times = {name: part for planned in ranges for name, part in self._priced(planned).items()}
         cut = program_from_graph(self.graph(ranges), self.program.name, unchanged=self.program, parts=times)
         if not self._behind:
             return cut
@@ -385,16 +381,6 @@ class GraphCutter:
             inputs=self.program.inputs,
             outputs=self.program.outputs,
         )
-
-    def with_fillers(self, planned: PartitionRange, cut: Program) -> PartitionRange:
-        """The range with the gradients that its fused launches hide as fillers, if there are any.
-
-        Args: cut: the Program with the range cut, without fillers.
-        """
-        launches = {node.name: WORK.of(node) for node in self.module.graph.nodes if WORK.on(node)}
-        if not launches:
-            return planned
-        return replace(planned, fillers=choose_fillers(cut, self.cost, launches, planned.parts))
 
     def _priced(self, planned: PartitionRange) -> dict[str, tuple[float, int]]:
         """By name of a part: its milliseconds, and the number of parts."""

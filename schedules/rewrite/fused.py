@@ -8,41 +8,186 @@ share one launch. A step has all its layers fused that can be, or none: whatever
 A weight gradient becomes a filler of the launch if most of its time is hidden there. The longest is tried
 first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams.
 
-Layers are fused before the step is cut. A launch can then be cut into one for each copy of the step (duplex),
-which may get more fillers, weight gradients of another copy:
+Layers are fused before the step is cut. A launch can then be cut into one for each copy of the step (duplex).
 
-A layer's own fillers are gradients of layers whose backward comes before its own.
-With copies, one copy is ahead of the other, so the other's launch can also compute gradients of layers whose
-backward comes after it. These are chosen here, after the step is cut.
+The ops of a layer in a captured graph (biases and the gradient of the gate weights are optional):
 
-    copy 0: launch, dx of the block below, (its dW)        copy 1: launch with that dW, dx of the block below
+    dispatch -> all_to_all -> grouped_gemm -> expert_activation -> grouped_gemm -> all_to_all -> combine
+
+    dispatch(dy, weight) -> all_to_all -> grouped_gemm_dx -> expert_activation_backward -> grouped_gemm_dx
+        -> all_to_all -> combine; and two grouped_gemm_dw, two grouped_gemm_dbias, combine_dweight
+
+A layer matches completely or not at all; `Refused` gives the reason.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import set_value
 from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.costs.part_instruction import whole_name
-from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, WORK
-from lancet_kernels.graph.program.program import Kind, Program, bitset
+from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, REGION
+from lancet_kernels.graph.program.program import Kind, Program, recomputed_name
 from lancet_kernels.ops.moe import fused_graph
-from lancet_kernels.schedules.cut.ranges import LaunchFillers
 from lancet_kernels.schedules.plan import FusedGroup, LaunchWork, best_fit
 from lancet_kernels.schedules.rewrite.buckets import call_op
-from lancet_kernels.schedules.rewrite.fused_layers import (
-    MatchedLayer,
-    independent_gradients,
-    is_weight_gradient,
-    match_layers,
-)
+
+FUSABLE_DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16")
+
+
+@dataclass(frozen=True)
+class MatchedLayer:
+    """The nodes of one layer; None if the graph has no such node.
+
+    forward, backward: all nodes that the fused instructions replace, in graph order.
+    """
+
+    dispatch: fx.Node
+    combine: fx.Node
+    x: fx.Node
+    expert: fx.Node
+    row: fx.Node
+    weight: fx.Node
+    count: fx.Node
+    w1: fx.Node
+    b1: fx.Node | None
+    w2: fx.Node
+    b2: fx.Node | None
+    activation: str
+    group: str
+    capacity: int
+    dy: fx.Node
+    dx: fx.Node
+    dweight: fx.Node | None
+    dw1: fx.Node
+    dw2: fx.Node
+    db1: fx.Node | None
+    db2: fx.Node | None
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> str:
+        """The layer's name in plans: its first instruction."""
+        return self.dispatch.name
+
+
+class Refused(Exception):
+    """A layer cannot be fused. The message is the reason."""
+
+
+def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
+    """-> the layers that can be fused, in order; for the others, the reason by name of the dispatch."""
+    matched, refused = [], {}
+    for node in graph.nodes:
+        # A forward dispatch has no weight; the backward one does, as the adjoint of a weighted combine.
+        if op_name(node) == "lancet.dispatch" and node.args[2] is None and not REGION.on(node):
+            try:
+                matched.append(_match(node))
+            except Refused as reason:
+                refused[node.name] = str(reason)
+    return matched, refused
+
+
+def _match(dispatch: fx.Node) -> MatchedLayer:
+    if str(dispatch.meta["val"].dtype) not in FUSABLE_DTYPES:
+        raise Refused(f"its rows are {str(dispatch.meta['val'].dtype).removeprefix('torch.')}")
+    if any(node.name == recomputed_name(dispatch.name) for node in dispatch.graph.nodes):
+        raise Refused("activation checkpointing: its backward reads recomputed rows, not those of a launch")
+    x, row = dispatch.args[:2]
+    if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
+        raise Refused("its dispatch is partitioned")
+    expert, _, count = row.args
+    sent = _reader(dispatch, "lancet.all_to_all")
+    first = _reader(sent, "lancet.grouped_gemm")
+    activation = _reader(first, "lancet.expert_activation")
+    second = _reader(activation, "lancet.grouped_gemm")
+    back = _reader(second, "lancet.all_to_all")
+    combine = _reader(back, "lancet.combine")
+    if combine.args[1] is not row or combine.args[2] is None:
+        raise Refused("its combine reads another routing")
+    weight = combine.args[2]
+
+    # All readers from here on belong to the backward pass.
+    dw2 = _reader(activation, "lancet.grouped_gemm_dw")
+    dy_sent = dw2.args[1]
+    dy_dispatch = dy_sent.args[0]
+    if op_name(dy_sent) != "lancet.all_to_all" or op_name(dy_dispatch) != "lancet.dispatch":
+        raise Refused("its backward does not dispatch the gradient")
+    dhidden = _reader(dy_sent, "lancet.grouped_gemm_dx")
+    dpre = _reader(dhidden, "lancet.expert_activation_backward")
+    drows = _reader(dpre, "lancet.grouped_gemm_dx")
+    dw1 = _reader(sent, "lancet.grouped_gemm_dw")
+    dx_back = _reader(drows, "lancet.all_to_all")
+    dx = _reader(dx_back, "lancet.combine")
+    b1, b2 = first.args[3], second.args[3]
+    db1 = _reader(dpre, "lancet.grouped_gemm_dbias") if b1 is not None else None
+    db2 = _reader(dy_sent, "lancet.grouped_gemm_dbias") if b2 is not None else None
+    if (b1 is None) != (b2 is None):
+        raise Refused("only one of its GEMMs has a bias")
+    dweight = _maybe_reader(back, "lancet.combine_dweight")
+    forward = (dispatch, sent, first, activation, second, back, combine)
+    backward = (dy_dispatch, dy_sent, dhidden, dw2, db2, dpre, drows, dw1, db1, dx_back, dx, dweight)
+    backward = tuple(node for node in backward if node is not None)
+    inside = {*forward, *backward}
+    results = {combine, dx, dweight, dw1, dw2, db1, db2}
+    for node in inside - results:
+        others = [user.name for user in node.users if user not in inside]
+        if others:
+            raise Refused(f"{others[0]} reads {node.name}, which fused kernels do not return")
+    return MatchedLayer(
+        dispatch, combine, x, expert, row, weight, count, first.args[2], b1, second.args[2], b2,
+        activation.args[2], sent.args[3], count.args[1], dy_dispatch.args[0], dx, dweight, dw1, dw2, db1, db2,
+        forward, backward,
+    )  # fmt: skip
+
+
+def _maybe_reader(node: fx.Node, op: str) -> fx.Node | None:
+    readers = [user for user in node.users if _calls(user, op)]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _reader(node: fx.Node, op: str) -> fx.Node:
+    """The only user of `node` with this op. Raises: Refused if there is none, or several."""
+    reader = _maybe_reader(node, op)
+    if reader is None:
+        raise Refused(f"{node.name} is not read by exactly one {op}")
+    return reader
+
+
+def is_weight_gradient(node: fx.Node) -> bool:
+    """Is it `mm(t(dy), x)`, which launches can compute?"""
+    return _calls(node, "aten.mm") and _calls(node.args[0], "aten.t")
+
+
+def _calls(node: fx.Node, op: str) -> bool:
+    return node.op == "call_function" and op_name(node) == op
+
+
+def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]:
+    """Weight gradients of other layers that the layer's backward launch can compute as fillers.
+
+    Their operands are computed before the launch, the launch does not depend on them, and they have the dtype
+    of the rows.
+    """
+    backward, dtype = set(layer.backward), layer.dispatch.meta["val"].dtype
+    needed: set[fx.Node] = set()
+    pending = list(backward)
+    while pending:
+        inputs = set(pending.pop().all_input_nodes) - needed
+        needed |= inputs
+        pending += inputs
+    before = takewhile(lambda node: node not in backward, graph.nodes)
+    gradients = filter(is_weight_gradient, before)
+    return [node for node in gradients if node not in needed and node.meta["val"].dtype == dtype]
+
 
 CHOICES = ("auto", "fused", "streams")
 
@@ -126,7 +271,6 @@ def _lower(
         for i, node in enumerate([*results, *fillers]):
             if node is not None:
                 node.replace_all_uses_with(call_op(graph, operator.getitem, backward, i))
-    WORK.set(backward, group.backward)
     if not group.measured:
         for launch, work in ((forward, group.forward), (backward, group.backward)):
             MILLISECONDS.set(launch, work.milliseconds())
@@ -157,91 +301,3 @@ def sort_graph(graph: fx.Graph) -> None:
                 placed.setdefault(stack.pop())
     for before, after in pairwise(placed):
         before.append(after)
-
-
-def choose_fillers(
-    program: Program, cost: Cost, launches: Mapping[str, LaunchWork], parts: int
-) -> tuple[LaunchFillers, ...]:
-    """The gradients that become fillers of each copy's backward launch, where the launch hides them.
-
-    Args: program: with the step cut. launches: by name of a backward launch in the uncut graph, its work.
-        parts: the number of copies.
-
-    A filler is computed before its launch in the order of the program, and nothing that a launch or a filler
-    reads depends on it: this keeps the graph without cycles.
-    """
-    instructions = program.instructions
-
-    def dtype(position: int) -> str:
-        return program.tensors[instructions[position].outputs[0]].dtype
-
-    at = [i for i, x in enumerate(instructions) if whole_name(x.name) in launches]
-    gradients = [i for i in range(len(program)) if _is_weight_gradient(program, i)]
-    needed = 0
-    for i in (*at, *gradients):
-        needed |= program.reachability.ancestors[i]
-    free = bitset(gradients) & ~needed
-    chosen = []
-    for i in at:
-        work = launches[whole_name(instructions[i].name)].part(parts)
-        riders = {
-            instructions[g].name: cost(instructions[g], program.tensors)
-            for g in gradients
-            if g < i and free >> g & 1 and dtype(g) == dtype(i)
-        }
-        fillers = best_fit(riders, work)
-        if fillers:
-            free &= ~bitset([program.index[name] for name in fillers])
-            longer = work.milliseconds(sum(riders[name] for name in fillers)) - work.milliseconds()
-            alone = cost(instructions[i], program.tensors)
-            chosen.append(LaunchFillers(instructions[i].name, tuple(fillers), alone + longer))
-    return tuple(chosen)
-
-
-def _is_weight_gradient(program: Program, position: int) -> bool:
-    """Is it `mm(t(dy), x)`, which launches can compute?"""
-    instruction = program.instructions[position]
-    if instruction.op != "aten.mm":
-        return False
-    producer = program.producer.get(instruction.inputs[0])
-    return producer is not None and program.instructions[producer].op == "aten.t"
-
-
-def add_fillers(graph: fx.Graph, chosen: Sequence[LaunchFillers]) -> None:
-    """Let launches of a cut graph compute their chosen fillers, in place.
-
-    Raises: UserError if the graph has no such launch or gradient.
-    """
-    nodes = {node.name: node for node in graph.nodes}
-    for fillers in chosen:
-        launch = nodes.get(fillers.launch)
-        gradients = [nodes.get(name) for name in fillers.gradients]
-        can_ride = all(node is not None and is_weight_gradient(node) for node in gradients)
-        if launch is None or launch.target is not fused_graph.BACKWARD or not can_ride:
-            raise UserError(
-                "fillers of a plan",
-                got=f"{', '.join(fillers.gradients)} in {fillers.launch}, which this graph does not have",
-                expected="weight gradients and a backward launch of the cut graph",
-                do="plan again",
-            )
-        _add(graph, launch, [node for node in gradients if node is not None])
-    if chosen:
-        sort_graph(graph)
-
-
-def _add(graph: fx.Graph, launch: fx.Node, gradients: Sequence[fx.Node]) -> None:
-    dense_a, dense_b = fused_graph.DENSE_ARGUMENTS
-    args = list(launch.args)
-    args[dense_a] = [*args[dense_a], *(node.args[0].args[0] for node in gradients)]
-    args[dense_b] = [*args[dense_b], *(node.args[1] for node in gradients)]
-    launch.args = tuple(args)
-    before = launch.meta["val"]
-    set_value(launch, [*before, *(node.meta["val"] for node in gradients)])
-    for index, node in enumerate(gradients, len(before)):
-        with graph.inserting_after(launch):
-            element = call_op(graph, operator.getitem, launch, index)
-        node.replace_all_uses_with(element)
-        transposed = node.args[0]
-        graph.erase_node(node)
-        if not transposed.users:
-            graph.erase_node(transposed)

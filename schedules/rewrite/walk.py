@@ -45,11 +45,10 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite import apply, buckets
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
 from lancet_kernels.schedules.rewrite.cut import GraphCutter, cut_ranges, with_joins
-from lancet_kernels.schedules.rewrite.fused import lower
-from lancet_kernels.schedules.rewrite.fused_layers import MatchedLayer
+from lancet_kernels.schedules.rewrite.fused import MatchedLayer, lower
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.hiding import exposed_bounds, what_hides
+from lancet_kernels.schedules.time.hiding import what_hides
 from lancet_kernels.schedules.time.simulate import Timeline
 
 _log = logging.getLogger(__name__)
@@ -137,17 +136,15 @@ class Step:
     def planner(self, options: PlanningOptions | None = None) -> Planner:
         """The planner for this step; one for each options."""
         if options not in self._planners:
-            fill = self.cutter.with_fillers
-            self._planners[options] = Planner(self.program, self.cost, options, self.cutter, fill)
+            self._planners[options] = Planner(self.program, self.cost, options, self.cutter)
         return self._planners[options]
 
     def figures(self, timeline: Timeline) -> dict[str, Any]:
         """What the report of a plan says of its simulated iteration: what computes while messages travel, and
-        what no order hides; and what the plan is for."""
+        what the plan is for."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
-        bounds = exposed_bounds(timeline.program, timeline.durations_ms)
-        return {"hidings": hidings, "exposed_bounds": bounds, "setting": self.setting}
+        return {"hidings": hidings, "setting": self.setting}
 
 
 Pass = Callable[[Step, Plan], Step]

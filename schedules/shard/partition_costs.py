@@ -145,8 +145,7 @@ class Operator:
 
     flops: of the forward; every other phase of a product takes as many. passes: how often a phase of an
     operator that is no product reads or writes a tensor of its size. normalized: a dimension whose statistics
-    have to be summed when it is cut. accumulated: microbatches whose weight gradients are added up before the
-    devices sum them, once.
+    have to be summed when it is cut.
     """
 
     name: str
@@ -157,7 +156,6 @@ class Operator:
     flops: float = 0.0
     passes: int = 0
     normalized: str = ""
-    accumulated: int = 1
 
     def bytes(self, tensor: Operand) -> float:
         """Size of the whole tensor."""
@@ -264,8 +262,6 @@ def phase_times(cluster: Cluster, operator: Operator, partition: Partition, prod
             travelling[-1].append((weight.name, ms))
     groups = all_reduces(partition, product) if product.summed else ()
     collective_ms = all_reduce_ms(cluster, groups, tile_bytes[-1])
-    if product.phase == GRADIENT:
-        collective_ms /= operator.accumulated
     if operator.normalized:
         collective_ms += _statistics_ms(cluster, operator, partition, product)
     step_ms = roofline_ms(cluster, DTYPE, flops, moved)

@@ -3,7 +3,7 @@
 HiDup, section 4.2 (figure 4). `search_sharding` searches the forward Program of a microbatch; what people
 choose by hand is in `schedules.shard.sharding_strategy`. A state is a cut of the graph with the forms in
 which the tensors that cross it are held. A stage is a communication step, then a computation step; while one
-copy of the model computes, the other communicates; costs are those of `schedules.shard.sharding_costs`.
+copy of the model computes, the other communicates; costs are those of `schedules.shard.sharding_strategy`.
 
 Stages grow block by block: a label holds the costs of a strategy whose last stage is still open, and may be
 closed in front of any block. A tensor made in the open stage cannot be communicated before that is closed.
@@ -27,24 +27,24 @@ from lancet_kernels.graph.costs.costs import Cost, source_of
 from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
-from lancet_kernels.schedules.shard.sharding_costs import (
-    BACKWARD,
-    COPIES,
-    EPSILON,
-    BlockChoice,
-    Label,
-    dominates,
-)
 from lancet_kernels.schedules.shard.sharding_states import (
     Restriction,
     Segment,
     State,
     StateSpace,
-    lower_bounds,
     not_new,
     renamed,
 )
-from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_strategy import (
+    BACKWARD,
+    COPIES,
+    EPSILON,
+    BlockChoice,
+    Label,
+    ShardingStage,
+    ShardingStrategy,
+    dominates,
+)
 
 MOST_OF_A_STATE = 12
 PRICES_OF_MEMORY = (0.0, 0.3, 1.0, 3.0)
@@ -107,7 +107,6 @@ class Search:
         if memory_bytes is not None:
             self._prices = [share * self.computation_ms / memory_bytes for share in PRICES_OF_MEMORY]
         self._labels = 0
-        self._is_exact = True
         self._patterns: dict[tuple, Passed] = {}
 
     @property
@@ -124,10 +123,8 @@ class Search:
             raise UserError(
                 "program for a search of shardings", got="no instruction", expected="a model", do="give one"
             )
-        levels = self.space.borders(MOST_BORDERS)
-        self._is_exact = levels is not None
-        # Only those along the Program's order.
-        levels = levels or [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
+        # Where there are more, only those along the Program's order.
+        levels = self.space.borders(MOST_BORDERS) or [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
         segments = self.space.segments(levels)
         states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
         for segment in segments:
@@ -138,19 +135,15 @@ class Search:
                 states = self.space.walk(segment, states, self._grow)
             else:
                 states = self._pass(segment, states)
-        bound, least_bytes = lower_bounds(self.space, segments, overlaps_backward=self.overlaps_backward)
         complete = [label for labels in states.values() for label in labels]
         if not complete:
             raise UserError(
                 f"sharding of {program.name} on {self.space.ranks} ranks",
                 got=f"no strategy within {(self.memory_bytes or 0) / 1e9:.3g} GB a device",
-                expected=f"{least_bytes / 1e9:.3g} GB or more, for the smallest one",
+                expected="one that fits",
                 do="use more devices, or a smaller batch",
             )
         best = min(complete, key=lambda label: label.psi)
-        if self._is_exact and not self.price:
-            bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
-        psi = best.psi - self.price * best.bytes
         stages, parameters = self._stages(self._steps(best))
         return ShardingStrategy(
             name,
@@ -159,8 +152,7 @@ class Search:
             self.space.ranks,
             stages,
             parameters,
-            psi,
-            min(bound, psi),
+            best.psi - self.price * best.bytes,
             best.bytes,
             source_of(self.space.costs.cost),
             self._labels,
@@ -229,7 +221,7 @@ class Search:
 
     def _grow(self, done: int, states: States, targets: dict[int, States]) -> None:
         """Figure 4: insert every label behind each block, in the open stage or as the first of a new one."""
-        self._is_exact &= not self._prune(states)
+        self._prune(states)
         closed = self._closed(states)
         for b, target in targets.items():
             for new_stage, of in ((False, states), (True, closed)):
@@ -244,14 +236,14 @@ class Search:
                             grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
                             self._insert(target, t.state, grown)
 
-    def _prune(self, states: States) -> bool:
+    def _prune(self, states: States) -> None:
         """Keep the `most_labels` fastest of a border, of each state at most `MOST_OF_A_STATE`: otherwise the
         many ways to hide the same messages crowd out other forms. With a memory limit the fastest at several
-        prices of memory, and the smallest of each state, so that the smallest strategy of all is never lost.
-        -> was any dropped?"""
+        prices of memory, and the smallest of each state, so that the smallest strategy of all is never
+        lost."""
         total = sum(map(len, states.values()))
         if self.most_labels is None or total <= self.most_labels:
-            return False
+            return
         kept: dict[State, dict[int, Label]] = {state: {} for state in states}
         for price in self._prices:
             ranked: dict[State, list[tuple[float, Label]]] = {}
@@ -269,7 +261,6 @@ class Search:
             states[state] = list(kept[state].values())
             if not states[state]:
                 del states[state]
-        return True
 
     def _insert(self, states: States, state: State, label: Label) -> None:
         self._labels += 1

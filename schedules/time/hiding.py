@@ -1,22 +1,19 @@
-"""What simulating a plan predicts of its iteration, what of it no order could hide, and what computes while
-messages travel, by layer: the facts that `Plan.explain` puts into words.
-"""
+"""What simulating a plan predicts of its iteration, and what computes while messages travel, by layer: the
+facts that `Plan.explain` puts into words."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.costs.part_instruction import whole_name
-from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
-from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, link_of, lower_bound_ms
+from lancet_kernels.graph.program.program import Kind, Phase, original_name
+from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, lower_bound_ms
 from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
 
 
@@ -52,39 +49,6 @@ class Prediction:
             computation_ms=sum(ms[i] for i in times.compute),
             exposed_by={name: exposed_by[name] for name in sorted(exposed_by)},
         )
-
-
-def exposed_bounds(program: Program, ms: Sequence[float]) -> dict[str, float]:
-    """By collective, milliseconds of it during which compute idles in every order.
-
-    A message is hidden by computation that no path connects with it; what is longer than all of that is
-    exposed, for each message alone and for all of a kind together. Nothing is said where messages travel on
-    several links, because what two of them expose at once counts for one.
-
-    Args: ms: durations by position.
-    """
-    messages = [i for i, x in enumerate(program.instructions) if x.kind.is_communication]
-    if len({link_of(program.instructions[i]) for i in messages}) > 1:
-        return {}
-    computes = [x.kind is Kind.COMPUTE for x in program.instructions]
-    compute_ms = np.where(computes, ms, 0.0)
-
-    def bits(bitset: int) -> np.ndarray:
-        """[positions] of truth values."""
-        raw = np.frombuffer(bitset.to_bytes((len(ms) + 7) // 8, "little"), dtype=np.uint8)
-        return np.unpackbits(raw, count=len(ms), bitorder="little").astype(bool)
-
-    alone: dict[str, float] = {}
-    sent_ms: dict[str, float] = {}
-    hides: dict[str, np.ndarray] = {}
-    for i in messages:
-        kind = collective_of(program.instructions[i])
-        beside = bits(program.reachability.independent(i))
-        alone[kind] = alone.get(kind, 0.0) + max(0.0, ms[i] - float(compute_ms @ beside))
-        sent_ms[kind] = sent_ms.get(kind, 0.0) + ms[i]
-        hides[kind] = beside if kind not in hides else hides[kind] | beside
-    together = {kind: sent_ms[kind] - float(compute_ms @ hides[kind]) for kind in sent_ms}
-    return {kind: max(alone[kind], together[kind]) for kind in sorted(sent_ms)}
 
 
 WEIGHT_GRADIENTS = "weight gradients"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,44 +43,29 @@ def label(event: Event, weight_gradients: Collection[str]) -> str:
     return event.phase.value
 
 
-def perfetto_trace(
-    events: Sequence[Event], ranks: int = 1, weight_gradients: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Chrome trace JSON: a process for each of `ranks`, which all have these events; a track per resource,
-    times in microseconds.
+def save_trace(events: Sequence[Event], path: str | Path, weight_gradients: Collection[str] = ()) -> None:
+    """Write a Chrome trace, for ui.perfetto.dev or chrome://tracing: a track per resource.
 
     Args: weight_gradients: names of the instructions that are categorized as dW.
-    Events on a track follow one another.
     """
-    gradients = frozenset(weight_gradients)
     entries: list[dict[str, Any]] = []
-    for rank in range(ranks):
-        of_rank = {"ph": "M", "pid": rank, "tid": 0}
-        entries.append({**of_rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for track, resource in enumerate((COMPUTE, LINK)):
-            entries.append({**of_rank, "tid": track, "name": "thread_name", "args": {"name": resource}})
-            on_track = sorted((e for e in events if e.resource == resource), key=lambda e: e.start_ms)
-            _check_tracks(on_track)
-            entries += [
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": track,
-                    "name": e.name,
-                    "cat": label(e, gradients),
-                    "ts": e.start_ms * 1e3,
-                    "dur": (e.end_ms - e.start_ms) * 1e3,
-                }
-                for e in on_track
-            ]
-    return {"traceEvents": entries, "displayTimeUnit": "ms"}
-
-
-def save_trace(
-    events: Sequence[Event], path: str | Path, *, ranks: int = 1, weight_gradients: Sequence[str] = ()
-) -> None:
-    """Write the trace of `perfetto_trace`; open it at ui.perfetto.dev or chrome://tracing."""
-    trace = perfetto_trace(events, ranks, weight_gradients)
+    for track, resource in enumerate((COMPUTE, LINK)):
+        on_track = {"pid": 0, "tid": track}
+        entries.append({**on_track, "ph": "M", "name": "thread_name", "args": {"name": resource}})
+        entries += [
+            {
+                **on_track,
+                "ph": "X",
+                "name": e.name,
+                "cat": label(e, weight_gradients),
+                # In microseconds.
+                "ts": e.start_ms * 1e3,
+                "dur": (e.end_ms - e.start_ms) * 1e3,
+            }
+            for e in events
+            if e.resource == resource
+        ]
+    trace = {"traceEvents": entries, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
@@ -131,10 +115,3 @@ def save_picture(
     handles = [Patch(color=COLOURS[what], label=what) for what in COLOURS if what in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
-
-
-def _check_tracks(events: Sequence[Event]) -> None:
-    # Timestamps are sums of floats: a difference below a picosecond is no overlap.
-    for before, after in pairwise(events):
-        overlap = f"{before.name} and {after.name} at {after.start_ms} ms on one track"
-        assert after.start_ms >= before.end_ms - 1e-9, overlap

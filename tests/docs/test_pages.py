@@ -133,16 +133,6 @@ def test_every_key_of_a_cluster_file_is_in_the_reference() -> None:
         assert not missing, missing
 
 
-PICTURES = ["rows", "fused", pytest.param("timeline", marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize("picture", PICTURES)
-def test_pictures_are_drawn(picture: str, tmp_path: Path) -> None:
-    pictures = runpy.run_path(str(ROOT / "docs/scripts/pictures.py"))["PICTURES"]
-    pictures[picture](tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 @pytest.mark.long
 def test_it_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed")

@@ -111,6 +111,8 @@ OPTIMIZED = {
 def facts_of(plan: Plan) -> dict[str, Any]:
     """What a plan runs, as a digest, and what it predicts."""
     saved = plan.to_json()
+    # As they were saved when this was frozen.
+    saved["ranges"] = [{**r, "fillers": []} for r in saved["ranges"]]
     names = ("order", "ranges", "blocking", "pair")
     runs = json.dumps([saved.get(name) for name in names], sort_keys=True)
     return {

@@ -13,7 +13,7 @@ from ortools.sat.python import cp_model
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.forms import WHOLE
 from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.schedules.cut.axes import PREFER_CUT, AxisInference, _cost
+from lancet_kernels.schedules.cut.ranges import PREFER_CUT, AxisInference, _cost
 
 UNITS_PER_MS = 1_000_000
 """The solver works in whole nanoseconds."""

@@ -6,8 +6,16 @@ from functools import lru_cache
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.ops.moe.gates.base import Gate
-from lancet_kernels.ops.moe.gates.token_by_token import Hash, Random, Sigmoid, Switch, TopK
-from lancet_kernels.ops.moe.gates.whole_batch import BatchPrioritized, ExpertChoice, GShard
+from lancet_kernels.ops.moe.gates.gates import (
+    BatchPrioritized,
+    ExpertChoice,
+    GShard,
+    Hash,
+    Random,
+    Sigmoid,
+    Switch,
+    TopK,
+)
 
 GATES: dict[str, type[Gate]] = {
     gate.name: gate for gate in (Switch, TopK, GShard, BatchPrioritized, ExpertChoice, Hash, Random, Sigmoid)

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from bench.papers import hidup, report
-from bench.papers.hidup_models import hidup_config
-from bench.papers.hidup_settings import HiDupSetting, WholeBatch, links, with_bandwidth
+from bench.papers.hidup_settings import HiDupSetting, WholeBatch, hidup_config, links, with_bandwidth
 from lancet_kernels.graph.costs.clusters import load_cluster
 from tests.grids import few_of
 
@@ -71,4 +70,4 @@ def test_small_models(figures, tmp_path):
     json.dumps(report.as_json(hidup, data, {}))
     report.save_pictures(hidup, "hidup", data, tmp_path)
     for row in data["figures"].get("8", ()):
-        assert row["lower_bound_ms"] <= row["hidup_ms"] <= min(row["baselines_ms"].values())
+        assert row["hidup_ms"] <= min(row["baselines_ms"].values())

@@ -6,7 +6,7 @@ import pytest
 
 from bench.papers import primepar, report
 from bench.papers.__main__ import main
-from bench.papers.primepar_settings import BATCH, MODELS, SEQUENCE, slides_timelines
+from bench.papers.primepar import BATCH, MODELS, SEQUENCE, slides_timelines
 
 SMALL = MODELS[0]
 

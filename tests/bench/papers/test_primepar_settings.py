@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.primepar_settings import (
+from bench.papers.primepar import (
     BlockSizes,
     best_megatron,
     fixed,

@@ -10,7 +10,7 @@ from lancet_kernels.graph.ops import facts, rule_for
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import Rule
-from lancet_kernels.schedules.cut.axes import AxisInference
+from lancet_kernels.schedules.cut.ranges import AxisInference
 from tests.capturing import read_only_step
 from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
 from tests.graph.samples import SAMPLES, Draw

@@ -9,7 +9,7 @@ import torch
 from lancet_kernels import MoELayer
 from lancet_kernels.cli.main import main, selftest
 from lancet_kernels.errors import UserError
-from lancet_kernels.measure.ranks import Rank
+from lancet_kernels.measure.launch import Rank
 from tests.processes import run
 
 RANK = Rank(0, 1, 0, torch.device("cpu"))

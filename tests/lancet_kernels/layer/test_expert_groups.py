@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, moe_losses, set_gradient_group, set_routing_step
 from lancet_kernels.cli.main import main
-from lancet_kernels.cli.training.train_loop import train
-from lancet_kernels.cli.training.train_options import TrainOptions
-from lancet_kernels.cli.training.trainer import find_checkpoint, load_checkpoint, training_state
+from lancet_kernels.cli.train import train
+from lancet_kernels.cli.train_options import TrainOptions
+from lancet_kernels.cli.trainer import find_checkpoint, load_checkpoint, training_state
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.layer.gradients import clip_gradients, gradient_groups, groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
-from lancet_kernels.measure.ranks import Rank
+from lancet_kernels.measure.launch import Rank
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.schedules import STRATEGY_NAMES
 from tests.optimized import BOUND, optimized

@@ -30,7 +30,7 @@ import os, signal, sys
 import torch, torch.distributed as dist
 from torch.distributed.tensor import init_device_mesh
 from lancet_kernels import Groups, fsdp, optimize
-from lancet_kernels.measure.ranks import report_errors, start_ranks
+from lancet_kernels.measure.launch import report_errors, start_ranks
 from tests.lancet_kernels.optimization.test_sharded import Step, batch_of
 
 def main():

@@ -14,8 +14,16 @@ import torch
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.measure.launch import LANCET, launch, root_cause
-from lancet_kernels.measure.ranks import Rank, _one_line, report_errors, start_ranks, under_launcher
+from lancet_kernels.measure.launch import (
+    LANCET,
+    Rank,
+    _one_line,
+    launch,
+    report_errors,
+    root_cause,
+    start_ranks,
+    under_launcher,
+)
 from tests.processes import TORCHRUN, run, running, wait_for
 
 RANKS_TIMEOUT_S = 240
@@ -24,7 +32,7 @@ import ctypes, os, signal, sys, time
 from pathlib import Path
 from lancet_kernels.errors import UserError
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.measure.ranks import report_errors, start_ranks
+from lancet_kernels.measure.launch import report_errors, start_ranks
 from lancet_kernels.ops.comm.waiting import waiting
 
 folder, mode, *rest = sys.argv[1:]
@@ -133,7 +141,7 @@ def expected_by(rank: int) -> str:
     return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
 
 
-@pytest.mark.long  # by default: test_train_loop.py, a killed rank
+@pytest.mark.long  # by default: test_train.py, a killed rank
 @pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
@@ -148,7 +156,7 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
     assert mode == "early" or seen_by(job, 1) == expected_by(1)
 
 
-@pytest.mark.long  # by default: test_train_loop.py, a killed rank
+@pytest.mark.long  # by default: test_train.py, a killed rank
 @pytest.mark.parametrize(
     ("mode", "line"),
     [

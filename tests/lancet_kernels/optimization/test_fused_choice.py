@@ -121,8 +121,6 @@ def test_fillers_fill_what_communication_takes_longer() -> None:
     assert best_fit(FILLERS, LaunchWork(0.55, 0.1)) == ["long", "short"]
     assert best_fit(FILLERS, LaunchWork(0.5, 0.6)) == []
     assert LaunchWork(0.5, 0.1).milliseconds(0.35) == pytest.approx(0.5 / 0.85 + 0.02)
-    # Half as much of everything in each of two copies.
-    assert best_fit(FILLERS, LaunchWork(1.1, 0.2).part(2)) == ["long", "short"]
 
 
 def test_the_example_of_the_formula() -> None:

@@ -294,7 +294,6 @@ def refusals() -> dict[str, str]:
     made("ranks differ", Plain(), x[: 4 + 2 * dist.get_rank()])
     made("memory", Plain(), memory_gb=1e-9)
     made("memory of a baseline", Plain(), strategy="data parallel", memory_gb=1.0)
-    made("copies of linears", Plain(), strategy="primepar", copies=1)
     said["shape"] = refusal(lambda: wrong(x[:4]))
     said["mode"] = refusal(lambda: wrong.eval()(x))
     said["optimizer"] = refusal(
@@ -308,7 +307,7 @@ EXPECTED = {
     "one row": "nothing can be cut along the batch",
     "small batch": "expected microbatches that 2 ranks divide",
     "no experts": "got no parameter [experts, ., .]",
-    "name": "parallel, expert parallel, primepar, megatron, a ShardingStrategy, or the file of one",
+    "name": "parallel, expert parallel, a ShardingStrategy, or the file of one",
     "other ranks": "got one for 4 ranks, expected one for 2",
     "ranks": "(_c10d_functional.all_reduce), an op of several ranks",
     "another batch": "expected the program it was searched for",
@@ -323,7 +322,6 @@ EXPECTED = {
     "ranks differ": "got another one on rank(s) 1",
     "memory": "no strategy within 1e-09 GB a device",
     "memory of a baseline": "memory_gb of parallelize: got one, with strategy data parallel, expected none",
-    "copies of linears": "copies of parallelize: got one, with strategy primepar",
     "shape": "got inputs of another shape, expected what parallelize() was given",
     "mode": "got evaluation mode, was training mode",
     "optimizer": "4 parameters that are not of this module",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.comm.rows import DROPPED, expert_major, group_ends, rank_major
+from lancet_kernels.ops.comm.all_to_all import DROPPED, expert_major, group_ends, rank_major
 from lancet_kernels.ops.moe.dispatch import choice_of_rows
 from tests.ops.op_cases import (
     QUICK,

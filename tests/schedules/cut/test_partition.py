@@ -12,7 +12,6 @@ from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import CostModel, durations
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut_along
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.schedules.cut.axes import PREFER_CUT, AxisInference, _cost
 from lancet_kernels.schedules.cut.partition_range import (
     IMPOSSIBLE,
     PartitionOptions,
@@ -21,7 +20,14 @@ from lancet_kernels.schedules.cut.partition_range import (
     forward_length,
     group_instructions,
 )
-from lancet_kernels.schedules.cut.ranges import PartitionRange, positions, stages
+from lancet_kernels.schedules.cut.ranges import (
+    PREFER_CUT,
+    AxisInference,
+    PartitionRange,
+    _cost,
+    positions,
+    stages,
+)
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples

@@ -13,8 +13,7 @@ from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.schedules.cut.axes import AxisInference
-from lancet_kernels.schedules.cut.ranges import pipeline_order
+from lancet_kernels.schedules.cut.ranges import AxisInference, pipeline_order
 from lancet_kernels.schedules.rewrite.cut import cut_range
 from lancet_kernels.schedules.strategies import Planner
 from tests.capturing import Step, read_only_step

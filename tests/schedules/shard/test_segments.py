@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.papers.primepar_settings import EDGES, BlockSizes, block, problem
+from bench.papers.primepar import EDGES, BlockSizes, block, problem
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.rules.slices import (

@@ -14,10 +14,9 @@ from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
 from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
-from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, psi_of
 from lancet_kernels.schedules.shard.sharding_search import Search, search_sharding
 from lancet_kernels.schedules.shard.sharding_states import StateSpace
-from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+from lancet_kernels.schedules.shard.sharding_strategy import BACKWARD, ShardingStrategy, psi_of
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
@@ -169,8 +168,6 @@ def needed_after(program: Program, done: frozenset[str]) -> set[str]:
 def test_search_equals_brute_force(program):
     best = Search(StateSpace(program, RANKS, given)).run("best")
     assert best.predicted_ms == pytest.approx(BruteForce(program).smallest(), abs=1e-9)
-    assert best.lower_bound_ms == pytest.approx(best.predicted_ms)
-    assert best.lower_bound_ms <= best.predicted_ms
 
 
 @pytest.mark.long
@@ -245,11 +242,10 @@ def test_a_chain_that_has_to_change_its_dimension_overlaps():
     assert strategy.predicted_ms < alone.predicted_ms
 
 
-def test_fewer_kept_strategies_are_no_better_and_say_how_far_off_they_may_be():
+def test_fewer_kept_strategies_are_no_better():
     best = search_sharding(CHAIN, RANKS, given)
     limited = search_sharding(CHAIN, RANKS, given, most_labels=1)
-    assert best.gap == 0
-    assert limited.lower_bound_ms <= best.predicted_ms <= limited.predicted_ms
+    assert best.predicted_ms <= limited.predicted_ms
 
 
 def test_memory_limit_shards_weights():
@@ -259,18 +255,16 @@ def test_memory_limit_shards_weights():
     assert tight.predicted_ms >= free.predicted_ms
     pruned = search_sharding(CHAIN, RANKS, given, memory_gb=free.memory_bytes * 0.9 / 1e9, most_labels=1)
     assert pruned.memory_bytes <= free.memory_bytes * 0.9
-    with pytest.raises(UserError, match=r"no strategy within 1e-09 GB.*expected [\d.e-]+ GB or more"):
+    with pytest.raises(UserError, match="no strategy within 1e-09 GB a device, expected one that fits"):
         search_sharding(CHAIN, RANKS, given, memory_gb=1e-9)
 
 
 @examples(40)
 @drawn(graphs(most=5, least=2))
 def test_the_least_memory_is_enough(program):
-    with pytest.raises(UserError) as refused:
-        search_sharding(program, RANKS, given, memory_gb=1e-12)
-    least = float(str(refused.value).split("expected ")[1].split(" GB")[0])
-    strategy = search_sharding(program, RANKS, given, memory_gb=least * 1.01, most_labels=1)
-    assert least * 0.99 <= strategy.memory_bytes / 1e9 <= least * 1.01
+    least = Search(StateSpace(program, RANKS, given), price=1e9).run("smallest").memory_bytes
+    strategy = search_sharding(program, RANKS, given, memory_gb=least / 1e9, most_labels=1)
+    assert strategy.memory_bytes == pytest.approx(least)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -301,7 +295,6 @@ def test_repeated_layers_are_searched_once(times):
     once = Search(StateSpace(program, RANKS, given), **limits).run("once")
     each = Recording(StateSpace(program, RANKS, given), **limits).run("each")
     assert once.predicted_ms == pytest.approx(each.predicted_ms, rel=0.01)
-    assert once.lower_bound_ms <= min(once.predicted_ms, each.predicted_ms)
     assert [name for stage in once.stages for name in stage.computation] == list(program.index)
     assert set(once.parameters) == set(program.parameters)
     if times == 12:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.papers.hidup_models import HiDupModel, hidup_config
+from bench.papers.hidup_settings import HiDupModel, hidup_config
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.capture.forward_program import forward_of
@@ -85,7 +85,7 @@ def test_a_strategy_for_a_model_takes_what_is_simulated(name):
     assert set().union(*(stage.computation for stage in strategy.stages)) == set(program.index)
     assert set(strategy.parameters) == set(program.parameters)
     assert simulate(duplexed(strategy), milliseconds).iteration_ms == pytest.approx(strategy.predicted_ms)
-    assert strategy.lower_bound_ms <= strategy.predicted_ms <= strategy.serial_ms + 1e-9
+    assert strategy.predicted_ms <= strategy.serial_ms + 1e-9
     assert strategy.predicted_ms < search_sharding(program, 1, milliseconds).predicted_ms
 
 

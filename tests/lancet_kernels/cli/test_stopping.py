@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from lancet_kernels.cli.training.train_loop import stop_requests
+from lancet_kernels.cli.train import stop_requests
 from tests.processes import started
 
 PATIENT = """
 import signal, time
-from lancet_kernels.cli.training.train_loop import stop_requests
+from lancet_kernels.cli.train import stop_requests
 with stop_requests() as asked:
     print("ready", flush=True)
     while asked.number < signal.SIGTERM:

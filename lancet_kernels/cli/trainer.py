@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.cli.training.data import Corpus, batch_of_rank, check_length
-from lancet_kernels.cli.training.train_options import TrainOptions, build_config
+from lancet_kernels.cli.train_data import Corpus, batch_of_rank, check_length
+from lancet_kernels.cli.train_options import TrainOptions, build_config
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients
 from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.layer.summed_gradients import SummedModule
-from lancet_kernels.measure.ranks import Rank
+from lancet_kernels.measure.launch import Rank
 from lancet_kernels.ops.comm.groups import Groups, from_first_rank, group_name, over_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.waiting import waiting
@@ -223,26 +223,6 @@ class Trainer:
         own = torch.tensor([float(v) for v in values], dtype=torch.float64)
         what = "mean of the step's figures over the ranks"
         return over_ranks(own, self.groups.data, "mean", what).tolist()
-
-    def compare(self, picture: Path) -> dict[str, object]:
-        """Measure blocking and planned iterations, interleaved, on an emulated link
-        (`measure.step_bench`).
-
-        The link is that of the run, or one on which all-to-all takes 40 % of a blocking iteration.
-        """
-        # Imported here, because torch's tracer takes a second to import.
-        from lancet_kernels.measure import step_bench
-        from lancet_kernels.schedules.strategies import PlanningOptions
-
-        step, inputs = getattr(self.module, "module", self.module), self.batch(1)
-        gbps = self.options.link_gbps or step_bench.slow_link(step, inputs)
-        options = PlanningOptions(self.options.partition())
-        strategies = dict.fromkeys(("none", "lancet", self.options.strategy))
-        modules = step_bench.planned(step, inputs, strategies, options=options)
-        measured = step_bench.measure(modules, inputs, self.options.compare)
-        step_bench.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
-        figures = step_bench.report(measured, self.options.strategy, f"emulated, {gbps:.3g} Gbit/s")
-        return figures | {"iterations": self.options.compare, "timeline": str(picture)}
 
     @torch.no_grad()
     def validation_loss(self) -> float:

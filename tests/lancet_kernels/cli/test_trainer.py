@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lancet_kernels import MoELayer, set_routing_step
-from lancet_kernels.cli.training.trainer import (
+from lancet_kernels.cli.trainer import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,

@@ -17,7 +17,7 @@ from lancet_kernels.cli.options import (
     positive_int,
     probability,
 )
-from lancet_kernels.cli.training.data import VOCABULARY
+from lancet_kernels.cli.train_data import VOCABULARY
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, BENCH_VOCAB, MODELS, ModelConfig, model_config
@@ -96,12 +96,6 @@ class TrainOptions(PlanningFlags):
     )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
-    )
-    compare: int = option(
-        0,
-        "at the end, compare this many iterations of none, lancet and the plan on a slow emulated link "
-        "(CPU ranks)",
-        parse=non_negative_int,
     )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
@@ -188,13 +182,6 @@ def check_options(options: TrainOptions, ranks: int) -> None:
         from lancet_kernels.schedules.strategies import PlanningOptions
 
         FusedChoice(options.strategy, PlanningOptions(), "auto", None, torch.device(options.chosen_device()))
-    if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
-        raise UserError(
-            "compare",
-            got=f"{ranks} rank(s) on {options.chosen_device()} with strategy {options.strategy}",
-            expected="at least 2 CPU ranks and another strategy than none",
-            do="leave --compare out",
-        )
     if options.link_gbps is not None and options.chosen_device() == "cuda":
         raise UserError(
             "link-gbps", got="device cuda", expected="cpu", do="only CPU ranks can share an emulated link"
