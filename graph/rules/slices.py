@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.rules.derived import parse
 
 FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
@@ -105,8 +104,6 @@ def replicate() -> Primitive:
 def square(k: int) -> Primitive:
     """P(2^k x 2^k): a square of 4^k devices, 2^k steps, no collectives and no replicas (slide "Novel
     Spatial-temporal Tensor Partition Primitive")."""
-    if k < 0:
-        raise UserError("square primitive", got=f"k = {k}", expected="k >= 0", do="use 4^k devices")
     own_row, own_column = SliceIndex(row=1), SliceIndex(column=1)
     formulas = {
         FORWARD: {"m": own_row, "n": SliceIndex(row=1, column=1, step=1), "k": own_column},
@@ -137,13 +134,6 @@ def home_square(k: int, skewed: str) -> Primitive:
         with slice c. The result of a layer skewed in k lies where one skewed in n begins, and the other way
         round: nothing travels between layers that alternate.
     """
-    if k < 0 or skewed not in ("n", "k"):
-        raise UserError(
-            "home square",
-            got=f"k = {k}, skewed in {skewed!r}",
-            expected="k >= 0, n or k",
-            do="use 4^k devices, and skew features in (n) or out (k)",
-        )
     r, c, skew = SliceIndex(row=1), SliceIndex(column=1), SliceIndex(row=1, column=1)
     n, o = (skew, c) if skewed == "n" else (c, skew)
     formulas = {

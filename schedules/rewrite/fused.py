@@ -29,7 +29,6 @@ from itertools import pairwise, takewhile
 
 from torch import fx
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import op_name
@@ -227,21 +226,12 @@ def lower(
     """Replace the ops of every fused group of a joint graph by two fused instructions, in place.
 
     Args: context_of_layer: gives the number of the context (`ops.context`) that has a layer's exchange.
-    Raises: UserError if a group is not in this graph.
     """
     layers = {layer.name: layer for layer in match_layers(module.graph)[0]}
     nodes = {node.name: node for node in module.graph.nodes}
     for group in groups:
         if not group.fused:
             continue
-        missing = [name for name in (group.layer, *group.fillers) if name not in nodes]
-        if group.layer not in layers or missing:
-            raise UserError(
-                "fused group of a plan",
-                got=f"{group.layer}, which this graph does not have ({', '.join(missing) or 'not fusable'})",
-                expected="a layer of the captured graph",
-                do="plan again",
-            )
         layer = layers[group.layer]
         _lower(module.graph, layer, [nodes[n] for n in group.fillers], context_of_layer(layer), group)
     sort_graph(module.graph)

@@ -24,7 +24,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, grouped_all_reduce_ms, point_to_point_ms
 from lancet_kernels.graph.costs.costs import roofline_ms
 from lancet_kernels.graph.rules.slices import (
@@ -44,23 +43,14 @@ from lancet_kernels.graph.rules.slices import (
 
 
 def all_reduce_ms(cluster: Cluster, groups: Sequence[Sequence[int]], size: float) -> float:
-    """Milliseconds of simultaneous all-reduces, one per group, of `size` bytes per device.
-
-    Raises: UserError if a group has more devices on one node than on another.
-    """
+    """Milliseconds of simultaneous all-reduces, one per group, of `size` bytes per device."""
     if not groups:
         return 0.0
     at_once: Counter[int] = Counter()
     local = nodes = 1
     for group in groups:
         of_node = Counter(device // cluster.gpus_per_node for device in group)
-        if len(set(of_node.values())) > 1:
-            raise UserError(
-                "group of an all-reduce",
-                got=f"devices {tuple(group)}",
-                expected="as many on each node",
-                do="use a power of two of GPUs per node",
-            )
+        assert len(set(of_node.values())) == 1, "as many devices on each node"
         local, nodes = max(of_node.values()), len(of_node)
         if nodes > 1:
             at_once.update(of_node.keys())

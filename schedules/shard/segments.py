@@ -97,17 +97,8 @@ def _sequences(
 
 def megatron(operators: Sequence[Operator], data_bits: int, tensor_bits: int) -> list[Partition]:
     """Megatron's partition of each operator: data parallel over the first bits; over the others columns of
-    qkv and fc1, heads, and rows of the projection and fc2, with the operators between them replicated.
-
-    Raises: UserError if the batch is smaller than its slices.
-    """
-    if operators[0].sizes["b"] < 1 << data_bits:
-        raise UserError(
-            "data-parallel devices",
-            got=1 << data_bits,
-            expected=f"at most the batch, {operators[0].sizes['b']}",
-            do="use a larger batch or more tensor-parallel devices",
-        )
+    qkv and fc1, heads, and rows of the projection and fc2, with the operators between them replicated."""
+    assert operators[0].sizes["b"] >= 1 << data_bits, "the batch has a sequence for each slice"
     tensor = {"qkv": "k", "attention": "h", "projection": "n", "fc1": "k", "activation": "k", "fc2": "n"}
     return [
         Partition(

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.part_instruction import part_name, whole_name
 from lancet_kernels.graph.from_fx import program_from_graph, tensor_names
 from lancet_kernels.graph.meta import WRITTEN_INTO
@@ -265,13 +264,8 @@ class _Sharder:
 
     def _converted(self, tensor: str, source: Form, target: Form) -> fx.Node:
         name, node = collective(source, target), self.held[tensor].get(source)
-        if name is None or node is None:
-            raise UserError(
-                f"sharding of {self.strategy.program}",
-                got=f"{tensor} as {', '.join(map(str, self.held[tensor]))}, read as {target}",
-                expected="a form that a collective can make of it",
-                do="search again",
-            )
+        assert name is not None, f"{tensor}: no collective makes {target} of {source}"
+        assert node is not None, f"{tensor} is not held as {source}"
         calls = {
             SLICE: (lancet.take_shard.default, (target.dimension,)),
             "all_gather": (lancet.all_gather.default, (source.dimension,)),

@@ -119,10 +119,6 @@ class Search:
     def run(self, name: str) -> ShardingStrategy:
         """The best complete strategy. Raises: UserError where none keeps to the memory limit."""
         program = self.space.program
-        if not self.blocks:
-            raise UserError(
-                "program for a search of shardings", got="no instruction", expected="a model", do="give one"
-            )
         # Where there are more, only those along the Program's order.
         levels = self.space.borders(MOST_BORDERS) or [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
         segments = self.space.segments(levels)
@@ -368,7 +364,7 @@ def search_sharding(
             fastest strategy of all needs more.
         most_labels: strategies kept behind each border; None: all of a small graph, `MOST_LABELS` of others.
         overlaps_backward: see `Search`.
-    Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
+    Raises: UserError: no strategy within the memory.
     """
     is_small = len(program) <= SMALL
     least_sliced_bytes = 0 if is_small else LEAST_SLICED_BYTES

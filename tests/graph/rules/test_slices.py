@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.rules.slices import (
     BACKWARD,
     FORWARD,
@@ -359,11 +358,7 @@ def test_what_splits_have_to_sum_and_replicate() -> None:
                 assert replicas(partition, phase, tensor) == (2 if is_copied else 1)
 
 
-def test_one_line_for_bad_input() -> None:
-    with pytest.raises(UserError, match="square primitive: got k = -1"):
-        square(-1)
-    with pytest.raises(UserError, match="home square: got k = 1, skewed in 'm'"):
-        home_square(1, "m")
+def test_no_sources_of_what_no_device_holds() -> None:
     with pytest.raises(AssertionError, match="two operands -> one result"):
         products("m n -> n m")
     with pytest.raises(AssertionError, match=r"no device holds tile \(1,\), which device 1 needs"):

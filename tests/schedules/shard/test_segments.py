@@ -219,5 +219,5 @@ def test_one_line_for_bad_input() -> None:
         Problem.over(P3DN, operators, EDGES, 6)
     with pytest.raises(AssertionError, match="the last operator of the one before"):
         solve(Problem.over(P3DN, operators[:4], EDGES[:3], 4), layers=2)
-    with pytest.raises(UserError, match="data-parallel devices"):
+    with pytest.raises(AssertionError, match="the batch has a sequence"):
         megatron(operators, 4, 0)
