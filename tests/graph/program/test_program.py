@@ -165,7 +165,7 @@ PLAIN = {
     "graph/costs": "clusters costs part_instruction",
     "schedules/time": "simulate peak_memory timeline",
     "schedules/order": "weight_gradients list_schedule best_order ordering",
-    "schedules/cut": "axes ranges partition_range",
+    "schedules/cut": "ranges partition_range",
     "schedules": "plan strategies",
 }
 
