@@ -1,5 +1,6 @@
 """Scripts of bench/ run, small: those that no other test of this folder starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,15 @@ def test_autotune_lists_what_it_would_time() -> None:
     said = printed(BENCH / "autotune.py", "--dry-run", "--workload", "64,32,32,4,2")
     assert "overlap" in said
     assert "candidates" in said
+
+
+@pytest.mark.long
+def test_converted_models(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = "--models Mixtral --widths 16 --ranks 1,2 --rounds 2 --contenders transformers,convert".split()
+    said = printed("-m", "bench.cpu.converted", *small, "--json", tmp_path / "figures.json")
+    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
+    assert [case["ranks"] for case in cases] == [1, 2]
+    assert all(case["over_transformers"]["transformers"] == 1 for case in cases)
+    assert all(case["milliseconds"]["convert"] > 0 for case in cases)
+    assert said.count("Mixtral") == 2
