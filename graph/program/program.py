@@ -70,10 +70,6 @@ class Reachability:
                 descendants[j] |= reach
         return cls(ancestors, descendants)
 
-    def reaches(self, i: int, j: int) -> bool:
-        """Is there a directed path from i to j?"""
-        return bool(self.descendants[i] >> j & 1)
-
     def independent(self, i: int) -> int:
         """Bitset of the instructions without a path to or from i, in either direction, i itself excluded."""
         everything = (1 << len(self.ancestors)) - 1

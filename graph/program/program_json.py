@@ -1,4 +1,4 @@
-"""Programs as JSON, their fingerprints, and files of what belongs to a Program."""
+"""Fingerprints of Programs, and JSON files of what belongs to a Program."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, ClassVar, TypeVar
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, write_json_atomically
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
-
-FORMAT = "lancet-program"
-VERSION = 1
+from lancet_kernels.graph.program.program import Program
 
 Saved = TypeVar("Saved", bound="SavedJson")
 
 
-def program_to_json(program: Program) -> dict[str, Any]:
-    """A dict of JSON values; `program_from_json` gives back an equal Program."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
+def fingerprint(program: Program) -> str:
+    """64 hex digits that depend on the structure (names, ops, shapes, order, attributes), never on costs.
+
+    Ranks that captured the same model get the same fingerprint, even if they measured different times.
+    """
+    structure = {
+        "format": "lancet-program",
+        "version": 1,
         "name": program.name,
         "tensors": [[t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()],
         "inputs": list(program.inputs),
@@ -36,55 +36,13 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 "outputs": list(i.outputs),
                 "kind": i.kind.value,
                 "phase": i.phase.value,
-                "flops": i.flops,
-                "bytes": i.bytes,
-                "milliseconds": i.milliseconds,
                 "mutates": list(i.mutates),
                 "attributes": dict(i.attributes),
                 **({"after": i.after} if i.after else {}),
-                **({"microbatches": i.microbatches} if i.microbatches > 1 else {}),
             }
             for i in program.instructions
         ],
     }
-
-
-def program_from_json(data: dict[str, Any]) -> Program:
-    """The Program that `program_to_json` wrote.
-
-    Raises:
-        UserError: not a program of this version, or the program it describes is not valid.
-    """
-    versioned_fields(data, "program", (FORMAT, VERSION), "write it again with program_to_json")
-    try:
-        tensors = [
-            TensorSpec(name, tuple(shape), dtype, size, alias_of)
-            for name, shape, dtype, size, alias_of in data["tensors"]
-        ]
-        instructions = tuple(
-            Instruction(**{**i, "kind": Kind(i["kind"]), "phase": Phase(i["phase"])})
-            for i in data["instructions"]
-        )
-        specs = {t.name: t for t in tensors}
-        return Program(data["name"], instructions, specs, data["inputs"], data["outputs"], data["parameters"])
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            "program JSON", got=repr(error), expected="every field of its version", do="write it again"
-        ) from error
-
-
-def fingerprint(program: Program) -> str:
-    """64 hex digits that depend on the structure (names, ops, shapes, order, attributes), never on costs.
-
-    Ranks that captured the same model get the same fingerprint, even if they measured different times.
-    """
-    structure = program_to_json(program)
-    for instruction in structure["instructions"]:
-        for cost in ("flops", "bytes", "milliseconds"):
-            del instruction[cost]
-        instruction.pop("microbatches", None)
     text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -135,9 +93,11 @@ class SavedJson(ABC):
     @classmethod
     def from_json(cls: type[Saved], data: Any) -> Saved:
         """The object that `to_json` wrote. Raises: UserError: not of this kind and version."""
-        fields = versioned_fields(data, cls.KIND, (f"lancet-{cls.KIND}", cls.VERSION), cls.AGAIN)
+        actual = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
+        if actual != (expected := (f"lancet-{cls.KIND}", cls.VERSION)):
+            raise UserError(f"{cls.KIND} JSON", got=actual, expected=expected, do=cls.AGAIN)
         try:
-            return cls.from_fields(fields)
+            return cls.from_fields({k: v for k, v in data.items() if k not in ("format", "version")})
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{cls.KIND} JSON", got=repr(error), expected="every field of its version", do=cls.AGAIN
@@ -164,11 +124,3 @@ class SavedJson(ABC):
         if program is not None:
             saved.check(program)
         return saved
-
-
-def versioned_fields(data: Any, kind: str, version: tuple[str, int], do: str) -> dict[str, Any]:
-    """The fields of a JSON object without its format and version. Raises: UserError if these do not match."""
-    actual = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-    if actual != version:
-        raise UserError(f"{kind} JSON", got=actual, expected=version, do=do)
-    return {k: v for k, v in data.items() if k not in ("format", "version")}

@@ -142,15 +142,6 @@ def dominates(a: Label, b: Label, with_memory: bool, tolerance: float = EPSILON)
     return allowed >= 0
 
 
-def psi_of(stages: list[tuple[float, float]]) -> float:
-    """Equation (5) for (communication, computation) of each stage."""
-    total, last = 0.0, 0.0
-    for comm, comp in stages:
-        total += max(last, comm) + max(comm, comp)
-        last = comp
-    return total + last
-
-
 WIDTH = 118
 
 

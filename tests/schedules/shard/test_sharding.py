@@ -16,7 +16,7 @@ from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
 from lancet_kernels.schedules.shard.sharding_search import Search, search_sharding
 from lancet_kernels.schedules.shard.sharding_states import StateSpace
-from lancet_kernels.schedules.shard.sharding_strategy import BACKWARD, ShardingStrategy, psi_of
+from lancet_kernels.schedules.shard.sharding_strategy import BACKWARD, ShardingStrategy
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
@@ -274,6 +274,15 @@ def test_baselines_are_no_faster_than_the_search(name):
     assert not any(form.is_cut for form in strategy.parameters.values())
     if name == "replicated":
         assert strategy.computation_ms == 2 * (1 + BACKWARD) * sum(i.milliseconds for i in CHAIN.instructions)
+
+
+def psi_of(stages: list[tuple[float, float]]) -> float:
+    """Equation (5) for (communication, computation) of each stage."""
+    total, last = 0.0, 0.0
+    for comm, comp in stages:
+        total += max(last, comm) + max(comm, comp)
+        last = comp
+    return total + last
 
 
 @examples(40)
