@@ -13,6 +13,7 @@ from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.ops.comm import redistribute  # noqa: F401 (registers its ops)
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.moe import fused_graph  # noqa: F401 (registers the fused ops)
+from lancet_kernels.predict import attention  # noqa: F401 (registers its ops)
 
 
 def overloads(op: str) -> list[torch._ops.OpOverload]:
