@@ -30,8 +30,7 @@ from torch import nn
 from lancet_kernels import CausalLMStep, convert, ddp, optimize
 from lancet_kernels.cli.options import names_among
 from lancet_kernels.files import write_json_atomically
-from lancet_kernels.measure.launch import launch
-from lancet_kernels.measure.ranks import report_errors, start_ranks, under_launcher
+from lancet_kernels.measure.launch import launch, report_errors, start_ranks, under_launcher
 from lancet_kernels.measure.step_bench import iteration
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.report import PLAIN
