@@ -35,6 +35,11 @@ SIZES: dict[str, Any] = {
 _ROPE_4 = {"head_dim": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _ROPE_4,
+    "dbrx": {
+        "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 1e4, "attn_pdrop": 0.0},
+        "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 16},
+    },
     "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
     "deepseek_v3": _ROPE_4,
     "deepseek_v4": {"mlp_layer_types": ["moe", "moe"]},
@@ -57,6 +62,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4, "mamba_d_head": 8},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
+    "llama4": {"intermediate_size_mlp": 20, "interleave_moe_layer_step": 1},
     "longcat_flash": _ROPE_4
     | {"num_layers": 2, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 20, "zero_expert_num": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention"] * 2},
@@ -64,10 +70,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip
 """By family, sizes in addition."""
-OUTSIDE = (
-    "dbrx", "jetmoe", "llama4", "longcat_flash", "muse_spark", "nllb_moe", "switch_transformers",
-)  # fmt: skip
-"""Families whose experts `convert` leaves alone."""
 FLOAT32 = ("beam", "inkling2", "nemotron_h", "openai_privacy_filter")
 """Families that compute in float32 in a float64 model, or cannot be one."""
 _ENDINGS = ("ForCausalLM", "TextModel", "Model", "ForTokenClassification", "ForConditionalGeneration")

@@ -74,6 +74,7 @@ ASSUMED = (
     "microbatches: the backward of a microbatch and the forward of the next, in the best order",
     "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
     "megatron-dw: with delayed weight gradients",
+    "of a multimodal model only the text model is trained, on text",
     "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
 )
 

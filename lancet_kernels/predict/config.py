@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.predict import attention
 
+LAYERS = ("layers", "blocks")
+"""What the lists of layers are called in models."""
+
 
 def load_config(path: str | Path) -> Any:
-    """The transformers configuration in a `config.json`, or in a folder with one. Nothing is downloaded.
+    """The transformers configuration in a `config.json`, or in a folder with one; of a multimodal model that
+    of its text model. Nothing is downloaded.
 
     Raises: UserError for a missing file, or a model type that this transformers does not know.
     """
@@ -33,7 +38,7 @@ def load_config(path: str | Path) -> Any:
         data = json.loads(file.read_text(encoding="utf-8"))
         # A quantized checkpoint says nothing about how the model is trained.
         data.pop("quantization_config", None)
-        return AutoConfig.for_model(**data)
+        return AutoConfig.for_model(**data).get_text_config()
     except (OSError, ValueError, KeyError, TypeError) as error:
         # transformers lists all models that it knows.
         text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -44,11 +49,11 @@ def load_config(path: str | Path) -> Any:
 
 
 def number_of_experts(config: Any) -> int:
-    """Experts in all of an MoE layer; 0: a dense model. Of a multimodal model, those of its text model."""
-    config = config.get_text_config()
-    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
+    """Experts in all of an MoE layer; 0: a dense model."""
+    for part in (config, getattr(config, "ffn_config", None)):  # DBRX has a part of its own for them
+        for name in ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"):
+            if getattr(part, name, None):
+                return int(getattr(part, name))
     return 0
 
 
@@ -61,23 +66,45 @@ def check_experts(experts: int, ranks: int) -> None:
         )  # fmt: skip
 
 
+def _with_head(model: Any) -> Any:
+    """The text model of a multimodal one, which transformers has without a head: with a linear one."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class TextModelWithHead(type(model).__base__):  # type: ignore[misc]
+        __module__ = type(model).__module__  # whose code says to transformers what it supports
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__(model.config)
+            self.model = model
+            width = model.get_input_embeddings().embedding_dim
+            self.lm_head = nn.Linear(width, model.config.vocab_size, bias=False, dtype=model.dtype)
+
+        def forward(self, **inputs: Any) -> Any:
+            return CausalLMOutputWithPast(logits=self.lm_head(self.model(**inputs).last_hidden_state))
+
+    return TextModelWithHead()
+
+
 def meta_model(config: Any) -> Any:
     """The causal language model of a configuration, on the meta device, in bfloat16. Raises: UserError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     attention.register()
     config._attn_implementation = attention.IMPLEMENTATION
     config.use_cache = False
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION
-            )
-    except (ValueError, KeyError) as error:
+    has_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not has_head and type(config) not in MODEL_MAPPING:
         raise UserError(
-            "--hf", got=f"model type {config.model_type} ({str(error).splitlines()[0]})",
-            expected="a causal language model", do="give the config of one",
-        ) from error  # fmt: skip
+            "--hf", got=f"model type {config.model_type}", expected="a causal language model",
+            do="give the config of one",
+        )  # fmt: skip
+    with torch.device("meta"):
+        model = (AutoModelForCausalLM if has_head else AutoModel).from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION
+        )
+        return model if has_head else _with_head(model)
 
 
 def shortened(config: Any, layers: int) -> Any:
@@ -91,19 +118,24 @@ def shortened(config: Any, layers: int) -> Any:
     return config
 
 
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of layers of a model's decoder. Raises: UserError for other models."""
+    for name, module in model.get_decoder().named_modules():
+        if name.rpartition(".")[2] in LAYERS and isinstance(module, nn.ModuleList):
+            return module
+    raise UserError(
+        "--hf", got=f"{type(model).__name__}, whose decoder has no `{'` or `'.join(LAYERS)}`",
+        expected="a decoder with a list of layers of that name", do="plan your own step with --module",
+    )  # fmt: skip
+
+
 def kinds_of_layers(model: Any) -> list[int]:
     """The number of the kind of each layer: alike are layers with the same modules, shapes and attention
     window."""
     seen: dict[object, int] = {}
     types = getattr(model.config, "layer_types", None)
     kinds = []
-    layers = getattr(model.get_decoder(), "layers", None)
-    if layers is None:
-        raise UserError(
-            "--hf", got=f"{type(model).__name__}, whose decoder has no `layers`",
-            expected="a decoder with a list of layers of that name", do="plan your own step with --module",
-        )  # fmt: skip
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(decoder_layers(model)):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         modules = tuple(type(m).__name__ for m in layer.modules())
         kinds.append(seen.setdefault((shapes, modules, types[index] if types else None), len(seen)))

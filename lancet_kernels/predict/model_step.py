@@ -24,8 +24,7 @@ from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.predict.tensor_parallel import name_group, slice_model
-from lancet_kernels.transformers.convert import convert
-from lancet_kernels.transformers.experts import has_interface
+from lancet_kernels.transformers.convert import convert, experts_of
 
 
 class _Loss(nn.Module):
@@ -57,7 +56,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
         layout = question.gpus, question.expert_ranks, question.tensor_ranks
         groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
         model = meta_model(config)
-        if not question.experts and any(map(has_interface, model.modules())):
+        if not question.experts and any(experts_of(model)):
             raise UserError(
                 "--hf", got=f"{type(model).__name__}, whose config.json does not say how many experts it has",
                 expected="num_experts, num_local_experts or n_routed_experts", do="name it like that",

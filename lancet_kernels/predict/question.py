@@ -84,7 +84,7 @@ class Question:
                 "--experts-over", got=self.expert_ranks, expected=f"up to {node}, or a multiple of it",
                 do="use whole nodes",
             )  # fmt: skip
-        config = self.config.get_text_config()
+        config = self.config
         per_token = getattr(config, "num_experts_per_tok", 1) or 1
         costs = KernelCosts(
             self.hardware,
@@ -107,7 +107,7 @@ class Question:
         if not self.experts:
             return Load()
         check_experts(self.experts, self.expert_ranks)
-        layers = self.config.get_text_config().num_hidden_layers
+        layers = self.config.num_hidden_layers
         return Routing.of(self.routing, self.experts, layers).load(self.expert_ranks)
 
     @property

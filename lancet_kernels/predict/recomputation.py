@@ -25,11 +25,12 @@ from lancet_kernels.graph.capture.trace import layer_name
 from lancet_kernels.graph.from_fx import is_element, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention
+from lancet_kernels.predict.config import LAYERS
 from lancet_kernels.predict.fusion import is_elementwise
 from lancet_kernels.predict.tensor_parallel import GROUP_NAME
 
 POLICIES = ("none", "attention", "experts", "full")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(rf"\.(?:{'|'.join(LAYERS)})\.(\d+)\.")
 RECOMPUTED_OPS = {
     "attention": (attention.OP,),
     "experts": ("lancet.grouped_gemm", "lancet.expert_activation"),

@@ -23,7 +23,7 @@ from lancet_kernels.predict.microbatch import Microbatch, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
 from lancet_kernels.predict.recomputation import POLICIES, RECOMPUTED_OPS, layer_of
 from lancet_kernels.schedules.time.peak_memory import Storages
-from lancet_kernels.transformers.experts import has_interface
+from lancet_kernels.transformers.convert import experts_of
 
 BEST = 10
 MOST_SIMULATED = 24
@@ -162,9 +162,9 @@ def _numbers(hf: str) -> tuple[float, float]:
     found = []
     for layers in (chosen.fewer, chosen.more):
         model = meta_model(shortened(load_config(hf), layers))
-        experts = {p for m in model.modules() if has_interface(m) for p in m.parameters()}
-        of_experts = sum(p.numel() for p in experts)
-        found.append((of_experts, sum(p.numel() for p in model.parameters()) - of_experts))
+        experts = {p for _, m in experts_of(model) for p in m.parameters()}
+        inside = sum(p.numel() for p in experts)
+        found.append((inside, sum(p.numel() for p in model.parameters()) - inside))
     of_experts, of_others = (chosen.at_full_depth(*both) for both in zip(*found, strict=True))
     return of_experts, of_others
 

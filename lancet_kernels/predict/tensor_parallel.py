@@ -26,6 +26,7 @@ from lancet_kernels.graph.meta import GROUP
 from lancet_kernels.graph.ops import argument
 from lancet_kernels.ops.comm.link_group import link_group
 from lancet_kernels.ops.comm.shards import all_gather, reduce_scatter
+from lancet_kernels.predict.config import decoder_layers
 
 GROUP_NAME = "tensor"
 """The group of the collectives, for their costs."""
@@ -67,11 +68,11 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
     Args: sequences: of a microbatch. Raises: UserError for heads and widths that the ranks do not divide, and
     for layers of another shape.
     """
-    config = model.config.get_text_config()
+    config = model.config
     for what in ("num_attention_heads", "num_key_value_heads"):
         _check_divides(getattr(config, what, None) or config.num_attention_heads, ranks, what)
     group = dist.new_group(list(range(ranks))).group_name
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         before = sum(1 for _ in layer.named_modules())
         for parent in list(layer.modules()):
             for name, module in list(parent.named_children()):

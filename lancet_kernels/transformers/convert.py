@@ -17,6 +17,8 @@ from lancet_kernels.ops.comm.groups import AnyGroups
 from lancet_kernels.transformers.checkpoints import guard_save_pretrained
 from lancet_kernels.transformers.experts import expert_parallel, has_interface, reason_against
 
+_LLAMA4 = "Llama4TextExperts"
+
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -59,8 +61,8 @@ def convert(
     """
     report = ConversionReport({}, {})
     chosen: dict[str, nn.Module] = {}
-    for name, experts in _experts_of(model):
-        why = reason_against(experts) if has_interface(experts) else _outside(experts)
+    for name, experts in experts_of(model):
+        why = _reason(experts)
         if why:
             report.left_alone[name] = f"{type(experts).__name__}: {why}"
         else:
@@ -75,10 +77,14 @@ def convert(
             do="convert with strict=False to leave the others alone",
         )
     for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
-        expert_parallel(copy.copy(experts), groups, backend, capacity_factor)
+        expert_parallel(_with_interface(copy.copy(experts)), groups, backend, capacity_factor)
     for name, experts in chosen.items():
         own = type(experts).__name__
-        layer = expert_parallel(experts, groups, backend, capacity_factor)
+        if own == _LLAMA4:
+            from lancet_kernels.transformers.llama4 import Llama4Block
+
+            model.get_submodule(name.rpartition(".")[0]).__class__ = Llama4Block
+        layer = expert_parallel(_with_interface(experts), groups, backend, capacity_factor)
         layer.name = name
         _keep_own_experts(layer)
         save_as_shards(layer)
@@ -88,7 +94,7 @@ def convert(
     return report
 
 
-def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of all experts of transformers in a model, those outside of its interface, too."""
     outermost = ""
     for name, module in model.named_modules():
@@ -99,8 +105,18 @@ def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _outside(experts: nn.Module) -> str:
-    """Why experts without transformers' interface are not converted."""
+def _with_interface(experts: nn.Module) -> nn.Module:
+    if type(experts).__name__ != _LLAMA4:
+        return experts
+    from lancet_kernels.transformers.llama4 import with_interface
+
+    return with_interface(experts)
+
+
+def _reason(experts: nn.Module) -> str:
+    """Why such experts are not converted; "" if they are."""
+    if has_interface(experts) or type(experts).__name__ == _LLAMA4:
+        return reason_against(experts)
     if isinstance(experts, nn.ModuleList):
         return "a list of modules, as transformers before 5.0 has experts: install transformers>=5"
     return "its class has no `use_experts_implementation` of transformers, which says how its weights lie"

@@ -39,7 +39,7 @@ def test_layers_alike_are_of_one_kind(tmp_path):
 
 def test_a_decoder_without_layers_is_one_line(tmp_path):
     config = written(tmp_path, {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4})
-    with pytest.raises(UserError, match="GPT2LMHeadModel, whose decoder has no `layers`"):
+    with pytest.raises(UserError, match="GPT2LMHeadModel, whose decoder has no `layers` or `blocks`"):
         kinds_of_layers(meta_model(load_config(config)))
 
 
