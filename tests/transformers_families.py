@@ -1,8 +1,5 @@
 """A tiny model of every family of transformers that has experts, from the family's own configuration class.
 
-    python -m tests.transformers_families               # all families: what becomes of them
-    python -m tests.transformers_families mixtral ...
-
 Sizes are set by their names in the configurations; `SPECIAL` says what a family needs beside that.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +94,20 @@ def model_class(family: str) -> type[nn.Module]:
     return own[min(ranked)[1]]
 
 
+def tiny_config(family: str, other: Mapping[str, Any] | None = None) -> Any:
+    """Args: other: sizes in place of those of `SIZES`."""
+    of, own = model_class(family).config_class, SPECIAL.get(family, {})
+    known = {**of().to_dict(), **getattr(of, "attribute_map", {})}
+    sizes = {**SIZES, **(other or {}), **own}
+    return of(**{name: value for name, value in sizes.items() if name in known or name in own})
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with random parameters and buffers, the same at every call, that routes unevenly."""
     torch.manual_seed(0)
-    of = model_class(family)
-    known = {**of.config_class().to_dict(), **getattr(of.config_class, "attribute_map", {})}
-    sizes = {**SIZES, **SPECIAL.get(family, {})}
-    own = SPECIAL.get(family, {})
-    config = of.config_class(**{name: value for name, value in sizes.items() if name in known or name in own})
-    model = of(config).to(torch.float32 if family == "inkling2" else dtype).eval()
+    model = (
+        model_class(family)(tiny_config(family)).to(torch.float32 if family == "inkling2" else dtype).eval()
+    )
     model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
