@@ -55,6 +55,13 @@ test: $(INSTALLED)
 test-all: $(ALL_INSTALLED) $(OLDEST)/.installed
 	$(BIN)/python -m pytest tests bench --benchmark-disable $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
 
+# The source distribution of transformers, whose own tests run with ours in place of theirs:
+# LANCET_TRANSFORMERS_TESTS=build/transformers/tests make test-all
+build/transformers: $(ALL_INSTALLED)
+	rm -rf $@ && mkdir -p $@
+	$(PIP) download --no-deps --no-build-isolation --no-binary :all: -c constraints.txt -d build/download transformers
+	tar -xzf build/download/transformers-*.tar.gz --strip-components 1 -C $@
+
 # With the Python of the machine, which has torch for its GPU; installs nothing. make gpu OUT=folder ONLY=machine,eta
 gpu:
 	@$(PYTHON) bench/gpu/first_run.py $(OUT:%=--out %) $(ONLY:%=--only %) $(UNTIL:%=--until %)

@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import compiled_autograd
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import ObservedException, TensorifyScalarRestartAnalysis
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     ParamAOTInput,
@@ -304,7 +304,11 @@ def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: boo
 
 def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:
     """The error for a module that torch cannot trace. Args: node: whose result is the reason."""
-    reason = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    reason = " ".join(
+        line.strip() for line in str(error).splitlines()[:3] if not line.strip().startswith("Hint:")
+    ).strip()
+    if isinstance(error.__cause__, ObservedException):  # what the traced code raised
+        reason += f" ({error.__cause__})"
     if node is not None:
         written = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
         lines = [(file, int(number), code) for file, number, code in written]

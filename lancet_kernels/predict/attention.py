@@ -57,7 +57,7 @@ torch.library.register_autograd("lancet_prediction::attention", _backward, setup
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The signature that transformers expects: [B, heads, S, d] -> [B, S, heads, d]."""
     window = options.get("sliding_window") or 0
