@@ -95,7 +95,8 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
 def fsdp(
     model: nn.Module, mesh: DeviceMesh | None = None, groups: AnyGroups | None = None, **options: Any
 ) -> nn.Module:
-    """Shard a model in place with `fully_shard`: each block of its lists of modules, then the rest.
+    """Shard a model in place with `fully_shard`: each block of its lists of modules, then the rest, to which
+    blocks belong whose weights are tied to others': `fully_shard` would untie them.
 
     Gradients are those of the mean loss of all ranks with different tokens, experts' too: do not divide the
     loss. Collective over all ranks of the job.
@@ -146,7 +147,7 @@ def fsdp(
     def placement(parameter: nn.Parameter) -> Any:
         return over_replicas if parameter in experts else None
 
-    for module in (*_blocks(model), model):
+    for module in (*_units(model), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
     set_divisor(model, group_size(own.data))
     return model
@@ -156,6 +157,18 @@ def _same_ranks(mesh: DeviceMesh, group: str) -> bool:
     """Is the mesh one dimension of the ranks of a group?"""
     own = dist.get_process_group_ranks(group_of(group)) if group else [dist.get_rank()]
     return mesh.ndim == 1 and mesh.mesh.tolist() == own
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks, each once, that have all of their parameters alone."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    for block in dict.fromkeys(_blocks(model)):
+        own = set(block.modules())
+        if all(holders[parameter] <= own for parameter in block.parameters()):
+            yield block
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

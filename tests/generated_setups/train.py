@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -18,11 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from lancet_kernels import CaptureError, expert_parameters, set_routing_step
-from lancet_kernels.errors import UserError
+from lancet_kernels import CaptureError, OptimizedModule, expert_parameters, fsdp, set_routing_step
+from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.layer.gradients import clip_gradients
-from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.comm.groups import Groups, group_of
+from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.optimization.optimize import optimize
 from tests.generated_setups.describe import STEPS, Setup
 from tests.generated_setups.modules import D, S, V, build, inner
 from tests.optimized import optimized
@@ -30,6 +36,9 @@ from tests.optimized import optimized
 BOUND = 1e-9
 """Largest difference in float64, relative to the largest value if that is over 1. Seen where all is right:
 1e-13."""
+BOUNDS = {"lower precision": 1e-4}
+"""By how FSDP holds the parameters: float32 computes there."""
+LINK_GBPS = 1.0
 OVERFLOW_STEP = 1
 
 
@@ -37,7 +46,8 @@ OVERFLOW_STEP = 1
 class Outcome:
     """What became of a set-up on a rank.
 
-    kind: "right", "refused" or "failed". why: the message, or what differs. where: of an error, its place.
+    kind: "right", "refused", "lost a rank" or "failed". why: the message, what differs, or why a plan did not run. where: of
+    an error, its place.
     """
 
     kind: str
@@ -51,11 +61,14 @@ def run_setup(setup: Setup) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             torch.compiler.reset()
+            emulate_link(LINK_GBPS if setup.link else None)
             found = _compared(setup)
             dist.barrier()
         except Exception as error:
-            refused = isinstance(error, (UserError, CaptureError)) and "\n" not in str(error)
-            kind = "refused" if refused else "failed"
+            one_line = "\n" not in str(error)
+            refused = isinstance(error, (UserError, CaptureError)) and one_line
+            lost = isinstance(error, CommunicationError) and one_line
+            kind = "refused" if refused else "lost a rank" if lost else "failed"
             found = Outcome(kind, f"{type(error).__name__}: {error}", _place(error))
     return found
 
@@ -68,7 +81,9 @@ def _place(error: BaseException) -> str:
 
 
 def _compared(setup: Setup) -> Outcome:
-    plain, planned = Trained(setup, planned=False), Trained(setup, planned=True)
+    groups = _groups(setup)
+    plain, planned = Trained(setup, groups, planned=False), Trained(setup, groups, planned=True)
+    bound = BOUNDS.get(setup.shard, BOUND)
     for step in range(STEPS):
         for one in (plain, planned):
             one.before(step)
@@ -78,12 +93,21 @@ def _compared(setup: Setup) -> Outcome:
             return Outcome("failed", f"the plain module: {type(error).__name__}: {error}", _place(error))
         found = planned.step(step)
         for name in [*wanted, *(name for name in found if name not in wanted)]:
-            if difference := _difference(wanted.get(name), found.get(name)):
+            if difference := _difference(wanted.get(name), found.get(name), bound):
                 return Outcome("failed", f"step {step}: {name} {difference}")
-    return Outcome("right")
+    return Outcome("right", ", ".join(planned.fallbacks))
 
 
-def _difference(wanted: Tensor | None, found: Tensor | None) -> str:
+def _groups(setup: Setup) -> Groups | None:
+    """None: those that the library makes for one expert group of all ranks."""
+    if setup.expert_ranks == setup.ranks:
+        return None
+    shape = setup.ranks // setup.expert_ranks, setup.expert_ranks
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
+    return Groups.from_mesh(mesh, "expert", "replica")
+
+
+def _difference(wanted: Tensor | None, found: Tensor | None, bound: float = BOUND) -> str:
     """ "" if they are the same up to rounding."""
     if wanted is None or found is None:
         return "" if wanted is found else f"is {'there' if wanted is None else 'missing'}"
@@ -95,15 +119,17 @@ def _difference(wanted: Tensor | None, found: Tensor | None) -> str:
     if not wanted.numel():
         return ""
     off = float((wanted - found).abs().max() / wanted.abs().max().clamp(min=1.0))
-    return "" if off < BOUND else f"is off by {off:.1e}"
+    return "" if off < bound else f"is off by {off:.1e}"
 
 
 class Trained:
     """A model in training: with `optimize` if planned, otherwise as it is."""
 
-    def __init__(self, setup: Setup, planned: bool) -> None:
-        self.setup, self.loop, self.planned = setup, setup.loop, planned
-        self.model = build(setup)
+    def __init__(self, setup: Setup, groups: Groups | None, planned: bool) -> None:
+        self.setup, self.loop, self.planned, self.groups = setup, setup.loop, planned, groups
+        self.all_groups = groups or Groups.around()
+        self.fallbacks: dict[str, int] = {}
+        self.model = build(setup, groups)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=bool(self.loop.scaler))
         self._start()
 
@@ -111,23 +137,41 @@ class Trained:
         """The module to call, and the optimizer of the model."""
         self.call: nn.Module = self.model
         if self.planned:
+            self._shard()
             under = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
             with under.get(self.setup.under, contextlib.nullcontext)():
-                self.call = optimized(
-                    self.model,
-                    self._examples(),
-                    self.setup.strategy,
-                    reduce_gradients="sum" if self.setup.sums else False,
-                )
+                self.call = self._optimized()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if self.loop.optimizer == "sgd":
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
         else:  # of a gradient of zero rounding is not to become a step
-            self.optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-2)
+            kind = {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}[self.loop.optimizer]
+            self.optimizer = kind(trained, lr=0.01, eps=1e-2)
         rates = [1.0, 0.5, 0.25] if self.loop.schedule else [1.0] * STEPS
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: rates[min(step, STEPS - 1)]
         )
+
+    def _shard(self) -> None:
+        if not (shard := self.setup.shard):
+            return
+        shape = (2, self.setup.ranks // 2) if shard == "replicated" else (self.setup.ranks,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+        options: dict[str, object] = {}
+        if shard == "kept":
+            options["reshard_after_forward"] = False
+        if shard == "lower precision":
+            options["mp_policy"] = MixedPrecisionPolicy(torch.float32, torch.float32)
+        fsdp(self.model, mesh, self.groups, **options)
+
+    def _optimized(self) -> OptimizedModule:
+        accumulates = self.loop.accumulate in ("no_sync", "microbatches")
+        options = {"reduce_gradients": self.setup.reduce, "accumulate": 2 if accumulates else 1}
+        if not self.setup.measured:
+            return optimized(self.model, self._examples(), self.setup.strategy, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            options |= {"times": f"{folder}/times.json", "trials": 1, "strategy": self.setup.strategy}
+            return optimize(self.model, self._examples(), **options)
 
     def _examples(self) -> dict[str, object] | tuple[object, ...]:
         inputs = self._inputs(0, 0)
@@ -184,7 +228,8 @@ class Trained:
         else:
             state, optimizer_state = self.model.state_dict(), before.state_dict()
         state, optimizer_state = copy.deepcopy(state), copy.deepcopy(optimizer_state)
-        self.model = build(self.setup)
+        self._note_fallbacks()
+        self.model = build(self.setup, self.groups)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(0.5)
@@ -206,56 +251,86 @@ class Trained:
             parameter.grad = None
         self.inputs: list[Tensor] = []
         losses = list(self._backward(step))
-        if not self.planned and self.setup.sums:
+        if not self.planned and self.setup.reduce:
             self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         if self.loop.clip:
-            clip_gradients(self.model, self.loop.clip, Groups.around())
+            clip_gradients(self.model, self.loop.clip, self.all_groups)
         gradients = {name: p.grad for name, p in self._named_tensors() if p.grad is not None}
         found = {f"loss {n}": loss for n, loss in enumerate(losses)}
         found |= {f"gradient of input {n}": x.grad for n, x in enumerate(self.inputs) if x.grad is not None}
-        found |= {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
+        found |= {f"gradient of {name}": _whole(gradient) for name, gradient in gradients.items()}
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()
-        found |= {f"{name} after it": tensor.detach().clone() for name, tensor in self._named_tensors()}
+        found |= {f"{name} after it": _whole(tensor) for name, tensor in self._named_tensors()}
         found |= {f"buffer {name}": tensor.clone() for name, tensor in self.model.named_buffers()}
         if self.scaler.is_enabled():
             found["scale"] = torch.tensor(self.scaler.get_scale(), dtype=torch.float64)
+        if self.setup.shard == "lower precision":
+            found = {name: tensor.double() for name, tensor in found.items()}
+        self._note_fallbacks()
         return found
 
+    def _note_fallbacks(self) -> None:
+        self.fallbacks |= getattr(self.call, "fallbacks", {})
+
     def _backward(self, step: int) -> Iterator[Tensor]:
+        if self.loop.accumulate == "microbatches":
+            yield from self._microbatches(step)
+            return
         total = None
         for micro in range(2 if self.loop.accumulate else 1):
             torch.manual_seed(100 * step + 10 * micro + dist.get_rank())  # for dropout
-            result = self._call(self._inputs(step, micro))
-            loss = result["loss"] if isinstance(result, dict) else result
-            if self.loop.outer and isinstance(result, dict):
-                loss = loss + 0.1 * result["logits"].square().mean()
-            if self.loop.penalty:
-                loss = loss + 0.1 * self.model.head.weight.square().sum()
-            yield loss.detach().clone()
-            if isinstance(result, dict):
-                yield result["logits"].detach().clone()
-            if self.loop.accumulate == "sum":
-                total = loss if total is None else total + loss
-            else:
-                self.scaler.scale(loss).backward()
+            alone = self.planned and self.loop.accumulate == "no_sync" and micro == 0
+            with self.call.no_sync() if alone else contextlib.nullcontext():
+                result = self._call(self._inputs(step, micro))
+                loss = result["loss"] if isinstance(result, dict) else result
+                if self.loop.outer and isinstance(result, dict):
+                    loss = loss + 0.1 * result["logits"].square().sum() / (4 * S * V)
+                if self.loop.penalty:
+                    loss = loss + 0.1 * self.model.head.weight.square().sum()
+                yield from _shown(result, loss)
+                if self.loop.accumulate == "sum":
+                    total = loss if total is None else total + loss
+                else:
+                    self.scaler.scale(loss).backward()
         if total is not None:
             self.scaler.scale(total).backward()
 
+    def _microbatches(self, step: int) -> Iterator[Tensor]:
+        """Two, in one call; their mean, unless losses are summed."""
+        torch.manual_seed(100 * step + dist.get_rank())
+        batches = [self._inputs(step, micro) for micro in range(2)]
+        self.inputs += [x for batch in batches for x in _trained_inputs(batch)]
+        if self.planned:
+            by_name = self.setup.by_name
+            results = self.call.microbatches([b if by_name else tuple(b.values()) for b in batches])
+        else:
+            results = []
+            for batch in batches:
+                results.append(self.call(**batch))
+                loss = results[-1]["loss"] if isinstance(results[-1], dict) else results[-1]
+                (loss if self.setup.reduce == "sum" else loss / 2).backward()
+        for result in results:
+            yield from _shown(result, result["loss"] if isinstance(result, dict) else result)
+
     def _sum_gradients(self) -> None:
-        """Over the ranks, as `optimize` does: of all but experts."""
-        experts = set(expert_parameters(self.model))
+        """Over the ranks, as `optimize` does: those of experts over the ranks that hold the same ones."""
+        experts, groups = set(expert_parameters(self.model)), self.all_groups
         for _, parameter in self._named_tensors():
-            if parameter in experts or not parameter.requires_grad:
+            name = groups.replica if parameter in experts else groups.data
+            if not parameter.requires_grad:
                 continue
-            used = torch.tensor(float(parameter.grad is not None))
-            dist.all_reduce(used)
-            if used:
-                if parameter.grad is None:
+            if name:
+                used = torch.tensor(float(parameter.grad is not None))
+                dist.all_reduce(used, group=group_of(name))
+                if used and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
+                if used:
+                    dist.all_reduce(parameter.grad, group=group_of(name))
+            if self.setup.reduce == "mean" and parameter.grad is not None:
+                parameter.grad /= self.setup.ranks
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and plain tensors that train."""
@@ -265,7 +340,7 @@ class Trained:
                 yield f"plain tensor {number}", inner(self.model.blocks[number]).placed()
 
     def _call(self, inputs: dict[str, object]) -> Tensor | dict[str, Tensor]:
-        self.inputs += [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        self.inputs += _trained_inputs(inputs)
         return self.call(**inputs) if self.setup.by_name else self.call(*inputs.values())
 
     def _inputs(self, step: int, micro: int) -> dict[str, object]:
@@ -273,8 +348,8 @@ class Trained:
         rank = dist.get_rank()
         generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
         size = self.loop.sizes[min(step, STEPS - 1)]
-        if self.loop.uneven and rank == 1 and step:  # examples must be alike
-            size = max(1, size - 1)
+        if self.loop.uneven and rank == 1 and (step or micro):  # examples must be alike
+            size = max(1, size - 1) if self.loop.uneven == "one less" else 0
         target = torch.randint(V, (size, S), generator=generator)
         if self.setup.tokens:
             x = torch.randint(V, (size, S), generator=generator)
@@ -287,3 +362,17 @@ class Trained:
         if self.loop.number:
             inputs["times"] = 2 if self.loop.number == "other" and step == STEPS - 1 else 3
         return inputs
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A copy, of all shards."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _trained_inputs(inputs: dict[str, object]) -> list[Tensor]:
+    return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _shown(result: Tensor | dict[str, Tensor], loss: Tensor) -> list[Tensor]:
+    """What is compared of a call."""
+    return [loss.detach().clone(), *([result["logits"].detach().clone()] if isinstance(result, dict) else [])]

@@ -9,46 +9,57 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from tests.generated_setups.describe import Block, Setup, drawn
+from tests.generated_setups.describe import Block, Loop, Setup, drawn
+from tests.generated_setups.outcomes import end_of
 from tests.generated_setups.train import Outcome, Trained, run_setup
 from tests.grids import few_of
-from tests.ranks import RankError, RankPool
 
-DRAWN = 400
+DRAWN = {2: 500, 4: 100}
+"""Set-ups by ranks."""
 
 CASES: dict[str, Setup] = {
     "a batch norm of a transposed tensor": Setup((Block("norm", "batch"),), strategy="none"),
-    "the mean of an empty part": drawn(Random(414)),
-    "a penalty beside trained plain tensors": drawn(Random(171)),
+    "the mean of an empty part": Setup(
+        (
+            Block("buffer", "averaged"),
+            Block(checkpoint="not reentrant"),
+            Block("moe", gate="topk(renormalize=True)", capacity=1.0, balance=True),
+            Block(same_as=1, shared="module"),
+        ),
+        strategy="auto",
+        loop=Loop(schedule=True, sizes=(4, 1, 3), outer=True),
+    ),
+    "a penalty beside trained plain tensors": Setup(
+        (
+            Block("plain", "global", requires_grad=True),
+            Block("plain", "dict"),
+            Block("norm", "layer"),
+            Block("norm", "batch"),
+        ),
+        tokens=True,
+        tied=True,
+        strategy="none",
+        loop=Loop(penalty=True),
+    ),
+    "tied blocks under FSDP": Setup((Block(), Block(same_as=0)), strategy="none", shard="kept"),
 }
 """What failed once."""
-
-
-def problem(pool: RankPool, setup: Setup) -> str:
-    """What is wrong with a set-up; "" if it trains as the plain module on two ranks, or is refused."""
-    try:
-        # A rank that fails returns at once; its peer finds that out in the next collective.
-        outcomes = pool.run(run_setup, setup, leave_together=False)
-    except RankError as error:
-        return f"hangs or dies: {str(error).splitlines()[-1]}"
-    kinds = {outcome.kind for outcome in outcomes}
-    if kinds in ({"right"}, {"refused"}):
-        return ""
-    # What a rank says whose peer has gone is not the cause.
-    outcomes.sort(key=lambda one: (one.kind != "failed", "CommunicationError" in one.why, "gloo" in one.why))
-    return "; ".join(f"a rank {one.kind}: {one.why} ({one.where})" for one in outcomes)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_what_failed_once(pool, name: str) -> None:
-    assert problem(pool, CASES[name]) == ""
+    end = end_of(pool, CASES[name])
+    assert end.kind != "failed", end.why
 
 
-@pytest.mark.parametrize("number", few_of(range(DRAWN)))
-def test_right_or_refused(pool, number: int) -> None:
-    setup = drawn(Random(number))
-    assert problem(pool, setup) == "", repr(setup)
+@pytest.mark.parametrize(
+    ("ranks", "number"), few_of((ranks, number) for ranks in DRAWN for number in range(DRAWN[ranks]))
+)
+def test_right_or_refused(pool, ranks: int, number: int) -> None:
+    setup = drawn(Random(number), ranks)
+    end = end_of(pool, setup)
+    assert end.kind != "failed", f"{end.why}: {setup!r}"
 
 
 def disturbed(setup: Setup, how: str) -> Outcome:

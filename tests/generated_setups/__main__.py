@@ -1,0 +1,45 @@
+"""Trains set-ups that are drawn, prints what is wrong with one at once, and in the end what became of all.
+
+    python -m tests.generated_setups --ranks 2 --first 0 --count 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections import Counter
+from random import Random
+
+os.environ |= {"OMP_NUM_THREADS": "1", "LANCET_CHECK": "1"}
+
+from tests.generated_setups.describe import drawn
+from tests.generated_setups.outcomes import end_of
+from tests.ranks import RankPool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("--ranks", 2), ("--first", 0), ("--count", 500)):
+        parser.add_argument(name, type=int, default=default)
+    given = parser.parse_args()
+    pool, ends, reasons, begin = RankPool(), Counter[str](), Counter[str](), time.monotonic()
+    for number in range(given.first, given.first + given.count):
+        setup = drawn(Random(number), given.ranks)
+        end = end_of(pool, setup)
+        ends[end.kind] += 1
+        if end.kind == "failed":
+            print(f"{number}: {end.why}\n    {setup!r}", flush=True)
+        elif end.why:
+            # Of one reason, whatever names and numbers are in it.
+            reasons[f"{end.kind}: {re.sub(r'[0-9]+', 'N', end.why)}"] += 1
+    pool.close()
+    print(f"{given.ranks} ranks, {given.count} set-ups from {given.first}, {time.monotonic() - begin:.0f} s:")
+    print(", ".join(f"{count} {kind}" for kind, count in ends.most_common()))
+    for reason, count in reasons.most_common():
+        print(f"{count:5} {reason}")
+
+
+if __name__ == "__main__":
+    main()
