@@ -84,6 +84,15 @@ class ShardedParameter:
             return shard
         return F.pad(shard, (0, 0) * (shard.dim() - 1 - self.dim) + (0, missing))
 
+    def add_gradient(self, shard: Tensor) -> None:
+        """Add that of the `shard` to `.grad` of the parameter."""
+        own, rows = self.parameter, self.parameter.to_local().shape[self.dim]
+        local = shard.narrow(self.dim, 0, rows).to(self.dtype)
+        gradient = DTensor.from_local(
+            local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        )
+        own.grad = gradient if own.grad is None else own.grad + gradient
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Is any part of the model wrapped by `fully_shard`?"""
@@ -158,8 +167,8 @@ def set_divisor(model: nn.Module, divide_by: float) -> None:
         setattr(group, _DIVISOR, divide_by)
         policy, parameter = group.mp_policy, group.fsdp_params[0]
         reduced = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-        # torch 2.13 divides twice by it where one rank has all, in dtypes whose sums may overflow.
-        twice = group.mesh_info.mesh.size() == 1 and reduced not in (torch.float32, torch.bfloat16)
+        # torch 2.13 divides twice by it where a rank's shard is the whole, in dtypes whose sums may overflow.
+        twice = group.mesh_info.shard_mesh_size == 1 and reduced not in (torch.float32, torch.bfloat16)
         group.gradient_divide_factor = divide_by**0.5 if twice else divide_by
 
 

@@ -45,6 +45,7 @@ from lancet_kernels.optimization.rank_agreement import CallAgreement
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
+from lancet_kernels.schedules.rewrite.gathers import sum_held
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, Timeline
 
 _log = logging.getLogger(__name__)
@@ -217,6 +218,9 @@ class OptimizedModule(nn.Module):
 
     def _without_plan(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """The result of the module, whose gradients are summed over the ranks as the plan would sum them."""
+        sums, accumulation = self._step.sums, self._step.accumulation
+        if sums is not None and sums.shards is not None and accumulation.sums:
+            sum_held(sums.shards, accumulation)
         if self._sums is None:
             return self.module(*inputs, **by_name)
         return self._sums.call(self.module, inputs, by_name)

@@ -108,6 +108,13 @@ class Accumulation:
         for one in self._by_key.values():
             one.held = None
 
+    def take_held(self) -> list[tuple[Any, Tensor]]:
+        """The keys of sums that hold gradients of this rank alone, and these; they hold none afterwards."""
+        held = [(key, one.held) for key, one in self._by_key.items() if one.held is not None]
+        for one in self._by_key.values():
+            one.held = None
+        return held
+
     def keep(self, parameter: Tensor) -> None:
         """Before a gradient of this rank alone is added to `.grad`: set aside what is summed."""
         # None: the gradients were set to zero since, or there are none yet.

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
@@ -35,8 +35,9 @@ from lancet_kernels.graph.capture.twin import Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
 from lancet_kernels.graph.meta import IN_BACKWARD, UNIT
 from lancet_kernels.graph.program.phases import forward_nodes
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.all_reduce import Accumulation, cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES, Inserter
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -74,6 +75,36 @@ def insert_gathers(module: fx.GraphModule, shards: Shards, parameter_of_output: 
     sharding.gather(parameters)  # 2
     module.graph.lint()
     module.recompile()
+
+
+def sum_held(shards: Shards, accumulation: Accumulation) -> None:
+    """Add the sums of what backwards without sums hold to `.grad`: before a step that runs without its plan,
+    in which FSDP sums what it computes itself. Collective."""
+    by_name = {parameter.name: parameter for parameter in shards.twin.parameters}
+    for (kind, *names), total in accumulation.take_held():
+        parameters = [by_name[name] for name in names]
+        first = parameters[0]
+        if kind == "copies" and first.group:
+            continue  # zeros: the sum before it holds the gradients
+        if first.group:
+            ranks = group_size(first.group)
+            total = _arrived(functional.reduce_scatter_tensor(total, "sum", ranks, first.group))
+        if first.replicas:
+            total = _arrived(functional.all_reduce(total, "sum", first.replicas))
+        if first.reduce_dtype is not torch.float16:  # else they are scaled already
+            total = total * shards.scale_of(first)
+        if len(parameters) == 1:
+            first.add_gradient(total)
+            continue
+        shapes = [[p.shard_size, *p.shape[1:]] for p in parameters]
+        parts = total.flatten().split([math.prod(shape) for shape in shapes])
+        for parameter, shape, part in zip(parameters, shapes, parts, strict=True):
+            parameter.add_gradient(part.view(shape))
+
+
+def _arrived(started: Tensor) -> Tensor:
+    with waiting("sums of gradients of earlier microbatches"):
+        return functional.wait_tensor(started)
 
 
 class _Sharding(Inserter):

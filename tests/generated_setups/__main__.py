@@ -1,6 +1,6 @@
 """Trains set-ups that are drawn, prints what is wrong with one at once, and in the end what became of all.
 
-    python -m tests.generated_setups --ranks 2 --first 0 --count 500
+python -m tests.generated_setups --ranks 2 --first 0 --count 500
 """
 
 from __future__ import annotations

@@ -251,7 +251,9 @@ def _loop(draw: Random, blocks: tuple[Block, ...], sharded: bool) -> Loop:
     resume = _rarely(draw, 6, "state dict", "dcp")
     variants = {b.variant for b in blocks}
     ways = ["each", "no_sync"]
-    if not variants & {*CHANGED_BUFFERS}:  # autograd refuses a backward for what read a buffer before it changed
+    if not variants & {
+        *CHANGED_BUFFERS
+    }:  # autograd refuses a backward for what read a buffer before it changed
         ways.append("sum")
     if change != "p" and "torch" not in variants:  # microbatches draw their random numbers in another order
         ways += ["microbatches"] * 2

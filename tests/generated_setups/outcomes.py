@@ -7,6 +7,10 @@ from tests.generated_setups.train import Outcome, run_setup
 from tests.ranks import RankError, RankPool
 
 
+BUSY = {"timeout_s": 600.0, "collective_timeout_s": 120.0}
+"""Limits for a machine that may be busy."""
+
+
 def end_of(pool: RankPool, setup: Setup) -> Outcome:
     """The outcome of all ranks together.
 
@@ -15,7 +19,7 @@ def end_of(pool: RankPool, setup: Setup) -> Outcome:
     """
     try:
         # A rank that fails returns at once; its peer finds that out in the next collective.
-        outcomes = pool.run(run_setup, setup, ranks=setup.ranks, leave_together=False)
+        outcomes = pool.run(run_setup, setup, ranks=setup.ranks, leave_together=False, **BUSY)
     except RankError as error:
         return Outcome("failed", f"hangs or dies: {str(error).splitlines()[-1]}")
     kinds = {outcome.kind for outcome in outcomes}

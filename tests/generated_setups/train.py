@@ -7,7 +7,6 @@ parameters and buffers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import tempfile
 import traceback
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lancet_kernels import CaptureError, OptimizedModule, expert_parameters, fsdp, set_routing_step
 from lancet_kernels.errors import CommunicationError, UserError
@@ -198,7 +198,7 @@ class Trained:
                 self._call(self._inputs(9, 0))
             self.call.train()
         elif change == "reload":
-            self.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
+            self.model.load_state_dict(_copied(self.model.state_dict()))
         elif change == "freeze":
             block.requires_grad_(False)
         elif change == "eval":
@@ -227,7 +227,7 @@ class Trained:
             state, optimizer_state = dcp.get_state_dict(self.model, before)
         else:
             state, optimizer_state = self.model.state_dict(), before.state_dict()
-        state, optimizer_state = copy.deepcopy(state), copy.deepcopy(optimizer_state)
+        state, optimizer_state = _copied(state), _copied(optimizer_state)
         self._note_fallbacks()
         self.model = build(self.setup, self.groups)
         with torch.no_grad():
@@ -247,8 +247,10 @@ class Trained:
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Forward, backward, update. -> all that is to be compared, by name."""
-        for _, parameter in self._named_tensors():
-            parameter.grad = None
+        # Not by the model, whose parameters FSDP leaves gathered behind an evaluation.
+        self.optimizer.zero_grad()
+        for _, tensor in self._plain_tensors():
+            tensor.grad = None
         self.inputs: list[Tensor] = []
         losses = list(self._backward(step))
         if not self.planned and self.setup.reduce:
@@ -335,6 +337,9 @@ class Trained:
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and plain tensors that train."""
         yield from self.model.named_parameters()
+        yield from self._plain_tensors()
+
+    def _plain_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number, block in enumerate(self.setup.blocks):
             if block.kind == "plain":
                 yield f"plain tensor {number}", inner(self.model.blocks[number]).placed()
@@ -367,6 +372,11 @@ class Trained:
 def _whole(tensor: Tensor) -> Tensor:
     """A copy, of all shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _copied(state: dict[str, object]) -> dict[str, object]:
+    """A copy; torch cannot deepcopy a DTensor that is a view."""
+    return tree_map_only(Tensor, torch.clone, state)
 
 
 def _trained_inputs(inputs: dict[str, object]) -> list[Tensor]:

@@ -42,6 +42,16 @@ CASES: dict[str, Setup] = {
         loop=Loop(penalty=True),
     ),
     "tied blocks under FSDP": Setup((Block(), Block(same_as=0)), strategy="none", shard="kept"),
+    "FSDP without the plan behind gradients that are not summed yet": Setup(
+        (Block("attention", "fused"),),  # of no tokens it has another graph
+        reduce="mean",
+        strategy="none",
+        loop=Loop(accumulate="no_sync", uneven="none"),
+        shard="resharded",
+    ),
+    "HSDP of two ranks without the plan": Setup(
+        (Block(),), reduce="mean", strategy="none", loop=Loop(number="other"), shard="replicated"
+    ),
 }
 """What failed once."""
 
