@@ -6,7 +6,6 @@ from tests.generated_setups.describe import Setup
 from tests.generated_setups.train import Outcome, run_setup
 from tests.ranks import RankError, RankPool
 
-
 BUSY = {"timeout_s": 600.0, "collective_timeout_s": 120.0}
 """Limits for a machine that may be busy."""
 
