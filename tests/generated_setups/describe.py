@@ -46,8 +46,8 @@ class Block(_Short):
     """kind: one of KINDS. variant: one of VARIANTS. checkpoint: one of CHECKPOINTS, or "". frozen: "", "all",
     or "first": its first parameter. same_as: number of an earlier block of this kind, -1: none; what they
     share: "weight", or the whole "module".
-    adapter: are weights frozen below adapters of low rank? Of "plain": requires_grad. Of "moe": trains: which of its parameters do, one of TRAINS, "": all. balance:
-    is its balance loss part of the loss?
+    adapter: are weights frozen below adapters of low rank? Of "plain": requires_grad. Of "moe": trains: which
+    of its parameters do, one of TRAINS, "": all. balance: is its balance loss part of the loss?
     """
 
     kind: str = "linear"
@@ -71,8 +71,9 @@ class Block(_Short):
 class Loop(_Short):
     """How the model is trained for STEPS steps.
 
-    accumulate: two batches in a step: "" one, "each" has its backward, "sum" one backward for both, "no_sync":
-    gradients of the first are summed over the ranks with the second's, "microbatches": in one call.
+    accumulate: two batches in a step: "" one, "each" has its backward, "sum" one backward for both,
+    "no_sync": gradients of the first are summed over the ranks with the second's, "microbatches": in one
+    call.
     clip: largest norm, 0: not clipped. scaler: "", "on", "overflow": in step 1, on rank 1.
     sizes: sequences in the batch of each step. uneven: behind the first batch, rank 1 has "one less" or
     "none".
@@ -106,11 +107,11 @@ class Loop(_Short):
 class Setup(_Short):
     """tokens: inputs are token ids, embedded, and the loss is a cross entropy; otherwise vectors.
     tied: the head is the embedding. frozen_input: the first layer does not train. returns: what the forward
-    returns: "loss", or a "dict" with loss and logits. by_name: how inputs are given. reduce: as for `optimize`.
-    under: where `optimize` is called: "no_grad", "inference_mode", or "". padded: are tokens with a low id
-    padding for the MoE layers? ranks: of the job. expert_ranks: of them share experts. shard: how FSDP holds
-    the parameters, one of SHARDS, "": whole. adapters_only: is all else frozen? measured: are ops timed, and
-    plans tried? link: is it emulated?
+    returns: "loss", or a "dict" with loss and logits. by_name: how inputs are given. reduce: as for
+    `optimize`. under: where `optimize` is called: "no_grad", "inference_mode", or "". padded: are tokens with
+    a low id padding for the MoE layers? ranks: of the job. expert_ranks: of them share experts. shard: how
+    FSDP holds the parameters, one of SHARDS, "": whole. adapters_only: is all else frozen? measured: are ops
+    timed, and plans tried? link: is it emulated?
     """
 
     blocks: tuple[Block, ...] = ()

@@ -46,8 +46,8 @@ OVERFLOW_STEP = 1
 class Outcome:
     """What became of a set-up on a rank.
 
-    kind: "right", "refused", "lost a rank" or "failed". why: the message, what differs, or why a plan did not run. where: of
-    an error, its place.
+    kind: "right", "refused", "lost a rank" or "failed". why: the message, what differs, or why a plan did not
+    run. where: of an error, its place.
     """
 
     kind: str
