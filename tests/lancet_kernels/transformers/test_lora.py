@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import CausalLMStep, Groups, convert, ddp, expert_parameters, fsdp, prepare_data_parallel
+from lancet_kernels import (
+    CausalLMStep,
+    Groups,
+    convert,
+    ddp,
+    expert_parameters,
+    export_state_dict,
+    fsdp,
+    prepare_data_parallel,
+)
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.setups import refused
@@ -130,8 +139,6 @@ def merged_and_saved(folder: str) -> float:
     """Adapters merged into converted experts, exported, loaded by transformers. -> how far its logits are."""
     from transformers import AutoModelForCausalLM
 
-    from lancet_kernels import export_state_dict
-
     model = adapted("Qwen3-MoE", "both", "", None).eval()
     batch = tiny_batch()["input_ids"]
     with torch.no_grad():
@@ -149,3 +156,57 @@ def merged_and_saved(folder: str) -> float:
 @pytest.mark.long
 def test_merged_adapters_are_saved(pool, tmp_path) -> None:
     assert max(pool.run(merged_and_saved, str(tmp_path), ranks=2)) < BOUND
+
+
+def trained_and_saved(folder: str) -> float:
+    """Adapters trained under a plan, with FSDP and activation checkpointing; saved; loaded by PEFT on what
+    transformers loads; merged there, saved, and loaded once more. -> how far logits are, at most."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = fsdp(adapted("Qwen3-MoE", "both", "not reentrant", None))
+    before = export_state_dict(model)
+    ids = tiny_batch(dist.get_rank())["input_ids"]
+    step = optimized(CausalLMStep(model), (ids, ids), "lancet", reduce_gradients="mean")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(3):
+        step(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not step.fallbacks
+    with torch.no_grad():
+        expected = model.eval()(input_ids=tiny_batch()["input_ids"]).logits
+    whole = export_state_dict(model)
+    changed = {name for name in whole if not torch.equal(whole[name], before[name])}
+    assert changed == {name for name in whole if "lora" in name}
+    if dist.get_rank():
+        dist.barrier()
+        return 0.0
+    base = {
+        name.removeprefix("base_model.model.").replace("base_layer.", ""): value
+        for name, value in whole.items()
+        if "lora" not in name
+    }
+    tiny_model("Qwen3-MoE").save_pretrained(f"{folder}/base", state_dict=base)
+    model.save_pretrained(f"{folder}/adapters", state_dict=whole)
+    dist.barrier()
+
+    def loaded(name: str) -> nn.Module:
+        path, options = f"{folder}/{name}", {"dtype": torch.float64, "experts_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+    def off(model: nn.Module) -> float:
+        with torch.no_grad():
+            logits = model(input_ids=tiny_batch()["input_ids"]).logits
+        return float((logits - expected).abs().max() / expected.abs().max())
+
+    own = PeftModel.from_pretrained(loaded("base"), f"{folder}/adapters").eval()
+    distances = [off(own)]
+    assert off(loaded("base")) > 1e-3, "adapters that change nothing prove nothing"
+    own.merge_and_unload().save_pretrained(f"{folder}/merged")
+    return max(*distances, off(loaded("merged")))
+
+
+@pytest.mark.long
+def test_trained_adapters_are_loaded_by_transformers_and_peft(pool, tmp_path) -> None:
+    assert max(pool.run(trained_and_saved, str(tmp_path), timeout_s=600, collective_timeout_s=120)) < BOUND
