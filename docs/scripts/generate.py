@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OVERLAP = "bench/results/overlap-{}-2-core-cpu.json"
+FAULTS = "bench/results/faults-2-core-cpu.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
@@ -173,6 +174,25 @@ FIGURES = {
 }  # fmt: skip
 
 
+def faults() -> str:
+    """What became of jobs in which something happened to a rank (`bench.cpu.faults`)."""
+    figures = json.loads((ROOT / FAULTS).read_text(encoding="utf-8"))
+    rows = []
+    for end in figures["ends"]:
+        fault, after_s = end["fault"], end["after_s"]
+        lost = f"{end['lost']} steps, trained again" if end["lost"] else "nothing"
+        rows.append(
+            (
+                f"{fault['kind']}, {fault['place']}",
+                fault["way"],
+                "went on" if after_s is None else f"{after_s:.1f} s",
+                _escaped(end["said"]) or "-",
+                lost if end["same"] else "OTHER LOSSES AFTERWARDS",
+            )
+        )
+    return "\n".join(_table(("rank 1", "two ranks share", "ended after", "said", "lost"), rows))
+
+
 def first_run(folder: Path = ROOT / "bench" / "results") -> str:
     """Each committed first run on a GPU: the outcome of its steps, and their figures."""
     texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("first-run-*.jsonl"))]
@@ -212,6 +232,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "overlap_stands_for": partial(overlap, STANDS_FOR),
     "stand_ins": stand_ins,
     "first_run": first_run,
+    "faults": faults,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

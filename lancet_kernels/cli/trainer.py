@@ -54,12 +54,24 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def save_checkpoint(
     folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 2
 ) -> Path:
-    """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks."""
+    """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks.
+
+    Raises: UserError on all ranks where one of them cannot write; those before are kept.
+    """
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder, f"step-{step:08d}")
-    with _one_rank_is_enough(), waiting("saving of a checkpoint"):
-        dcp.save(training_state(model, optimizer), checkpoint_id=path)
+    try:
+        with _one_rank_is_enough(), waiting("saving of a checkpoint"):
+            dcp.save(training_state(model, optimizer), checkpoint_id=path)
+    except dcp.CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise UserError(
+            "checkpoint",
+            got=f"{path} that rank {rank} cannot write ({reason})",
+            expected="a folder with room for it",
+            do="make room, and resume: the checkpoints before are complete",
+        ) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
         for old in _complete(folder)[:-keep]:
             shutil.rmtree(old)

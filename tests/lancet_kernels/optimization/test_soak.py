@@ -32,7 +32,7 @@ def use() -> Use:
         "MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "in /dev/shm": len(os.listdir("/dev/shm")),
+        "in /dev/shm": sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm")),
     }
 
 

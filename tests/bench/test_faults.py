@@ -1,0 +1,41 @@
+"""Faults of a rank end a job in one line, and what is trained afterwards is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import BENCH, printed
+
+SAID = {
+    "killed": "rank 1 was killed by SIGKILL",
+    "stopped": "rank 1 did not answer",
+    "raises": "rank 1 failed: ValueError: something in the user's own code",
+    "60 s late": "rank 1 did not answer",
+    "disk full": "No space left on device",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*SAID, "10 s late"])
+@pytest.mark.parametrize("place", ["forward", "backward", "trials", "saving"])
+def test_ended_and_named(tmp_path: Path, kind: str, place: str) -> None:
+    if kind == "disk full" and place != "saving":
+        pytest.skip("a disk is only full for who saves")
+    file = tmp_path / "ends.json"
+    printed(
+        "-m", "bench.cpu.faults", "--only", kind, place, "experts and FSDP", "--json", file, timeout_s=1200
+    )
+    (end,) = json.loads(file.read_text())["ends"]
+    assert SAID.get(kind, "") in end["said"]
+    assert end["same"]
+    assert end["lost"] <= 2
+
+
+def test_the_table_is_of_all_faults() -> None:
+    ends = json.loads((BENCH / "results" / "faults-2-core-cpu.json").read_text())["ends"]
+    assert all(end["same"] for end in ends)
+    for end in ends:
+        assert SAID.get(end["fault"]["kind"], "") in end["said"]
