@@ -1,4 +1,5 @@
-"""Trains set-ups that are drawn, prints what is wrong with one at once, and in the end what became of all.
+"""Trains set-ups that are drawn, prints what became of each at once, and in the end how many were refused, and
+why.
 
 python -m tests.generated_setups --ranks 2 --first 0 --count 500
 """
@@ -6,6 +7,7 @@ python -m tests.generated_setups --ranks 2 --first 0 --count 500
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import time
@@ -24,18 +26,21 @@ def main() -> None:
     for name, default in (("--ranks", 2), ("--first", 0), ("--count", 500)):
         parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
-    pool, ends, reasons, begin = RankPool(), Counter[str](), Counter[str](), time.monotonic()
-    for number in range(given.first, given.first + given.count):
-        setup = drawn(Random(number), given.ranks)
-        end = end_of(pool, setup)
-        ends[end.kind] += 1
-        if end.kind == "failed":
-            print(f"{number}: {end.why}\n    {setup!r}", flush=True)
-        elif end.why:
-            # Of one reason, whatever names and numbers are in it.
-            reasons[f"{end.kind}: {re.sub(r'[0-9]+', 'N', end.why)}"] += 1
-    pool.close()
-    print(f"{given.ranks} ranks, {given.count} set-ups from {given.first}, {time.monotonic() - begin:.0f} s:")
+    ends, reasons, begin = Counter[str](), Counter[str](), time.monotonic()
+    # Told to stop, it says what it has seen.
+    with contextlib.closing(RankPool()) as pool, contextlib.suppress(KeyboardInterrupt):
+        for number in range(given.first, given.first + given.count):
+            setup = drawn(Random(number), given.ranks)
+            end = end_of(pool, setup)
+            ends[end.kind] += 1
+            print(f"{number}: {end.kind}", flush=True)
+            if end.kind == "failed":
+                print(f"    {end.why}\n    {setup!r}", flush=True)
+            elif end.why:
+                # Of one reason, whatever names and numbers are in it.
+                reasons[f"{end.kind}: {re.sub(r'[0-9]+', 'N', end.why)}"] += 1
+    seconds = time.monotonic() - begin
+    print(f"{given.ranks} ranks, {ends.total()} set-ups from {given.first}, {seconds:.0f} s:")
     print(", ".join(f"{count} {kind}" for kind, count in ends.most_common()))
     for reason, count in reasons.most_common():
         print(f"{count:5} {reason}")

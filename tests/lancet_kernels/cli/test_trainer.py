@@ -251,6 +251,20 @@ def test_a_checkpoint_of_another_optimizer_is_one_line(two_checkpoints):
         load_checkpoint(path, model, make_optimizer("adam", model))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line_and_loses_no_checkpoint(two_checkpoints):
+    model = small_model()
+    full = two_checkpoints / "step-00000007"
+    full.mkdir()
+    (full / "__0_0.distcp").symlink_to("/dev/full")
+    message = (
+        r"^checkpoint: got \S+step-00000007 that rank 0 cannot write \(.*No space left on device.*\), exp"
+    )
+    with pytest.raises(UserError, match=message):
+        save_checkpoint(two_checkpoints, 7, model, make_optimizer("sgd", model))
+    assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000005"
+
+
 def find_on_rank(folder: str) -> str:
     return find_checkpoint(Path(folder)).name
 
