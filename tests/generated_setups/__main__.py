@@ -1,5 +1,5 @@
-"""Trains set-ups that are drawn, prints what became of each at once, and in the end how many were refused, and
-why.
+"""Trains set-ups that are drawn, prints what becomes of each at once, and in the end how many were refused,
+and why.
 
 python -m tests.generated_setups --ranks 2 --first 0 --count 500
 """
