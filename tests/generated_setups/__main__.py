@@ -1,7 +1,7 @@
 """Trains set-ups that are drawn, prints what becomes of each at once, and in the end how many were refused,
 and why.
 
-python -m tests.generated_setups --ranks 2 --first 0 --count 500
+    python -m tests.generated_setups --ranks 2 --first 0 --count 500
 """
 
 from __future__ import annotations
