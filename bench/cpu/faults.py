@@ -137,9 +137,10 @@ def train(fault: Fault | None, way: str, folder: Path) -> int:
     patches = mock.patch.object(link, "start", start), mock.patch.object(library, "fastest", fastest)
     with patches[0], patches[1], mock.patch.object(FileSystemWriter, "write_data", write_data):
         measured = fault is not None and fault.place == "trials"
-        options = {"strategy": "auto"} if measured else {"strategy": "lancet-dw", "cluster": "p3dn"}
+        strategy, cluster = ("auto", None) if measured else ("lancet-dw", "p3dn")
         module = TrainingStep(model, ranks=1)
-        step = library.optimize(module, batch(0), times=folder / "times.json", **options)
+        times = folder / "times.json"
+        step = library.optimize(module, batch(0), strategy=strategy, cluster=cluster, times=times)
         _wait_briefly()
         for number in range(done + 1, STEPS + 1):
             struck.place = "forward" * (number == STRUCK)

@@ -180,7 +180,7 @@ def faults() -> str:
     rows = []
     for end in figures["ends"]:
         fault, after_s = end["fault"], end["after_s"]
-        lost = f"{end['lost']} steps, trained again" if end["lost"] else "nothing"
+        lost = f"{end['lost']} step{'s' * (end['lost'] > 1)}, trained again" if end["lost"] else "nothing"
         rows.append(
             (
                 f"{fault['kind']}, {fault['place']}",
