@@ -117,7 +117,7 @@ class RankPool:
             connection.close()
             process.kill()
         for process, _ in self._workers:
-            process.join(10.0)
+            process.join(60.0)  # on a busy machine
             process.close()
         self._workers = []
 

@@ -192,7 +192,7 @@ def run(fault: Fault | None, way: str, folder: Path) -> tuple[float | None, str]
 
 
 def losses(folder: Path) -> dict[int, tuple[float, ...]]:
-    """Those of both ranks by step; of a step that was trained twice the later one."""
+    """By step, of both ranks; of a step that was trained twice the later one."""
     of_rank = [
         dict(json.loads(line) for line in (folder / f"losses-{rank}.jsonl").read_text().splitlines())
         for rank in range(2)
