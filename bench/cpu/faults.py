@@ -187,7 +187,8 @@ def run(fault: Fault | None, way: str, folder: Path) -> tuple[float | None, str]
         if fault is None:
             raise
         after_s = time.time() - float((folder / "struck").read_text())
-        return after_s, re.sub(r" \(traceback in .*\)$", "", str(error))
+        said = str(error).replace(f"{folder}/", "")
+        return after_s, re.sub(r" \(traceback in .*\)$", "", said)
     return None, ""
 
 

@@ -12,7 +12,7 @@ from tests.processes import BENCH, printed
 SAID = {
     "killed": "rank 1 was killed by SIGKILL",
     "stopped": "rank 1 did not answer",
-    "raises": "rank 1 failed: ValueError: something in the user's own code",
+    "raises": "something in the user's own code",
     "60 s late": "rank 1 did not answer",
     "disk full": "No space left on device",
 }
