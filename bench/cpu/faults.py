@@ -97,9 +97,9 @@ def train(fault: Fault | None, way: str, folder: Path) -> int:
     from torch.distributed.checkpoint import FileSystemWriter
 
     from lancet_kernels import fsdp
-    from lancet_kernels.cli.training.trainer import find_checkpoint, load_checkpoint, save_checkpoint
+    from lancet_kernels.cli.trainer import find_checkpoint, load_checkpoint, save_checkpoint
     from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
-    from lancet_kernels.measure.ranks import start_ranks
+    from lancet_kernels.measure.launch import start_ranks
     from lancet_kernels.ops.comm.link import link
     from lancet_kernels.optimization import optimize as library
 
@@ -203,7 +203,7 @@ def losses(folder: Path) -> dict[int, tuple[float, ...]]:
 
 def ends(wanted: list[Fault]) -> Iterator[End]:
     """What becomes of each fault."""
-    from lancet_kernels.cli.training.trainer import find_checkpoint
+    from lancet_kernels.cli.trainer import find_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="lancet-faults-") as temporary:
         for way in dict.fromkeys(fault.way for fault in wanted):
@@ -224,6 +224,9 @@ def _end(fault: Fault, folder: Path, undisturbed: dict[int, tuple[float, ...]], 
     checkpoint = find_checkpoint(folder)
     lost = last - (int(checkpoint.name[5:]) if checkpoint else 0)
     if after_s is not None:
+        for file in folder.glob("step-*/*"):
+            if file.is_symlink():  # there is room again
+                file.unlink()
         run(None, fault.way, folder)
     own = losses(folder)
     same = own.keys() == undisturbed.keys() and all(
@@ -260,7 +263,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        from lancet_kernels.measure.ranks import report_errors
+        from lancet_kernels.measure.launch import report_errors
 
         place, held, *own = sys.argv[2:]
         struck_by = Fault(own[0], own[1], held) if own else None
