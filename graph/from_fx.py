@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from lancet_kernels.graph.costs.part_instruction import whole_name
 from lancet_kernels.graph.meta import GROUP, KEPT_BYTES, MILLISECONDS, STANDS_FOR, UNIT, WRITTEN_INTO
 from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
 from lancet_kernels.graph.program.phases import forward_nodes, not_before
@@ -93,6 +94,9 @@ def program_from_graph(
             if node.name in parts:
                 milliseconds, count = parts[node.name]
                 attributes = {**instruction.attributes, "parts": count}
+                if unchanged is not None and (whole := whole_name(node.name)) in unchanged.index:
+                    of_whole = unchanged.instructions[unchanged.index[whole]].attributes
+                    attributes |= {"link": of_whole["link"]} if "link" in of_whole else {}
                 instruction = replace(instruction, milliseconds=milliseconds, attributes=attributes)
             instructions.append(instruction)
     if any(GENERATOR in i.mutates for i in instructions):

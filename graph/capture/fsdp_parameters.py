@@ -108,7 +108,10 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     outermost = _outermost(model)
     result = []
-    for unit, (state, group) in enumerate(_units(model)):
+    number_of: dict[int, int] = {}
+    for state, group in _units(model):
+        # Parameters of one call may be sharded over several meshes, each a group of its own.
+        unit = number_of.setdefault(id(state), len(number_of))
         if not group.is_sharded:
             # FSDP leaves the outermost module gathered after a forward without gradients.
             group.reshard()

@@ -43,9 +43,11 @@ def interpolated(points: Points, size: float) -> float:
 
 @dataclass(frozen=True)
 class CommunicationModel:
-    """`points[collective, group]` are (bytes on one rank, milliseconds), sorted by bytes."""
+    """`points[collective, group]` are (bytes on one rank, milliseconds), sorted by bytes. inside: the
+    collectives and groups whose messages stay within nodes."""
 
     points: Mapping[tuple[str, str], Points]
+    inside: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def measured(cls, samples: Mapping[tuple[str, str], Iterable[tuple[float, float]]]) -> CommunicationModel:
@@ -94,13 +96,18 @@ class CommunicationModel:
             sums["replica"] = gpus, among
         if shard_ranks is not None:
             sums |= {"shards": (shard_ranks, 1), "copies": (gpus, shard_ranks)}
+        inside = {("all_to_all", "world")} if among <= cluster.gpus_per_node else set()
         for group, ranks in sums.items():
             whole = _points(partial(_all_reduce_ms, cluster, *ranks))
+            if _ranks_by_node(cluster, *ranks)[1] == 1:
+                inside |= {
+                    (collective, group) for collective in ("all_reduce", "reduce_scatter", "all_gather")
+                }
             points["all_reduce", group] = whole
             # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
             half = tuple((size, ms / 2) for size, ms in whole)
             points["reduce_scatter", group] = points["all_gather", group] = half
-        return cls(points)
+        return cls(points, frozenset(inside))
 
     def milliseconds(self, collective: str, bytes: float, group: str = "world") -> float:
         """Time of one collective over `bytes` per rank. Below the first point it is pure latency.
@@ -178,9 +185,14 @@ def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> floa
     Example: 16 GPUs, 8 per node, expert groups of 8: no two ranks of a node have the same experts, and 8
     all-reduces between the two nodes share the network cards, each with 2 * 1/2 of its bytes.
     """
+    local, nodes = _ranks_by_node(cluster, gpus, apart)
+    return grouped_all_reduce_ms(cluster, size, local, nodes, min(gpus, cluster.gpus_per_node) // local)
+
+
+def _ranks_by_node(cluster: Cluster, gpus: int, apart: int) -> tuple[int, int]:
+    """How many ranks such a group has on a node, and on how many nodes."""
     node = min(gpus, cluster.gpus_per_node)
-    local, nodes = max(1, node // apart), max(1, gpus // max(node, apart))
-    return grouped_all_reduce_ms(cluster, size, local, nodes, node // local)
+    return max(1, node // apart), max(1, gpus // max(node, apart))
 
 
 def grouped_all_reduce_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:

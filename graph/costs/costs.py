@@ -159,6 +159,27 @@ def communication_ms(model: CommunicationModel, instruction: Instruction) -> flo
     return model.milliseconds(collective_of(instruction), instruction.bytes, group)
 
 
+INSIDE_NODES = "inside nodes"
+"""The link of messages that stay within nodes where others leave them."""
+
+
+def on_links(program: Program, model: CommunicationModel) -> Program:
+    """The Program in which messages inside nodes travel beside those between nodes: NVLink and network cards
+    work at the same time, and each group of ranks has a stream of its own."""
+
+    def is_inside(i: Instruction) -> bool:
+        return (collective_of(i), i.attributes.get("group", "world")) in model.inside
+
+    messages = {i.name: is_inside(i) for i in program.instructions if i.kind.is_communication}
+    if all(messages.values()) or not any(messages.values()):
+        return program
+    instructions = (
+        replace(i, attributes={**i.attributes, "link": INSIDE_NODES}) if messages.get(i.name) else i
+        for i in program.instructions
+    )
+    return replace(program, instructions=tuple(instructions))
+
+
 def collective_of(instruction: Instruction) -> str:
     """The collective's name in a communication model: its kind, or its attribute `collective`."""
     if instruction.kind is Kind.OTHER_COMMUNICATION:
@@ -214,14 +235,14 @@ class KernelCosts:
         if instruction.kind is Kind.ALL_TO_ALL:
             return self.all_to_all_ms(instruction.bytes * self.busiest)
         if instruction.kind.is_communication:
-            return communication_ms(self._communication, instruction)
+            return communication_ms(self.communication, instruction)
         if not instruction.flops and not instruction.bytes:
             return 0.0
         return self._compute_ms(instruction, tensors) + self.kernels.kernel_us * 1e-3
 
     def check(self) -> None:
         """Raises: UserError for a number of GPUs that is not a part of a node or whole nodes."""
-        assert self._communication
+        assert self.communication
 
     @property
     def source(self) -> str:
@@ -240,7 +261,8 @@ class KernelCosts:
         return self.cluster.kernels
 
     @cached_property
-    def _communication(self) -> CommunicationModel:
+    def communication(self) -> CommunicationModel:
+        """Times of collectives."""
         return CommunicationModel.from_cluster(
             self.cluster, self.gpus, self.expert_ranks, tensor_ranks=self.tensor_ranks
         )

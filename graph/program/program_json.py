@@ -37,7 +37,7 @@ def fingerprint(program: Program) -> str:
                 "kind": i.kind.value,
                 "phase": i.phase.value,
                 "mutates": list(i.mutates),
-                "attributes": dict(i.attributes),
+                "attributes": {k: v for k, v in i.attributes.items() if k != "link"},
                 **({"after": i.after} if i.after else {}),
             }
             for i in program.instructions

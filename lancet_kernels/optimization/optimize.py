@@ -114,7 +114,8 @@ def optimize(
             compiled in the first step; the order of the plan is kept. "": run the ops uncompiled.
         compare_every: with `reduce_gradients`, parameters that several ranks hold are compared, bit by bit
             through a digest, in one of so many calls, while the step runs; if ranks have updated one
-            differently, the next call names it in an error. 0: never.
+            differently, the next call names it in an error. 0: never. As often, rows of experts are counted
+            (`OptimizedModule.stale`).
         trials: with strategy "auto", measured here: real steps of the best plans, of the blocking one and of
             the module as it is, whose gradients are summed while backward runs, in turn on all ranks; the
             fastest is kept. With `accumulate`, also so many microbatches in pairs beside one by one.
@@ -165,7 +166,7 @@ def optimize(
     progress.begin("trying the plans" if tries else "applying the plan")
 
     def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
-        return OptimizedModule(step, plan, timeline, inner_compile, compare_every)
+        return OptimizedModule(step, plan, timeline, inner_compile, compare_every, planned)
 
     optimized = fastest(step, build, planned, trials) if tries else build(*planned[0])
     optimized.report(**step.figures(optimized.timeline))

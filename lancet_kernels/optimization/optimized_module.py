@@ -42,6 +42,7 @@ from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, a
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planning import predicted
 from lancet_kernels.optimization.rank_agreement import CallAgreement
+from lancet_kernels.optimization.staleness import Planned, Staleness
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
@@ -87,9 +88,16 @@ class OptimizedModule(nn.Module):
     """
 
     def __init__(
-        self, step: ModelStep, plan: Plan, timeline: Timeline, inner_compile: str = "", compare_every: int = 0
+        self,
+        step: ModelStep,
+        plan: Plan,
+        timeline: Timeline,
+        inner_compile: str = "",
+        compare_every: int = 0,
+        candidates: Planned = (),
     ) -> None:
-        """Args: step: with costs, which `plan` is for. inner_compile, compare_every: as of `optimize`."""
+        """Args: step: with costs, which `plan` is for. inner_compile, compare_every: as of `optimize`.
+        candidates: other plans of the step, and perhaps this one."""
         super().__init__()
         self.module = step.model
         # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
@@ -101,6 +109,8 @@ class OptimizedModule(nn.Module):
         # Without what planning has cached.
         self._step, self._inner_compile = replace(step), inner_compile
         self._recorder = Recorder()
+        others = [one for one in candidates if one[0].order != plan.order or one[0].blocking != plan.blocking]
+        self._staleness = Staleness(self._step, [(plan, timeline), *others], compare_every)
         self._replicas: Replicas | None = None
         if step.reduces_gradients:
             self._replicas = Replicas(step.model, step.groups, compare_every)
@@ -138,6 +148,18 @@ class OptimizedModule(nn.Module):
         if not torch.is_grad_enabled():
             self._agreement.way("a call without gradients", str)
             return self.module(*inputs, **by_name)
+        with self._staleness.counting():
+            return self._with_gradients(inputs, by_name)
+
+    def stale(self) -> str:
+        """Which plan would be faster with the routing of the last counted call, and why; "": none.
+
+        Rows are counted in the first call and in each `compare_every`-th one of a step that was measured
+        here; the candidates of `optimize` are simulated with them. Collective over all ranks.
+        """
+        return self._staleness.stale()
+
+    def _with_gradients(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         if self._first is None:
             self._guards.refuse_changes()
             self._compare_replicas()

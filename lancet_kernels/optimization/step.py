@@ -30,7 +30,7 @@ from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.capture.twin import Twin, twin_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations
+from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations, on_links
 from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.ops import argument, argument_names
@@ -202,8 +202,9 @@ class ModelStep(Step):
         if cluster is not None:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
-            cost: Cost = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks, shards)
-            return replace(self, timed=self._shared(self.program, cost), cost=cost)
+            cost = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks, shards)
+            program = on_links(self._shared(self.program, cost), cost.communication)
+            return replace(self, timed=program, cost=cost)
         layers = moe_layers(self.model)
         width = layers[0].d_model if layers else 1
 

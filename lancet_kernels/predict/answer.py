@@ -362,10 +362,11 @@ def _run(
     host = host_of(program, cost)
     sms = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
     slowed, times = list(ms), run(program, ms, order, blocking=blocking, host=host)
-    if not blocking:
+    exchanges = program.positions(Kind.ALL_TO_ALL)
+    if any(program.instructions[i].name not in blocking for i in exchanges):
         for _ in range(2):
-            slowed = _slowed(ms, times, sms, cost.kernels.message_beside - 1)
-            times = run(program, slowed, order, host=host)
+            slowed = _slowed(ms, times, exchanges, sms, cost.kernels.message_beside - 1)
+            times = run(program, slowed, order, blocking=blocking, host=host)
     exposed: dict[str, float] = {}
     for i, idle in exposed_intervals(times).items():
         kind = collective_of(program.instructions[i])
@@ -400,13 +401,15 @@ def host_of(program: Program, cost: KernelCosts) -> Host:
     return Host(launches, waits)
 
 
-def _slowed(ms: Sequence[float], times: Times, computation: float, message: float) -> list[float]:
-    """Durations with computation, and messages, longer by these fractions of the time that they run beside
-    one another."""
+def _slowed(
+    ms: Sequence[float], times: Times, exchanges: Sequence[int], computation: float, message: float
+) -> list[float]:
+    """Durations with computation, and exchanges, longer by these fractions of the time that they run beside
+    one another. Both fractions are of a dispatcher's kernels, and not of gathers and sums."""
     slowed = list(ms)
     for own, others, more in (
-        (times.compute, times.messages, computation),
-        (times.messages, times.compute, message),
+        (times.compute, exchanges, computation),
+        (exchanges, times.compute, message),
     ):
         busy = sorted((times.start[i], times.end[i]) for i in others)
         first = 0

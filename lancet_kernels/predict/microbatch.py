@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from lancet_kernels.graph.capture.captured_graph import copy_of, state_name
-from lancet_kernels.graph.costs.costs import LAUNCHES
+from lancet_kernels.graph.costs.costs import LAUNCHES, on_links
 from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.meta import UNIT
 from lancet_kernels.graph.program.program import (
@@ -109,6 +109,7 @@ class Microbatch:
         of_experts = sum(p.numel() for p in experts)
         numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
         timed = _with_optimizer(_shared(program, step, question), question, numbers)
+        timed = on_links(timed, cost.communication)
         return cls(question, replace(step, timed=timed, cost=cost), kernels, numbers)
 
     @property

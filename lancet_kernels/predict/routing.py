@@ -16,10 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from lancet_kernels.errors import UserError
-from lancet_kernels.files import file_errors, json_text
 
 BALANCED = "balanced"
 _EXPECTED = (
@@ -51,7 +48,7 @@ class Routing:
     @classmethod
     def of(cls, spec: str, experts: int, layers: int) -> Routing:
         """From `balanced`, `zipf:S` (expert r of a random order gets 1 / r**S, in each layer another one) or
-        the path of a file of `RoutingCounts`.
+        the path of a file of `layer.routing_counts`.
 
         Raises: UserError for another text, and for counts of another number of experts.
         """
@@ -79,28 +76,6 @@ class Routing:
         together = map(sum, zip(*by_layer, strict=True))
         layers = len(by_layer)
         return Load(sum(map(max, by_layer)) / layers, max(together) / layers, 1 - kept / chosen)
-
-
-class RoutingCounts:
-    """Counts the choices of a run, for `lancet plan --hf ... --routing counts.json`.
-
-    Example: `counts.add(losses.assigned)` after each step, on one rank; `counts.save("counts.json")`.
-    """
-
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-
-    def add(self, assigned: Tensor) -> None:
-        """Add a step's counts. Args: assigned: [layers, E], as `MoELosses.assigned`, of all ranks."""
-        counts = assigned.detach().cpu()
-        self._total = counts if self._total is None else self._total + counts
-
-    def save(self, path: str | Path) -> None:
-        """Write the file. Raises: UserError before anything was counted, and where it cannot be written."""
-        if self._total is None:
-            raise UserError("counts", got="none", expected="those of a step", do="call add() first")
-        with file_errors(str(path)):
-            Path(path).write_text(json_text({"assigned": self._total.tolist()}) + "\n", encoding="utf-8")
 
 
 def _zipf(exponent: float, experts: int, layer: int) -> list[float]:

@@ -109,9 +109,9 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
 
     Args: as of `exchange_counts`, whose call in a graph this one takes the place of.
     """
-    if not group:
-        return Here(count_WL)
     (ranks, local_experts), layer = count_WL.shape, current_layer()
+    if not group:
+        return Here(_counted(count_WL, layer))
     values = [
         _COUNTS,
         width,
@@ -130,9 +130,17 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
 
     def finish() -> Tensor:
         _check_headers(received[:, :_HEADER].tolist(), process_group)
-        return received[:, _HEADER : _HEADER + local_experts].contiguous()
+        return _counted(received[:, _HEADER : _HEADER + local_experts].contiguous(), layer)
 
     return Pending(LinkWork("exchange_counts", process_group, work, None, layer, kept=sent), finish)
+
+
+def _counted(count_WL: Tensor, layer: str) -> Tensor:
+    """The counts that this rank received, added up by expert where somebody counts (`now.routed`)."""
+    if now.routed is not None:
+        rows_L = count_WL.sum(0)
+        now.routed[layer] = now.routed[layer] + rows_L if layer in now.routed else rows_L
+    return count_WL
 
 
 @op("lancet::exchange_counts", like="count_WL")

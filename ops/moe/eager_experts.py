@@ -97,9 +97,8 @@ class _EagerExperts(torch.autograd.Function):
         count_WL = count_E.view(group_size(group), -1)
 
         rows = x_TD.index_select(0, token_S)
-        received_WL = count_WL
+        received_WL = exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, group)
         if group:
-            received_WL = exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, group)
             rows = all_to_all(rows, count_WL, received_WL, group, True)
         ends_L = group_ends(received_WL).int()
         hidden = _times_weights(rows, w1, ends_L)

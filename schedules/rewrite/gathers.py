@@ -13,6 +13,9 @@ Contract:
    (`graph.program.phases.not_before`): so at most two units are whole at a time, whatever order is planned,
    as with FSDP's own prefetching.
 5. Small parameters of a unit share a collective.
+6. The order is FSDP2's: a unit's messages start as early as 4 allows, and are unpacked where the unit is
+   first read; sums of gradients start when these are there, and what has arrived is scaled and cast when the
+   next unit's gradients are there. So both run beside the computation of one unit.
 
 Example: two ranks, w [3, 4]: each has a shard [2, 4], of which the second one's last row is padding; gathered
 [4, 4], of which w is the first 3 rows. Its gradient [3, 4] is padded to [4, 4] before it is scattered.
@@ -111,6 +114,18 @@ class _Sharding(Inserter):
     def __init__(self, module: fx.GraphModule, cost_group: Mapping[str, str]) -> None:
         super().__init__(module.graph, cost_group)
         self.module = module
+        self._behind: list[fx.Node] = []
+        """New nodes behind the last start of a message."""
+
+    def call(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
+        node = super().call(target, *args, **kwargs)
+        self._behind.append(node)
+        return node
+
+    def start(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().start(*args, **kwargs)
+        self._behind = []
+        return node
 
     # What both directions use.
 
@@ -161,15 +176,24 @@ class _Sharding(Inserter):
         in_order = sorted(
             (i for i in gradients if isinstance(results[i], fx.Node)), key=lambda i: place[results[i]]
         )
+        arrived: list[tuple[fx.Node, int, list[fx.Node]]] = []
         for bucket in _buckets(in_order, gradients.__getitem__, lambda p: p.reduce_dtype):
             last = max((results[i] for i in bucket), key=place.__getitem__)
+            self._behind = []
             with self.graph.inserting_before(last.next):
                 summed = self._scattered(
                     [results[i] for i in bucket], [gradients[i] for i in bucket], scale_of
                 )
+            arrived.append((last, gradients[bucket[0]].unit, self._behind))
             for i, shard in zip(bucket, summed, strict=True):
                 results[i] = shard
         output.args = (results,)
+        arrived.sort(key=lambda one: place[one[0]])
+        for k, (_, unit, behind) in enumerate(arrived):  # 6
+            following = (last.next for last, other, _ in arrived[k + 1 :] if other != unit)
+            where = next(following, output)
+            for node in behind:
+                where.prepend(node)
 
     def _scattered(
         self,
@@ -261,13 +285,16 @@ class _Sharding(Inserter):
             sources = {read.source for read in of_it}
             here = first if before in (None, first) else before.next
             with self.graph.inserting_before(here):
-                of = self._whole(parameters)
+                of, behind = self._whole(parameters)
+            for node in behind:  # 6
+                first.prepend(node)
+            with self.graph.inserting_before(first):
                 for node in _with_sources(sources, source_of):
                     source = of[source_of[node]]
                     if in_backward:
                         of[node] = self.graph.node_copy(node, partial(_first, source))
                     else:
-                        here.prepend(node)
+                        first.prepend(node)
                         node.replace_input_with(source_of[node], source)
                         of[node] = node
                     of[node].meta.update(self.marks)
@@ -276,16 +303,21 @@ class _Sharding(Inserter):
                 read.user.replace_input_with(read.source, of[read.source])
             before = first
 
-    def _whole(self, parameters: Mapping[fx.Node, ShardedParameter]) -> dict[fx.Node, fx.Node]:
-        """By placeholder, the gathered parameter."""
+    def _whole(
+        self, parameters: Mapping[fx.Node, ShardedParameter]
+    ) -> tuple[dict[fx.Node, fx.Node], list[fx.Node]]:
+        """By placeholder, the gathered parameter; and the nodes that unpack what was gathered."""
         whole: dict[fx.Node, fx.Node] = {}
+        unpacking: list[fx.Node] = []
         for bucket in _buckets(parameters, parameters.__getitem__, lambda p: p.compute_dtype):
             first = parameters[bucket[0]]
             group, ranks = first.group, group_size(first.group)
+            self._behind = []
             shards = [self._cast(node, parameters[node].compute_dtype) for node in bucket]
             if len(bucket) == 1:
                 all_rows = self._gathered(shards[0], first.dim, group) if group else shards[0]
                 whole[bucket[0]] = self._rows(all_rows, first.dim, 0, first.shape[first.dim])
+                unpacking += self._behind
                 continue
             flat = [self.shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
             joined = self._gathered(self.call(aten.cat.default, flat), 0, group)
@@ -297,7 +329,8 @@ class _Sharding(Inserter):
                 rows = self.shaped(self._rows(by_rank, 1, begin, end), shape)
                 whole[node] = self._rows(rows, 0, 0, one.shape[0])
                 begin = end
-        return whole
+            unpacking += self._behind
+        return whole, unpacking
 
 
 def _first(source: fx.Node, _before: fx.Node) -> fx.Node:

@@ -81,5 +81,9 @@ def program_of_pair(pair: Pair, step: Program) -> Program:
     for instruction in program.instructions:
         single = step.instructions[step.index[pair.original[instruction.name]]]
         milliseconds = 0.0 if instruction.name in unsummed else single.milliseconds
-        instructions.append(replace(instruction, milliseconds=milliseconds, bytes=single.bytes))
+        link = {"link": single.attributes["link"]} if "link" in single.attributes else {}
+        attributes = {**instruction.attributes, **link}
+        instructions.append(
+            replace(instruction, milliseconds=milliseconds, bytes=single.bytes, attributes=attributes)
+        )
     return replace(program, instructions=tuple(instructions))

@@ -49,7 +49,7 @@ def save_trace(events: Sequence[Event], path: str | Path, weight_gradients: Coll
     Args: weight_gradients: names of the instructions that are categorized as dW.
     """
     entries: list[dict[str, Any]] = []
-    for track, resource in enumerate((COMPUTE, LINK)):
+    for track, resource in enumerate(dict.fromkeys((COMPUTE, LINK, *(e.resource for e in events)))):
         on_track = {"pid": 0, "tid": track}
         entries.append({**on_track, "ph": "M", "name": "thread_name", "args": {"name": resource}})
         entries += [
@@ -93,10 +93,10 @@ def save_picture(
     used: set[str] = set()
     for axis, (name, events) in zip(axes, rows.items(), strict=True):
         length = max((e.end_ms for e in events), default=0.0)
-        for resource, bottom in ((COMPUTE, 1.05), (LINK, 0.0)):
+        for computes, bottom in ((True, 1.05), (False, 0.0)):
             by_label: dict[str, list[tuple[float, float]]] = {}
             for e in events:
-                if e.resource == resource:
+                if (e.resource == COMPUTE) is computes:
                     by_label.setdefault(label(e, gradients), []).append((e.start_ms, e.end_ms - e.start_ms))
             for what, spans in by_label.items():
                 used.add(what)
