@@ -56,8 +56,8 @@ class Now:
     plan differ from those of the module, so it is an error if a rank runs the plan while another runs the
     module. expects_sizes: ops that make rows give a trace the expected number of them, instead of a symbol.
     padding_mask: of the batch, for MoE layers that are called without one (`MoELayer.forward`). weights: by
-    name, what the MoE layer that runs takes for its parameters, in a trace. routed: by layer, the rows of each
-    of this rank's experts, where somebody counts.
+    name, what the MoE layer that runs takes for its parameters, in a trace. routed: by layer, the rows of
+    each of this rank's experts, where somebody counts.
     """
 
     layer: str = ""

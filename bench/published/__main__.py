@@ -1,4 +1,4 @@
-"""`python -m bench.published [--json | --markdown | --save]`: measurements of others, beside predictions."""
+"""`python -m bench.published [--json | --markdown] [--save]`: measurements of others, beside predictions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ def main() -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
     form.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
-    form.add_argument("--save", action="store_true", help="write what `lancet plan --report` shows of them")
+    parser.add_argument("--save", action="store_true", help="write what `lancet plan --report` shows of them")
     options = parser.parse_args()
     checked = check()
     if options.save:
         names = ("name", "quantity", "measured", "predicted", "error", "fitted", "source")
         rows = [{name: one.to_json()[name] for name in names} for one in checked]
         Path(str(PUBLISHED)).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        return
     if options.json:
         rows = [one.to_json() for one in checked]
         print(json.dumps({"rows": rows, "summary": summary(checked)}, indent=2))

@@ -48,7 +48,7 @@ class HfFlags:
     recompute: str = option(
         "none",
         "with --hf: what the backward computes again; selective is attention",
-        choices=("none", "full", "selective", "attention", "experts"),
+        choices=("none", "full", "selective", "attention", "experts", "alternate"),
     )
     tensor: int = option(
         1, "with --hf: GPUs that share the tokens and slice dense layers, as Megatron", parse=positive_int
@@ -64,6 +64,7 @@ class HfFlags:
         "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex",
         metavar="NAME",
     )  # fmt: skip
+    eager: bool = option(False, "with --hf: element-wise ops run one by one, as without torch.compile")
     dispatch: str = option(
         "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
     )
@@ -79,7 +80,7 @@ class HfFlags:
         question = Question(
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
             self.recompute, self.dispatch, self.tensor, self.states,
-            self.attention, self.routing,
+            self.attention, self.routing, self.eager,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 
@@ -202,7 +203,7 @@ def _text_of_search(found: Found) -> str:
         q = one.question
         lines.append(
             f"{one.step_ms:10.1f} {one.step_ms / found.best[0].step_ms - 1:6.1%} {one.peak_memory_gib:6.1f} "
-            f"{one.binds:>12}  experts over {q.expert_ranks}, "
+            f"{one.binds:>12}  experts over {q.expert_ranks}, tensors over {q.tensor_ranks}, "
             f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
             f"{q.recompute}, {one.strategy}"
         )

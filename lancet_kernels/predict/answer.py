@@ -231,7 +231,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     start = time.perf_counter()
     question.cost.check()  # before seconds of capturing
     chosen = depths_of(question.hf)
-    captured = _Captured.of(question)
+    captured = Captured.of(question)
     capture_s = time.perf_counter() - start
     result: dict[str, Simulated] = {}
     impossible: dict[str, str] = {}
@@ -248,7 +248,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
 
 
 @dataclass(frozen=True)
-class _Captured:
+class Captured:
     """A question's step at two depths, which are one if all layers are captured.
 
     planners: for each, within what the missing layers leave of the memory.
@@ -259,7 +259,7 @@ class _Captured:
     planners: tuple[Planner, Planner]
 
     @classmethod
-    def of(cls, question: Question) -> _Captured:
+    def of(cls, question: Question) -> Captured:
         """Raises: as `model_step`."""
         chosen = depths_of(question.hf)
         fewer, more = pair = microbatches(question)
@@ -269,7 +269,7 @@ class _Captured:
 
     def simulated(self, strategy: str) -> Simulated:
         """A strategy with the figures of all layers."""
-        fewer, more = self._at_depths(strategy)
+        fewer, more = self.at_depths(strategy)
         # Every further layer keeps as much in memory, whatever the order of the step is.
         kept = [
             _memory(with_sums_waited_for(one.program), range(len(one.program))) for one in self.microbatches
@@ -280,7 +280,8 @@ class _Captured:
         }
         return replace(fewer.combined(more, self.depths.at_full_depth, more), memory=memory)
 
-    def _at_depths(self, strategy: str) -> tuple[Simulated, Simulated]:
+    def at_depths(self, strategy: str) -> tuple[Simulated, Simulated]:
+        """A strategy at both depths."""
         fewer, more = self.microbatches
         if strategy in PAIRED:
             return _of_pairs(fewer, self.planners[0], strategy), _of_pairs(more, self.planners[1], strategy)

@@ -30,20 +30,22 @@ class Kernels:
     """How a dispatcher and fused kernels change a step's Program.
 
     sends: of the dispatcher, "rows" or "tokens". top_k: experts per token. inside: tensors that no fused
-    kernel writes to memory. busiest: rows that a rank receives, relative to those of the Program.
+    kernel writes to memory. busiest: rows that a rank receives, relative to those of the Program. eager:
+    element-wise ops run one by one, each a pass over what it reads and writes.
     """
 
     carrier: Dispatcher
     top_k: int
     inside: Collection[str] = ()
     busiest: float = 1.0
+    eager: bool = False
 
     def of(self, program: Program) -> tuple[Program, Kernels]:
         """The Program of a whole step as kernels, and with what stays inside them."""
         viewless = without_views(program)
         changed: dict[str, Instruction] = {}
         inside: set[str] = set()
-        for members in fused_groups(viewless):
+        for members in () if self.eager else fused_groups(viewless):
             own = {t for i in members for t in i.outputs}
             names = {i.name for i in members}
             read = {t for i in members for t in i.inputs if t not in own}

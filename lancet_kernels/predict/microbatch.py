@@ -103,7 +103,7 @@ class Microbatch:
         cost, program = question.cost, step.program
         if question.sharding == "optimizer":
             program = _without_copies(program, step)
-        kernels = Kernels(cost.carrier, cost.top_k, busiest=question.load.memory)
+        kernels = Kernels(cost.carrier, cost.top_k, busiest=question.load.memory, eager=question.eager)
         program, kernels = kernels.of(_with_tied_once(program, step))
         experts = set(expert_parameters(step.model))
         of_experts = sum(p.numel() for p in experts)

@@ -89,7 +89,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
         def rewrite(joint: fx.GraphModule) -> None:
             weights_inside_experts(joint)
             name_group(joint, tensor_group)
-            recompute_as(joint, question.policy)
+            recompute_as(joint, question.policy, question.eager)
 
         return capture_step(step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite)
 

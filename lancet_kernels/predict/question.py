@@ -13,7 +13,7 @@ from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.predict.config import check_experts, load_config, number_of_experts
 from lancet_kernels.predict.routing import BALANCED, Load, Routing
 
-RECOMPUTE = ("none", "full", "selective", "attention", "experts")
+RECOMPUTE = ("none", "full", "selective", "attention", "experts", "alternate")
 SHARDING = ("none", "optimizer", "full")
 STATE_BYTES = {"float32": (4, 12), "bfloat16": (2, 8)}
 """By dtype of gradients and of Adam's two moments, bytes of a gradient, and of Adam's states with a float32
@@ -30,7 +30,7 @@ class Question:
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
     tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
     states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of the cluster
-    file. routing: as of `Routing.of`.
+    file. routing: as of `Routing.of`. eager: element-wise ops run one by one, as without torch.compile.
     """
 
     hf: str
@@ -47,6 +47,7 @@ class Question:
     states: str = "float32"
     attention: str = ""
     routing: str = BALANCED
+    eager: bool = False
 
     def __post_init__(self) -> None:
         check_name("--recompute", self.recompute, RECOMPUTE)
@@ -142,6 +143,7 @@ class Question:
         experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
         experts += f", routing {self.routing}" if self.routing != BALANCED else ""
         experts += f", tensors over {self.tensor_ranks}" if self.tensor_ranks > 1 else ""
+        experts += ", eager" if self.eager else ""
         return (
             f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
             f"{self.microbatch} x {self.sequence} tokens x {self.accumulate}, recompute {self.recompute}"
@@ -167,6 +169,7 @@ class Question:
             "busiest_rank": self.load.time,
             "dropped": self.load.dropped,
             "attention": self.attention or "any",
+            "eager": self.eager,
         }
 
 

@@ -6,6 +6,10 @@ none        as fused kernels do: operands of matrix products, attention and comm
 attention   also attention, from query, key and value
 experts     also the experts, from the rows that were received
 full        everything, from the input of the layer (activation checkpointing of whole layers)
+alternate   everything in a layer but attention, messages and every second dense product, as torchtitan's
+            selective recomputation of ops (`torchtitan/distributed/activation_checkpoint.py`)
+
+Where no compiler fuses element-wise ops (`eager`), none is computed again for being cheap.
 
 What is recomputed becomes part of the graph, by the pass that `optimize` uses (`graph.capture.recompute`).
 """
@@ -13,6 +17,7 @@ What is recomputed becomes part of the graph, by the pass that `optimize` uses (
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -22,14 +27,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lancet_kernels.graph.capture.recompute import insert_recomputation
 from lancet_kernels.graph.capture.trace import layer_name
-from lancet_kernels.graph.from_fx import is_element, program_from_fx
+from lancet_kernels.graph.from_fx import is_collective, is_element, op_name, program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.config import LAYERS
 from lancet_kernels.predict.fusion import is_elementwise
 from lancet_kernels.predict.tensor_parallel import GROUP_NAME
 
-POLICIES = ("none", "attention", "experts", "full")
+POLICIES = ("none", "attention", "experts", "full", "alternate")
 _LAYER = re.compile(rf"\.(?:{'|'.join(LAYERS)})\.(\d+)\.")
 RECOMPUTED_OPS = {
     "attention": (attention.OP,),
@@ -62,7 +67,7 @@ def without_views(program: Program) -> Program:
     )
 
 
-def _recomputable(policy: str) -> Callable[[Instruction], bool]:
+def _recomputable(policy: str, eager: bool) -> Callable[[Instruction], bool]:
     ops = RECOMPUTED_OPS.get(policy, ())
 
     def is_recomputed(i: Instruction) -> bool:
@@ -70,15 +75,15 @@ def _recomputable(policy: str) -> Callable[[Instruction], bool]:
         gathers_tokens = (
             i.attributes.get("group") == GROUP_NAME and i.attributes.get("collective") == "all_gather"
         )
-        return is_elementwise(i) or i.op in ops or gathers_tokens
+        return (not eager and is_elementwise(i)) or i.op in ops or gathers_tokens
 
     return is_recomputed
 
 
-def kept_tensors(program: Program, policy: str) -> set[str]:
+def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]:
     """The tensors of the forward that are kept: a minimum cut between what cannot be computed again and what
-    the backward reads. Args: program: without views. policy: but "full"."""
-    recomputable = _recomputable(policy)
+    the backward reads. Args: program: without views. policy: but those of whole layers."""
+    recomputable = _recomputable(policy, eager)
     forward = [i for i in program.instructions if i.phase is Phase.FORWARD]
     made = {t for i in forward for t in i.outputs}
     again = {t for i in forward if recomputable(i) for t in i.outputs}
@@ -116,25 +121,49 @@ def layer_of(node: fx.Node) -> str:
     return layer.group(1) if layer else ""
 
 
-def recompute_as(joint: fx.GraphModule, policy: str) -> None:
-    """Make what the backward recomputes part of a captured joint graph. Args: policy: one of `POLICIES`."""
+def _kept_by_alternate(joint: fx.GraphModule) -> set[fx.Node]:
+    """Attention, messages, and of each layer's dense products the first, the third and so on."""
+    products: Counter[str] = Counter()
+    kept = set()
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        is_product = op_name(node) in ("aten.mm", "aten.addmm")
+        products[layer_of(node)] += is_product
+        if (
+            is_collective(node)
+            or op_name(node) == attention.OP
+            or (is_product and products[layer_of(node)] % 2)
+        ):
+            kept.add(node)
+    return kept
+
+
+def recompute_as(joint: fx.GraphModule, policy: str, eager: bool = False) -> None:
+    """Make what the backward recomputes part of a captured joint graph.
+
+    Args: policy: one of `POLICIES`. eager: does no compiler fuse element-wise ops?
+    """
     program = program_from_fx(joint)
     viewless = without_views(program)
-    # "full" is said of layers; what is outside of them is as without it.
-    of_ops = "none" if policy == "full" else policy
-    saved = kept_tensors(viewless, of_ops)
+    # Said of layers; what is outside of them is as without it.
+    of_layers = policy in ("full", "alternate")
+    of_ops = "none" if of_layers else policy
+    saved = kept_tensors(viewless, of_ops, eager)
+    kept = _kept_by_alternate(joint) if policy == "alternate" else set()
     owner, instruction_of = program.storage, program.index
     for node in joint.graph.nodes:
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
         layer = layer_of(node)
-        if policy == "full" and layer:
-            is_recomputed = True
+        source = node.args[0] if is_element(node) else node
+        if of_layers and layer:
+            is_recomputed = source not in kept
         else:
-            source = node.args[0] if is_element(node) else node
             instruction = program.instructions[instruction_of[source.name]]
             is_recomputed = (instruction.is_free and program.is_view(instruction)) or (
-                _recomputable(of_ops)(instruction) and not saved & {owner[t] for t in instruction.outputs}
+                _recomputable(of_ops, eager)(instruction)
+                and not saved & {owner[t] for t in instruction.outputs}
             )
         node.meta["ac_graph_id"] = layer
         if is_recomputed:

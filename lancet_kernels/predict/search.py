@@ -1,10 +1,12 @@
-"""The best layouts of a step on a number of GPUs: experts over how many, what is sharded, microbatch,
-recomputation and strategy, at the same number of tokens per step.
+"""The best layouts of a step on a number of GPUs: experts and tensors over how many, what is sharded,
+microbatch, recomputation and strategy, at the same number of tokens per step.
 
-Layouts are visited in the order of a lower bound, the time of computation or of the all-to-alls, whichever is
-longer, summed over all microbatches, with the products and messages that are computed again. Once this bound
-exceeds the tenth best step that fits, no later layout can be among the ten best. What does not fit for its
-states is not even captured; what does not for what a forward without recomputation keeps is not simulated.
+What time there is goes to layouts whose messages take least by a formula (`_messages_ms`), which captures
+nothing. Captured ones are visited in the order of a lower bound, the time of computation or of the
+all-to-alls, whichever is longer, summed over all microbatches, with the products and messages that are
+computed again. Once this bound exceeds the tenth best step that fits, no later layout can be among the ten
+best. What does not fit for its states is not even captured; what does not for what a forward without
+recomputation keeps is not simulated.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase
@@ -21,7 +24,7 @@ from lancet_kernels.predict.answer import Answer, answer, depths_of, microbatche
 from lancet_kernels.predict.config import load_config, meta_model, shortened
 from lancet_kernels.predict.microbatch import Microbatch, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
-from lancet_kernels.predict.recomputation import POLICIES, RECOMPUTED_OPS, layer_of
+from lancet_kernels.predict.recomputation import RECOMPUTED_OPS, layer_of
 from lancet_kernels.schedules.time.peak_memory import Storages
 from lancet_kernels.transformers.convert import experts_of
 
@@ -29,6 +32,7 @@ BEST = 10
 MOST_SIMULATED = 24
 """Layouts that are simulated at most, a few seconds each, unless none of them fits."""
 MICROBATCHES = (1, 2, 4)
+TENSOR_RANKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Layout:
 
     def to_json(self) -> dict[str, object]:
         """The layout as JSON values."""
-        names = ("experts_over", "sharding", "microbatch", "accumulate", "recompute")
+        names = ("experts_over", "tensor_parallel", "sharding", "microbatch", "accumulate", "recompute")
         facts = self.question.facts()
         return {
             **{name: facts[name] for name in names},
@@ -87,19 +91,22 @@ def search(question: Question, seconds: float = math.inf) -> Found:
     possible: list[Layout] = []
     others: list[Layout] = []
     least = math.inf
-    for one in layouts(question):
+    for one in sorted(layouts(question), key=_messages_ms):
         # Half of the time, so that something is simulated.
         if time.perf_counter() - start > seconds / 2:
             others.append(Layout(one, why=not_tried))
             continue
         # The states first: they need no capture.
         need = states_gib(one)
-        need += kept_gib(one) if need <= limit else 0.0
+        try:
+            need += kept_gib(one) if need <= limit else 0.0
+            layout = _bounded(one) if need <= limit else Layout(one, why=f"needs at least {need:.0f} GiB")
+        except UserError as error:  # a model that cannot be sliced
+            if one.tensor_ranks == 1:
+                raise
+            layout = Layout(one, why=str(error))
         least = min(least, need)
-        if need <= limit:
-            possible.append(_bounded(one))
-        else:
-            others.append(Layout(one, why=f"needs at least {need:.0f} GiB"))
+        (others if layout.why else possible).append(layout)
     fitting: list[Layout] = []
     simulated = 0
     for layout in sorted(possible, key=lambda one: one.bound_ms):
@@ -132,17 +139,40 @@ def search(question: Question, seconds: float = math.inf) -> Found:
 
 def layouts(question: Question) -> Iterator[Question]:
     """All layouts with the question's tokens per step."""
-    sequences = question.microbatch * question.accumulate
-    for expert_ranks in question.possible_expert_ranks:
-        for sharding in SHARDING:
-            for microbatch in MICROBATCHES:
-                if sequences % microbatch:
-                    continue
-                for recompute in POLICIES if question.experts else ("none", "attention", "full"):
-                    yield replace(
-                        question, expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
-                        accumulate=sequences // microbatch, recompute=recompute,
-                    )  # fmt: skip
+    policies = ("none", "attention", "experts", "full") if question.experts else ("none", "attention", "full")
+    config = question.config.get_text_config()
+    heads = math.gcd(config.num_attention_heads, config.num_key_value_heads or 0)
+    most = min(heads, question.hardware.gpus_per_node, question.gpus)
+    for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n):
+        sequences = question.microbatch * question.accumulate * tensor_ranks // question.tensor_ranks
+        chosen = product(question.possible_expert_ranks, SHARDING, MICROBATCHES, policies)
+        for expert_ranks, sharding, microbatch, recompute in chosen:
+            if not sequences % microbatch:
+                yield replace(
+                    question, expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
+                    accumulate=sequences // microbatch, recompute=recompute, tensor_ranks=tensor_ranks,
+                )  # fmt: skip
+
+
+def _messages_ms(question: Question) -> float:
+    """About how long the messages of a step take, and what full recomputation computes again."""
+    config, cost = question.config.get_text_config(), question.cost
+    layers, rows = config.num_hidden_layers, question.microbatch * question.sequence // question.tensor_ranks
+    token = 2 * config.hidden_size
+    again = question.recompute == "full"
+    ms = (4 + again) * cost.all_to_all_ms(rows * cost.top_k * token) * layers
+    if question.tensor_ranks > 1:
+        size = rows * question.tensor_ranks * token
+        ms += (8 + again) * cost.communication.milliseconds("all_gather", size, "tensor") * layers
+    of_experts, of_others = _numbers(question.hf)
+    shares = ((of_experts / question.expert_ranks, "replica"), (of_others / question.tensor_ranks, "world"))
+    for numbers, group in shares:
+        if question.replicas(group == "replica") > 1:
+            group = group if ("all_gather", group) in cost.communication.points else "world"
+            once = cost.communication.milliseconds("all_gather", 2 * numbers / layers, group) * layers
+            ms += once * (3 if question.sharding == "full" else 2 / question.accumulate)
+    products = 2 * (of_experts * cost.top_k / max(1, question.experts) + of_others) * rows
+    return (ms + again * products / (max(question.hardware.peak_tflops.values()) * 1e9)) * question.accumulate
 
 
 def states_gib(question: Question) -> float:
