@@ -63,7 +63,7 @@ ASSUMED = (
     "measured for the dispatcher",
     "the host launches op by op, one kernel after the other, and waits in each forward for the sizes of what "
     "its rank receives; host_ms is the time in which the GPU has nothing to do because of that",
-    "messages take longer beside computation, and computation beside messages has fewer multiprocessors",
+    "exchanges take longer beside computation, and computation beside exchanges has fewer multiprocessors",
     "FLOPs are those of matrix products and causal attention (half of the square), forward and backward, "
     "without recomputation",
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",

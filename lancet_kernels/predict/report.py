@@ -10,11 +10,12 @@ import json
 from importlib import resources
 from typing import Any
 
+from lancet_kernels.graph.costs.costs import INSIDE_NODES
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
 from lancet_kernels.predict.search import Found
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
-from lancet_kernels.schedules.time.simulate import COMPUTE
+from lancet_kernels.schedules.time.simulate import COMPUTE, LINK
 from lancet_kernels.schedules.time.timeline import label
 
 _FILES = resources.files("lancet_kernels.predict")
@@ -42,7 +43,8 @@ def report(answer: Answer, found: Found | None = None) -> str:
 
 
 def _timeline(simulated: Simulated) -> dict[str, Any]:
-    """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`."""
+    """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`; lanes are those of
+    computation, of messages, and of messages that stay inside nodes."""
     kinds: dict[str, int] = {}
     program = simulated.program
     held = frozenset(program.instructions[i].name for i in weight_gradients(program))
@@ -52,7 +54,7 @@ def _timeline(simulated: Simulated) -> dict[str, Any]:
         if event.kind is Kind.OTHER_COMMUNICATION:
             kind = "all-gather" if "all_gather" in event.name else "reduce-scatter"
         number = kinds.setdefault(kind, len(kinds))
-        lane = 0 if event.resource == COMPUTE else 1
+        lane = (COMPUTE, LINK, INSIDE_NODES).index(event.resource)
         rows.append(
             [event.name, lane, round(event.start_ms, 4), round(event.end_ms - event.start_ms, 4), number]
         )

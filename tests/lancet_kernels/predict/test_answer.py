@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -11,7 +12,7 @@ from torch import fx
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs.costs import collective_of, durations
+from lancet_kernels.graph.costs.costs import INSIDE_NODES, collective_of, durations
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.guards import example_arguments
@@ -174,6 +175,43 @@ def test_what_sharding_sends(question):
     # Again for the backward, but the embedding, which it does not read.
     again = 2 * NUMBERS - 512 * 64
     assert sent["full"] == pytest.approx({"all_gather": again, "reduce_scatter": NUMBERS}, rel=0.01)
+
+
+def test_fsdp_gathers_and_sums_beside_the_computation_of_a_unit(question):
+    """As FSDP2 prefetches by default: unpacked where the unit is read, scaled when the next sums start."""
+    program = alone(replace(question, sharding="full")).program
+    place = {i.name: n for n, i in enumerate(program.instructions)}
+    starts = [i for i in program.instructions if i.kind is Kind.OTHER_COMMUNICATION]
+    beside = {"all_gather": 0, "reduce_scatter": 0}
+    for i in starts:
+        first = min((place[program.instructions[n].name] for n in program.consumers[i.outputs[0]]), default=0)
+        between = program.instructions[place[i.name] + 1 : first]
+        beside[collective_of(i)] += any(x.flops for x in between)
+    sent = Counter(collective_of(i) for i in starts)
+    # Nothing computes before what is read first, in the forward and in the backward, nor behind the last sum.
+    assert beside["all_gather"] >= sent["all_gather"] - 4
+    assert beside["reduce_scatter"] >= sent["reduce_scatter"] - 2
+    assert {i.attributes.get("link") for i in starts} == {None}, "16 experts over 16 GPUs: all leave a node"
+
+
+def test_messages_inside_nodes_have_a_link_of_their_own(tmp_path):
+    """Experts over 8 of 16 GPUs: exchanges stay in a node, sums do not; parts of exchanges are such, too."""
+    hf = written(tmp_path, QWEN3, num_hidden_layers=1)
+    asked = Question(hf, "dgx-h100", 16, 8, "full", sequence=64, microbatch=2)
+    one = alone(asked)
+    plans = [one.planner(80.0).plan("none"), *one.planner(80.0)._tutel_degrees()]
+    for plan in plans:
+        links = {
+            (collective_of(i), i.attributes.get("link"))
+            for i in one.cut(plan.ranges).instructions
+            if i.kind.is_communication
+        }
+        assert links == {("all_to_all", INSIDE_NODES), ("all_gather", None), ("reduce_scatter", None)}
+    assert any(plan.ranges for plan in plans)
+    pair = Microbatch.of(replace(asked, accumulate=2), one.step).pair.program
+    assert {i.attributes.get("link") for i in pair.instructions if i.kind is Kind.ALL_TO_ALL} == {
+        INSIDE_NODES
+    }
 
 
 @pytest.mark.long

@@ -1,11 +1,15 @@
 """What is kept for the backward, against a search over all subsets; what the policies compute again."""
 
+from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec, original_name
+from lancet_kernels.predict.answer import host_of
 from lancet_kernels.predict.kernels import Kernels
+from lancet_kernels.predict.microbatch import Microbatch
 from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import POLICIES, kept_tensors
@@ -61,8 +65,26 @@ def test_policies_keep_less_and_less(tmp_path):
         messages[policy] = len(program.positions(Kind.ALL_TO_ALL))
         again = {i.op for i in program.instructions if original_name(i.name)}
         assert ("lancet_prediction.attention" in again) is (policy in ("attention", "full"))
-        assert ("lancet.grouped_gemm" in again) is (policy in ("experts", "full"))
+        assert ("lancet.grouped_gemm" in again) is (policy in ("experts", "full", "alternate"))
     assert kept["full"] < min(kept["attention"], kept["experts"])
     assert max(kept["attention"], kept["experts"]) < kept["none"]
     # The dispatch again, for the weight gradients of the experts; no combine.
-    assert messages == {"none": 4, "attention": 4, "experts": 4, "full": 5}
+    assert messages == {"none": 4, "attention": 4, "experts": 4, "full": 5, "alternate": 4}
+
+
+def test_torchtitans_recomputation_of_ops_step_by_step(tmp_path):
+    """Of q, k, v, o and the router each second one; of the experts' products the first, whose result is read.
+    No op is fused, so each is launched and moves its own operands."""
+    pytest.importorskip("transformers")
+    asked = Question(
+        written(tmp_path, QWEN3, num_hidden_layers=1), "dgx-h100", 4, 4, "none", sequence=64,
+        recompute="alternate", eager=True,
+    )  # fmt: skip
+    step = model_step(asked, 1)
+    eager, fused = (Microbatch.of(replace(asked, eager=e), step).program for e in (True, False))
+    again = Counter(i.op for i in eager.instructions if original_name(i.name))
+    assert (again["aten.mm"], again["lancet.grouped_gemm"]) == (2, 1)
+    launches = [sum(ms > 0 for ms in host_of(p, asked.cost).ms) for p in (eager, fused)]
+    assert launches[0] == launches[1], "fused kernels are launched one by one, too"
+    moved = [sum(i.bytes for i in p.instructions if not i.flops) for p in (eager, fused)]
+    assert moved[0] > 1.3 * moved[1]
