@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from lancet_kernels.errors import UserError
@@ -32,9 +31,9 @@ class CountRouting(TrainerCallback):
         self._counts: RoutingCounts | None = None
         self._step = ExitStack()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **values: Any) -> None:
         """Names the layers."""
-        self._counts = RoutingCounts(model, self._groups)
+        self._counts = RoutingCounts(values["model"], self._groups)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Counts, if it is the step's turn."""
