@@ -145,15 +145,6 @@ def part_name(name: str, part: int) -> str:
     return f"{name}_part{part}"
 
 
-def whole_name(name: str) -> str:
-    """The name of the instruction that a part is one of; of any other instruction, its own.
-
-    Example: `whole_name("mm_part0")` is `mm`, and so is `whole_name("mm")`.
-    """
-    whole, marker, part = name.rpartition("_part")
-    return whole if marker and part.isdigit() else name
-
-
 def is_cut(instruction: Instruction, forms: Forms) -> bool:
     """Does the instruction run part by part? An instruction with whole results runs once, on whole
     operands."""

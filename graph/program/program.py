@@ -197,6 +197,15 @@ def original_name(name: str) -> str | None:
     return name.removesuffix(_RECOMPUTED) if name.endswith(_RECOMPUTED) else None
 
 
+def whole_name(name: str) -> str:
+    """The name of the instruction that a part is one of; of any other instruction, its own.
+
+    Example: `whole_name("mm_part0")` is `mm`, and so is `whole_name("mm")`.
+    """
+    whole, marker, part = name.rpartition("_part")
+    return whole if marker and part.isdigit() else name
+
+
 @dataclass(frozen=True)
 class Program:
     """An ordered, valid sequence of instructions with its tensors, inputs and outputs.

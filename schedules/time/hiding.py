@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any
 
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.costs.part_instruction import whole_name
-from lancet_kernels.graph.program.program import Kind, Phase, original_name
+from lancet_kernels.graph.program.program import Kind, Phase, original_name, whole_name
 from lancet_kernels.schedules.time.simulate import Event, Timeline, exposed_intervals, lower_bound_ms
 from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENT, label
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lancet_kernels.graph.costs.part_instruction import whole_name
-from lancet_kernels.graph.program.program import Kind, Phase, original_name
+from lancet_kernels.graph.program.program import Kind, Phase, original_name, whole_name
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event
 
 WEIGHT_GRADIENT, RECOMPUTATION = "weight gradient", "recomputation"

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lancet_kernels.graph.capture.trace import layers_of
-from lancet_kernels.graph.costs.part_instruction import whole_name
-from lancet_kernels.graph.program.program import Kind, original_name
+from lancet_kernels.graph.program.program import Kind, original_name, whole_name
 from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients

@@ -73,7 +73,7 @@ def test_policies_keep_less_and_less(tmp_path):
 
 
 def test_torchtitans_recomputation_of_ops_step_by_step(tmp_path):
-    """Of q, k, v, o and the router each second one; of the experts' products the first, whose result is read.
+    """Each second of q, k, v, o and the router; the experts' first product, whose result is read.
     No op is fused, so each is launched and moves its own operands."""
     pytest.importorskip("transformers")
     asked = Question(
