@@ -140,9 +140,9 @@ def search(question: Question, seconds: float = math.inf) -> Found:
 def layouts(question: Question) -> Iterator[Question]:
     """All layouts with the question's tokens per step."""
     policies = ("none", "attention", "experts", "full") if question.experts else ("none", "attention", "full")
-    config = question.config.get_text_config()
-    heads = math.gcd(config.num_attention_heads, config.num_key_value_heads or 0)
-    most = min(heads, question.hardware.gpus_per_node, question.gpus)
+    config = question.config
+    heads, pairs = (getattr(config, f"num_{what}_heads", None) or 0 for what in ("attention", "key_value"))
+    most = min(math.gcd(heads, pairs) or 1, question.hardware.gpus_per_node, question.gpus)
     for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n):
         sequences = question.microbatch * question.accumulate * tensor_ranks // question.tensor_ranks
         chosen = product(question.possible_expert_ranks, SHARDING, MICROBATCHES, policies)
@@ -156,7 +156,7 @@ def layouts(question: Question) -> Iterator[Question]:
 
 def _messages_ms(question: Question) -> float:
     """About how long the messages of a step take, and what full recomputation computes again."""
-    config, cost = question.config.get_text_config(), question.cost
+    config, cost = question.config, question.cost
     layers, rows = config.num_hidden_layers, question.microbatch * question.sequence // question.tensor_ranks
     token = 2 * config.hidden_size
     again = question.recompute == "full"
