@@ -208,7 +208,7 @@ def test_messages_inside_nodes_have_a_link_of_their_own(tmp_path):
         }
         assert links == {("all_to_all", INSIDE_NODES), ("all_gather", None), ("reduce_scatter", None)}
     assert any(plan.ranges for plan in plans)
-    pair = Microbatch.of(replace(asked, accumulate=2), one.step).pair.program
+    pair = alone(replace(asked, accumulate=2)).pair.program
     assert {i.attributes.get("link") for i in pair.instructions if i.kind is Kind.ALL_TO_ALL} == {
         INSIDE_NODES
     }
