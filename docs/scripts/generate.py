@@ -112,6 +112,28 @@ def support() -> str:
     )
 
 
+WAYS = {
+    "converted": "`convert`", "optimize": "`optimize`", "expert parallel": "EP", "plan --hf": "`plan --hf`",
+}  # fmt: skip
+FAMILIES = "bench/results/transformers-families.json"
+
+
+def families() -> str:
+    """What becomes of each family of transformers, and of transformers' own tests; then why not."""
+    by_family = json.loads((ROOT / FAMILIES).read_text(encoding="utf-8"))["families"]
+    rows, reasons = [], []
+    for family, results in by_family.items():
+        refused = {way: results[way] for way in WAYS if results.get(way)}
+        cells = ["no" if way in refused else "yes" if way in results else "" for way in WAYS]
+        mixins = results.get("mixins", {})
+        passed = [f"{of['of'] - len(of['failed'])} of {of['of']}" for of in mixins.values()]
+        tests = [next(iter(passed[i : i + 1]), "") for i in range(2)]
+        rows.append((family, *cells, *tests, results.get("activation", "")))
+        reasons += [f"- {family}, {WAYS[way]}: {_escaped(line)}" for way, line in refused.items()]
+    head = ("family", *WAYS.values(), "their tests, ours", "theirs", "activation")
+    return "\n".join([*_table(head, rows), "", "Why not:", "", *reasons])
+
+
 def example() -> str:
     """The example of the first page, to copy."""
     text = (ROOT / "examples" / "hugging_face.py").read_text()
@@ -224,6 +246,7 @@ def _figures(result: Mapping[str, object], name: str = "") -> Iterable[tuple[str
 PARTS: Mapping[str, Callable[[], str]] = {
     "command_line": command_line,
     "support": support,
+    "families": families,
     "versions": versions,
     "example": example,
     "overlap": overlap,
