@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,6 @@ def busiest(counts: Sequence[Sequence[float]], ranks: int) -> float:
     Args: counts: [layers][E], of experts that `ranks` ranks have in turn.
     Example: two ranks, layers with 3 1 2 2 and 1 1 3 3 rows: 4 of 4 and 6 of 4, so 1.25.
     """
-    shares = torch.tensor(counts, dtype=torch.float64).unflatten(1, (ranks, -1)).sum(2)
-    shares = shares[shares.sum(1) > 0]
-    return float((shares.amax(1) / shares.mean(1)).mean()) if len(shares) else 1.0
+    by_layer = (torch.tensor(layer, dtype=torch.float64) for layer in counts if any(layer))
+    by_rank = [layer.unflatten(0, (ranks, -1)).sum(1) for layer in by_layer]
+    return fmean(float(rows.max() / rows.mean()) for rows in by_rank) if by_rank else 1.0

@@ -17,7 +17,7 @@ import torch
 from lancet_kernels.graph.costs.costs import works_on_received_rows
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.layer.routing_counts import RoutingCounts, busiest
-from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.ops.comm.groups import group_of, group_size, is_of_processes
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.simulate import Timeline, run
@@ -29,13 +29,16 @@ Planned = Sequence[tuple[Plan, Timeline]]
 
 
 class Staleness:
-    """Counts the rows of the first call of a planned step and of each `every`-th one (0: none).
+    """Counts the rows of the first call of a planned step and of each `every`-th one (0: none), where ranks
+    can get different ones: not those that a rank stands for.
 
     Args: planned: the candidates with their timelines, the one that runs first.
     """
 
     def __init__(self, step: ModelStep, planned: Planned, every: int) -> None:
-        self._step, self._planned, self._every = step, planned, every
+        group = step.groups.expert
+        differ = bool(group) and is_of_processes(group_of(group))
+        self._step, self._planned, self._every = step, planned, every if differ else 0
         self._calls = 0
         self._last: RoutingCounts | None = None
         self._at_first = 0.0

@@ -21,6 +21,7 @@ STEPS = {name: Step(60, 0, OURS) for name in NAMES} | {
 }
 
 
+@pytest.mark.long
 def test_a_step_that_crashes_or_hangs_costs_its_limit_and_no_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

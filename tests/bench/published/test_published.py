@@ -46,3 +46,12 @@ def test_configs_are_there():
     for row in ROWS:
         if row.configuration["kind"] == "step" and not row.not_simulated:
             assert (CONFIGS / f"{row.configuration['model']}.json").exists()
+
+
+@pytest.mark.long
+def test_what_strategies_hide_is_a_table() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    head, _, none, *rows = printed("-m", "bench.published.overlap_table").splitlines()
+    assert len(none.split("|")) == len(head.split("|"))
+    assert none.split("|")[4].strip() == "0%"
+    assert [row.split("`")[1].split()[0] for row in rows] == ["duplex", "lancet-dw", "lancet", "microbatches"]

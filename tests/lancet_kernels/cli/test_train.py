@@ -184,6 +184,7 @@ def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     wait_for_end(process.pid)
 
 
+@pytest.mark.long
 def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp_path, monkeypatch, capfd):
     """Steps behind the last checkpoint are taken a second time: the same. The others are kept."""
     options = ["--steps", 16, "--checkpoint-every", 3, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1]

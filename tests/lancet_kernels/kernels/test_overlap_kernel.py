@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lancet_kernels.kernels.config import GemmConfig
-from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
     GuardedMemory,
@@ -107,7 +106,8 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", few_of(SMALL, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("cases", SMALL)
 def test_passes(pool, cases):
     prove(pool, SMALL[cases][0][0].world, SMALL[cases])
 

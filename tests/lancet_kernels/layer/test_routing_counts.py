@@ -73,6 +73,7 @@ def test_busiest_by_hand() -> None:
     """The example of the function."""
     assert busiest([[3, 1, 2, 2], [1, 1, 3, 3]], 2) == 1.25
     assert busiest([[1, 3], [0, 0]], 2) == 1.5, "a layer without rows says nothing"
+    assert busiest([[1, 3], [1, 1, 3, 3]], 2) == 1.5, "layers may have other numbers of experts"
 
 
 def test_nothing_counted_is_one_line(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lancet_kernels import MoELayer, fsdp, moe_losses
 from lancet_kernels.schedules.cut.ranges import positions
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES
-from tests.grids import few_of
 from tests.optimized import BOUND, one_capture, optimized
 from tests.planned_steps import gradients, outcome
 
@@ -98,7 +97,8 @@ def planned(name: str, strategies: list[str], sizes: tuple[int, ...]) -> dict[st
     return cut
 
 
-@pytest.mark.parametrize("name", few_of(GATES, 0))
+@pytest.mark.long
+@pytest.mark.parametrize("name", GATES)
 def test_plans_that_cut(pool, name: str) -> None:
     """Routing is that of the whole batch, also in another number of sequences than was planned."""
     for cut in pool.run(planned, name, ["lancet"], (B, B - 2), ranks=2, timeout_s=200):

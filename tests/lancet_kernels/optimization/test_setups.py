@@ -989,9 +989,11 @@ REFUSED = (
 
 # They plan several steps or a large one, and other tests of the default run are on the same subjects.
 SLOW = {
+    "adapters_of_experts",
     "batches_of_other_sizes",
     "checkpointed_blocks",
     "clipping",
+    "clipping_by_torch",
     "data_parallel_that_sums_experts",
     "data_parallel_that_sums_alone",
     "frozen_below_adapters",

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.grids import few_of
 from tests.optimized import optimized
 from tests.setups import Model, Plain, batch
 
@@ -71,7 +70,8 @@ def of_plans(times: int, kind: Callable[[], nn.Module] = Plain) -> tuple[Use, Us
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize(("what", "times"), few_of([(of_steps, 40), (of_steps, 2000), (of_plans, 20)]))
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "times"), [(of_steps, 40), (of_steps, 2000), (of_plans, 20)])
 def test_level(pool, what: Callable, times: int) -> None:
     for before, after in pool.run(what, times, timeout_s=3600, collective_timeout_s=120):
         print(what.__name__, times, before, after)

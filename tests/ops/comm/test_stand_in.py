@@ -153,7 +153,7 @@ def test_a_layer_computes_what_it_does_on_one_rank(gate: str, capacity_factor: f
     case.check(case.step, summed_over=1)
 
 
-QUICK = ("lancet", "lancet+duplex")
+QUICK = ("lancet",)
 
 
 @pytest.mark.parametrize(
