@@ -23,7 +23,7 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.simulate import Timeline, run
 
 WORTH = 1.02
-"""A plan is stale if another one is predicted faster by this factor: trials of equal plans differ as much."""
+"""A plan is stale if routing makes another faster by this factor: trials of equal plans differ as much."""
 
 Planned = Sequence[tuple[Plan, Timeline]]
 
@@ -70,20 +70,28 @@ class Staleness:
 
 
 def faster(planned: Planned, before: float, now: float) -> str:
-    """Which of the plans is faster than the first one, in a sentence; "": none.
+    """Which of the plans has become faster than the first one, in a sentence; "": none.
 
     Args: before, now: rows of the busiest rank relative to the mean, in the first step and now.
     """
-    own, *others = (_milliseconds(plan, timeline, now / before) for plan, timeline in planned)
-    best = min(others, default=own)
-    if own <= WORTH * best:
+    at_first, _ = _gain(planned, 1.0)
+    gain, plan = _gain(planned, now / before)
+    # Where the first plan was predicted slower all along, trials or the caller chose it nevertheless.
+    gain /= max(1.0, at_first)
+    if gain <= WORTH:
         return ""
-    plan, _ = planned[1 + others.index(best)]
     return (
         f"the busiest rank gets {now:.2f} times the mean of rows, {before:.2f} times in the first step: "
-        f"{plan.report.chosen or plan.strategy} is predicted {1 - best / own:.0%} faster than this plan; "
+        f"{plan.report.chosen or plan.strategy} is predicted {1 - 1 / gain:.0%} faster than this plan; "
         "call optimize() again"
     )
+
+
+def _gain(planned: Planned, longer: float) -> tuple[float, Plan]:
+    """How much faster than the first plan the best of the others is, and this one."""
+    own, *others = (_milliseconds(plan, timeline, longer) for plan, timeline in planned)
+    best = min(range(len(others)), key=others.__getitem__)
+    return own / others[best], planned[1 + best][0]
 
 
 def _milliseconds(plan: Plan, timeline: Timeline, longer: float) -> float:
