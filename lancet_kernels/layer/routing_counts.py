@@ -57,11 +57,12 @@ class RoutingCounts:
         own = group_rank(self._groups.expert), rows
         of_ranks = values_of_ranks(own, self._groups.world, "counts of routing")
         ranks = 1 + max(rank for rank, _ in of_ranks)
-        total = {layer: [0] * len(counts) * ranks for layer, counts in rows.items()}
+        total: dict[str, list[int]] = {}
         for rank, counts_of in of_ranks:
             for layer, counts in counts_of.items():
+                of_layer = total.setdefault(layer, [0] * len(counts) * ranks)
                 for expert, count in enumerate(counts, rank * len(counts)):
-                    total[layer][expert] += count
+                    of_layer[expert] += count
         return list(total.values())
 
     def save(self, path: str | Path) -> None:

@@ -24,6 +24,7 @@ from lancet_kernels.measure.launch import (
     start_ranks,
     under_launcher,
 )
+from tests.grids import few_of
 from tests.processes import TORCHRUN, run, running, wait_for
 
 RANKS_TIMEOUT_S = 240
@@ -141,7 +142,7 @@ def expected_by(rank: int) -> str:
     return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
 
 
-@pytest.mark.long  # by default: test_train.py, a killed rank
+@pytest.mark.long  # by default: a killed rank, below
 @pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
@@ -156,16 +157,17 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
     assert mode == "early" or seen_by(job, 1) == expected_by(1)
 
 
-@pytest.mark.long  # by default: test_train.py, a killed rank
 @pytest.mark.parametrize(
     ("mode", "line"),
-    [
-        ("SIGKILL", "rank 1 was killed by SIGKILL (out of memory, or killed by hand)"),
-        ("SIGTERM", "rank 1 was killed by SIGTERM"),
-        ("segv", "rank 1 was killed by SIGSEGV"),
-        ("code", "rank 1 ended with exit code 7"),
-        ("user", "rank 1 failed: UserError: top_k: got 9, expected at most 4; choose fewer"),
-    ],
+    few_of(
+        [
+            ("SIGKILL", "rank 1 was killed by SIGKILL (out of memory, or killed by hand)"),
+            ("SIGTERM", "rank 1 was killed by SIGTERM"),
+            ("segv", "rank 1 was killed by SIGSEGV"),
+            ("code", "rank 1 ended with exit code 7"),
+            ("user", "rank 1 failed: UserError: top_k: got 9, expected at most 4; choose fewer"),
+        ]
+    ),
 )
 def test_a_rank_that_ends_while_its_peer_waits_is_named(job, capfd, mode, line):
     assert failure_of(job, mode) == line
