@@ -289,10 +289,10 @@ def norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str 
 
 
 def attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """query, key, value, optional mask -> result, logsumexp, and further values for the backward.
+    """query, key, value, optional mask or chosen keys -> result, logsumexp, and others for the backward.
 
     None with dropout, because random numbers must not depend on how the batch is cut. Without dropout, the
-    further values (seeds) are unused, so those of any part will do.
+    others (seeds) are unused, so those of any part will do.
     """
     if len(inputs) not in (3, 4) or any(len(s) != 4 for s in inputs[:3]) or attributes.get("dropout_p"):
         return None
@@ -303,7 +303,7 @@ def attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) ->
     operands = [query, [*shared, "t!", "d!"], [*shared, "t!", "e!"]]
     if len(inputs) == 4:
         rank = len(inputs[3])
-        operands.append(["b", heads, "s!", "t!"][4 - rank :] if 0 < rank <= 4 else [])
+        operands.append(["b", heads, "s!", "m!"][4 - rank :] if 0 < rank <= 4 else [])
     results = [["b", heads, "s!", "e!"]]
     for shape in outputs[1:]:
         is_logsumexp = len(results) == 1 and len(shape) >= 3

@@ -1,6 +1,9 @@
 """Attention as one instruction, so that a plan does not depend on the kernel that this machine would take.
 
 transformers calls it by the name `IMPLEMENTATION`. It computes nothing: captures run on fake tensors.
+
+Where an indexer chooses the keys of each query (DeepSeek-V3.2), attention reads its choice [B, 1, S, keys]
+and costs what a window of so many keys does: as kernels for it compute, not as transformers masks the others.
 """
 
 from __future__ import annotations
@@ -23,15 +26,19 @@ def is_attention(op: str) -> bool:
 
 
 _LIBRARY = torch.library.Library("lancet_prediction", "DEF")
-_LIBRARY.define("attention(Tensor query, Tensor key, Tensor value, int window) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, int window, Tensor? chosen=None) -> (Tensor, Tensor)"
+)
 _LIBRARY.define(
     "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    "int window) -> (Tensor, Tensor, Tensor)"
+    "int window, Tensor? chosen=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.register_fake("lancet_prediction::attention", lib=_LIBRARY)
-def _attention_fake(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def _attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, window: int, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     batch, heads, sequence, _ = query.shape
     # As transformers wants it, [B, S, heads, d], seen as [B, heads, S, d].
     out = query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
@@ -39,18 +46,19 @@ def _attention_fake(query: Tensor, key: Tensor, value: Tensor, window: int) -> t
 
 
 @torch.library.register_fake("lancet_prediction::attention_backward", lib=_LIBRARY)
-def _attention_backward_fake(gradient, query, key, value, out, lse, window):
+def _attention_backward_fake(gradient, query, key, value, out, lse, window, chosen=None):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, ctx.window = inputs
-    ctx.save_for_backward(query, key, value, *output)
+    query, key, value, ctx.window, chosen = inputs
+    ctx.save_for_backward(query, key, value, *output, chosen)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor):
-    dq, dk, dv = torch.ops.lancet_prediction.attention_backward(gradient, *ctx.saved_tensors, ctx.window)
-    return dq, dk, dv, None
+    *saved, chosen = ctx.saved_tensors
+    dq, dk, dv = torch.ops.lancet_prediction.attention_backward(gradient, *saved, ctx.window, chosen)
+    return dq, dk, dv, None, None
 
 
 torch.library.register_autograd("lancet_prediction::attention", _backward, setup_context=_save, lib=_LIBRARY)
@@ -60,16 +68,28 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The signature that transformers expects: [B, heads, S, d] -> [B, S, heads, d]."""
-    window = options.get("sliding_window") or 0
-    out, _ = torch.ops.lancet_prediction.attention(query, key, value, int(window))
+    window, chosen = options.get("sliding_window") or 0, options.get("indices")
+    if chosen is not None:
+        window, chosen = chosen.shape[-1], chosen.unsqueeze(1)
+    out, _ = torch.ops.lancet_prediction.attention(query, key, value, int(window), chosen)
     return out.transpose(1, 2), None
+
+
+def _mask(config: Any, allow_is_causal_skip: bool = True, **shape: Any) -> Tensor | None:
+    """Attention is causal without a mask, which an indexer alone reads."""
+    from transformers.masking_utils import sdpa_mask
+
+    if allow_is_causal_skip or not hasattr(config, "index_topk"):
+        return None
+    return sdpa_mask(**shape, allow_is_causal_skip=False)
 
 
 def register() -> None:
     """Tell transformers the name. Any number of times."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 def _causal_flops(
@@ -88,10 +108,10 @@ def _causal_flops(
 
 
 @register_flop_formula(torch.ops.lancet_prediction.attention)
-def _forward_flops(query, key, value, window, *, out_shape=None) -> float:
+def _forward_flops(query, key, value, window, chosen=None, *, out_shape=None) -> float:
     return _causal_flops(query, value, window, (1, 1))
 
 
 @register_flop_formula(torch.ops.lancet_prediction.attention_backward)
-def _backward_flops(gradient, query, key, value, out, lse, window, *, out_shape=None) -> float:
+def _backward_flops(gradient, query, key, value, out, lse, window, chosen=None, *, out_shape=None) -> float:
     return _causal_flops(query, value, window, (3, 2))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def load_config(path: str | Path) -> Any:
     Raises: UserError for a missing file, or a model type that this transformers does not know.
     """
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, PreTrainedConfig
     except ImportError as error:
         raise UserError(
             "--hf",
@@ -35,13 +35,13 @@ def load_config(path: str | Path) -> Any:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data, _ = PreTrainedConfig.get_config_dict(file.resolve(strict=True), local_files_only=True)
         # A quantized checkpoint says nothing about how the model is trained.
         data.pop("quantization_config", None)
         return AutoConfig.for_model(**data).get_text_config()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the checks of fields raise what is no ValueError
         # transformers lists all models that it knows.
-        text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
             "--hf", got=f"{path} ({text})", expected="the config.json of a model of transformers",
             do="give the file of the model's repository",
@@ -88,23 +88,25 @@ def _with_head(model: Any) -> Any:
 
 def meta_model(config: Any) -> Any:
     """The causal language model of a configuration, on the meta device, in bfloat16. Raises: UserError."""
-    from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     attention.register()
     config._attn_implementation = attention.IMPLEMENTATION
     config.use_cache = False
-    has_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not has_head and type(config) not in MODEL_MAPPING:
+    kind = type(config)
+    with_head = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    own: Any = with_head or MODEL_MAPPING.get(kind, None)
+    if own is None:  # the text models of some multimodal ones have no auto class
+        code = import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        own = getattr(code, kind.__name__.replace("Config", "Model"), None)
+    if own is None:
         raise UserError(
             "--hf", got=f"model type {config.model_type}", expected="a causal language model",
             do="give the config of one",
         )  # fmt: skip
     with torch.device("meta"):
-        model = (AutoModelForCausalLM if has_head else AutoModel).from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION
-        )
-        return model if has_head else _with_head(model)
+        model = own._from_config(config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)
+        return model if with_head else _with_head(model)
 
 
 def shortened(config: Any, layers: int) -> Any:

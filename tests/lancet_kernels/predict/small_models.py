@@ -19,6 +19,9 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 4,
     "topk_group": 2, "num_experts_per_tok": 4, "max_position_embeddings": 256,
 }  # fmt: skip
+SPARSE_ATTENTION = DEEPSEEK | {
+    "model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16,
+}  # fmt: skip
 DENSE = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -28,7 +28,7 @@ from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_w
 from lancet_kernels.transformers.causal_lm import CausalLMStep
 from lancet_kernels.transformers.convert import convert
 from tests.grids import few_of
-from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, SPARSE_ATTENTION, written
 
 pytest.importorskip("transformers")
 
@@ -253,6 +253,19 @@ def test_a_dense_model_and_one_with_dense_layers(tmp_path):
     assert "all_to_all" not in dense.strategies["none"].exposed_ms
     deepseek = Question(written(tmp_path, DEEPSEEK), "dgx-b200", 8, 8, sequence=64, accumulate=2)
     assert len(alone(deepseek).program.positions(Kind.ALL_TO_ALL)) == 4 * 3
+
+
+@pytest.mark.long
+def test_chosen_keys_cost_what_a_window_of_as_many_does(tmp_path):
+    config = written(tmp_path, SPARSE_ATTENTION, num_hidden_layers=2)
+    program = microbatches(Question(config, "dgx-h100", 8, 8, sequence=64))[-1].program
+    one, two, back, _ = (i for i in program.instructions if "attention" in i.op)
+    # Query x key of 24 numbers, probabilities x value of 16; two FLOPs each, 4 heads.
+    pairs = sum(min(position + 0.5, 16) for position in range(64))
+    assert one.flops == two.flops == 2 * 4 * pairs * (24 + 16)
+    assert back.flops == 2 * 4 * pairs * (3 * 24 + 2 * 16)
+    chosen = [t for t in program.tensors.values() if t.shape == (1, 64, 16) and t.dtype == "int32"]
+    assert chosen, "the indexer is not in the step"
 
 
 def test_microbatches_that_differ_only_in_number_scale_tokens(question):

@@ -54,6 +54,25 @@ def test_unknown_model(tmp_path):
     assert len(str(error.value)) < 500
 
 
+def test_numbers_that_json_has_not(tmp_path):
+    """As transformers writes them."""
+    config = {"model_type": "granitemoehybrid", "time_step_limit": [0.5, {"__float__": "Infinity"}]}
+    assert load_config(written(tmp_path, config)).time_step_limit == (0.5, float("inf"))
+
+
+def test_values_that_a_configuration_refuses(tmp_path):
+    config = written(tmp_path, {"model_type": "granitemoehybrid", "num_hidden_layers": "four"})
+    with pytest.raises(UserError, match=r"--hf: got .*config\.json \(.*'num_hidden_layers'") as error:
+        load_config(config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_text_model_without_an_auto_class_gets_a_head(tmp_path):
+    model = meta_model(load_config(written(tmp_path, {"model_type": "ernie4_5_vl_moe"})))
+    assert type(model.model).__name__ == "Ernie4_5_VLMoeTextModel"
+    assert model.lm_head.out_features == model.config.vocab_size
+
+
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
