@@ -22,9 +22,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lancet_kernels.graph.meta import GROUP, KEPT_BYTES, MILLISECONDS, STANDS_FOR, UNIT, WRITTEN_INTO
+from lancet_kernels.graph.meta import (
+    GROUP,
+    KEPT_BYTES,
+    MILLISECONDS,
+    STANDS_FOR,
+    UNIT,
+    WRITTEN_INTO,
+    forward_nodes,
+    not_before,
+)
 from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
-from lancet_kernels.graph.program.phases import forward_nodes, not_before
 from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec, whole_name
 from lancet_kernels.ops.moe.gates import parse_gate
 

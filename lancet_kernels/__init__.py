@@ -9,7 +9,7 @@ from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.stand_in import standing_for
-from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
+from lancet_kernels.ops.moe.router import MoELosses, RoutingSums
 
 if TYPE_CHECKING:
     from lancet_kernels.graph.capture.capture import CaptureError

@@ -29,13 +29,22 @@ from lancet_kernels.ops.moe.dispatch import (
     window_rows,
 )
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.gate import assign_slots, gate, gate_backward, router_logits
 from lancet_kernels.ops.moe.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_dbias,
     grouped_gemm_dw,
     grouped_gemm_dx,
 )
-from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
+from lancet_kernels.ops.moe.router import (
+    MoELosses,
+    RoutingSums,
+    assign_slots,
+    gate,
+    gate_backward,
+    moe_losses,
+    router_logits,
+    routing_sums,
+    sum_over_ranks,
+)
 from lancet_kernels.ops.random import dropout, token_index
 from lancet_kernels.ops.square_linear import square_linear

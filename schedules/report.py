@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.schedules.time.hiding import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
 from lancet_kernels.schedules.time.peak_memory import Recomputation
+from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
 
 PLAIN = "plain"
 """The module without a plan, among what was measured."""

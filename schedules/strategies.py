@@ -43,9 +43,9 @@ from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.report import Report
-from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
+from lancet_kernels.schedules.time.timeline import Prediction
 
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)

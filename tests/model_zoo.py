@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.ops.moe.losses import moe_losses
+from lancet_kernels.ops.moe.router import moe_losses
 
 
 @dataclass(frozen=True)

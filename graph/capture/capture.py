@@ -52,7 +52,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 from lancet_kernels.graph.capture.recompute import insert_recomputation
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, PlainTensors, trace
-from lancet_kernels.graph.program.phases import forward_first
+from lancet_kernels.graph.meta import forward_first
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.context import during
 

@@ -11,9 +11,9 @@ from torch import fx, nn
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, module_of, output_node, set_value
 from lancet_kernels.graph.from_fx import facts_of, program_from_fx, tensor_names
+from lancet_kernels.graph.meta import forward_nodes
 from lancet_kernels.graph.ops import argument_names
 from lancet_kernels.graph.program.forms import WHOLE, Forms
-from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.graph.program.program import Phase, Program
 from lancet_kernels.graph.rules.rules import Rule
 

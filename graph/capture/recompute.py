@@ -17,7 +17,7 @@ They are priced, moved and hidden like all other instructions, all-to-alls among
 - what reads a buffer that the forward changes: its old value is gone
 
 A region is recomputed at the earliest when the backward of the one before has begun
-(`phases.recompute_after`), so a plan keeps the memory that checkpointing saves.
+(`graph.meta.recompute_after`), so a plan keeps the memory that checkpointing saves.
 """
 
 from __future__ import annotations

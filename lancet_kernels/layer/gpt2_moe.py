@@ -20,7 +20,7 @@ from lancet_kernels.layer.dropout_layer import Dropout
 from lancet_kernels.layer.model_layers import moe_losses
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, without_mesh
-from lancet_kernels.ops.moe.losses import RoutingSums
+from lancet_kernels.ops.moe.router import RoutingSums
 
 
 @dataclass(frozen=True)

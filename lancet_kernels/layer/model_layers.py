@@ -13,7 +13,7 @@ from lancet_kernels.layer.dropout_layer import Dropout
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
-from lancet_kernels.ops.moe.losses import RoutingSums
+from lancet_kernels.ops.moe.router import RoutingSums
 
 
 def moe_layers(model: nn.Module) -> list[ExpertLayer]:
@@ -128,7 +128,7 @@ def set_routing_step(model: nn.Module, step: int) -> None:
 
 
 def moe_losses(sums: list[RoutingSums], groups: AnyGroups | None = None) -> ops.MoELosses:
-    """Load-balance loss, z-loss and statistics of the layers with these sums (see `ops.moe.losses`).
+    """Load-balance loss, z-loss and statistics of the layers with these sums (see `ops.moe.router`).
 
     Collective over `groups`, all ranks with different tokens (None: all ranks): one small all-reduce.
     """

@@ -51,7 +51,7 @@ from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import eager_experts
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
-from lancet_kernels.ops.moe.losses import RoutingSums
+from lancet_kernels.ops.moe.router import RoutingSums
 
 _FILE = torch.utils.checkpoint.__file__
 _KEPT = "lancet_first_run"

@@ -13,7 +13,7 @@ from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routin
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.measure.workloads import Workload
 from lancet_kernels.ops.moe.dispatch import kept_counts, send_rows
-from lancet_kernels.ops.moe.gate import gate
+from lancet_kernels.ops.moe.router import gate
 
 # Short, so that a peer that fails does not delay tuning for long.
 TIMEOUT_S = 20.0

@@ -35,8 +35,7 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 from lancet_kernels.schedules.report import PLAIN
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
-from lancet_kernels.schedules.time.hiding import Prediction
-from lancet_kernels.schedules.time.timeline import save_picture
+from lancet_kernels.schedules.time.timeline import Prediction, save_picture
 from lancet_kernels.timing import in_turn, peak_memory_gb
 
 Inputs = Sequence | Mapping[str, object]

@@ -31,8 +31,8 @@ from lancet_kernels.schedules.plan import EFFICIENCY, FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.fused import CHOICES, every_launch
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
-from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
+from lancet_kernels.schedules.time.timeline import Prediction
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ from lancet_kernels.graph.capture.captured_graph import (
     module_of,
     state_name,
 )
-from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin, twin_of
 from lancet_kernels.graph.capture.run import Recorder
-from lancet_kernels.graph.capture.twin import Twin, twin_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations, on_links
 from lancet_kernels.graph.costs.profiler import Profiler, differ

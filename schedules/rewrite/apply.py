@@ -57,9 +57,15 @@ from lancet_kernels.graph.from_fx import (
     tensor_names,
     with_elements,
 )
-from lancet_kernels.graph.meta import GRADIENTS_OF, HOLDS_PARTS, IN_PLACE, MILLISECONDS, WRITTEN_INTO
+from lancet_kernels.graph.meta import (
+    GRADIENTS_OF,
+    HOLDS_PARTS,
+    IN_PLACE,
+    MILLISECONDS,
+    WRITTEN_INTO,
+    forward_nodes,
+)
 from lancet_kernels.graph.ops import STARTED
-from lancet_kernels.graph.program.phases import forward_nodes
 from lancet_kernels.ops.comm.all_reduce import sum_when_due
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 

@@ -39,10 +39,9 @@ from lancet_kernels.graph.capture.captured_graph import copy_of_graph, set_value
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.graph.from_fx import is_view, program_from_graph, tensor_names, with_elements
-from lancet_kernels.graph.meta import STANDS_FOR
+from lancet_kernels.graph.meta import STANDS_FOR, forward_first
 from lancet_kernels.graph.ops import argument
 from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, Forms, any_made_in_parts
-from lancet_kernels.graph.program.phases import forward_first
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.rules.rules import MEAN
 from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names

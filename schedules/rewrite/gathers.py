@@ -10,7 +10,7 @@ Contract:
    or cast of it, made anew.
 3. A unit is gathered once in the forward, and again in the backward where FSDP frees it in between.
 4. It is gathered at the earliest when the first computation with the unit before has run
-   (`graph.program.phases.not_before`): so at most two units are whole at a time, whatever order is planned,
+   (`graph.meta.not_before`): so at most two units are whole at a time, whatever order is planned,
    as with FSDP's own prefetching.
 5. Small parameters of a unit share a collective.
 6. The order is FSDP2's: a unit's messages start as early as 4 allows, and are unpacked where the unit is
@@ -33,11 +33,9 @@ import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
-from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter
-from lancet_kernels.graph.capture.twin import Twin
+from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
-from lancet_kernels.graph.meta import IN_BACKWARD, UNIT
-from lancet_kernels.graph.program.phases import forward_nodes
+from lancet_kernels.graph.meta import IN_BACKWARD, UNIT, forward_nodes
 from lancet_kernels.ops.comm.all_reduce import Accumulation, cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import waiting

@@ -48,8 +48,8 @@ from lancet_kernels.schedules.rewrite.cut import GraphCutter, cut_ranges, with_j
 from lancet_kernels.schedules.rewrite.fused import MatchedLayer, lower
 from lancet_kernels.schedules.rewrite.gathers import Shards, insert_gathers
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.hiding import what_hides
 from lancet_kernels.schedules.time.simulate import Timeline
+from lancet_kernels.schedules.time.timeline import what_hides
 
 _log = logging.getLogger(__name__)
 WITHOUT_PASSES = "LANCET_WITHOUT_PASSES"

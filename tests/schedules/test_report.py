@@ -13,8 +13,8 @@ from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.report import PLAIN, hidden_text, layers_text
-from lancet_kernels.schedules.time.hiding import Filler, Hiding
 from lancet_kernels.schedules.time.simulate import Event
+from lancet_kernels.schedules.time.timeline import Filler, Hiding
 from tests.grids import few_of
 
 SETTINGS = {

@@ -18,8 +18,8 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
 from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
-from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.simulate import simulate
+from lancet_kernels.schedules.time.timeline import Prediction
 from tests.examples import examples
 from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs
 

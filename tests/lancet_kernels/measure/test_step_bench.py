@@ -18,7 +18,7 @@ from lancet_kernels.measure.step_bench import (
 )
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.optimization.paired import loss_of
-from lancet_kernels.schedules.time.hiding import Prediction
+from lancet_kernels.schedules.time.timeline import Prediction
 from tests.setups import Model, batch
 
 OURS = ("none", "lancet")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK
-from lancet_kernels.ops.moe.losses import RoutingSums
+from lancet_kernels.ops.moe.router import RoutingSums
 from tests.examples import examples
 from tests.ops.op_cases import SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 

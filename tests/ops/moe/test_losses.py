@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import Hash, Switch, TopK
-from lancet_kernels.ops.moe.losses import moe_losses, routing_sums
+from lancet_kernels.ops.moe.router import moe_losses, routing_sums
 from tests.ops.op_cases import QUICK, SEEDS, generator, no_use
 
 

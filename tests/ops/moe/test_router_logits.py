@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from unittest import mock
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.ops import router_logits as router_logits_op
+from lancet_kernels.ops.moe import router as module
 from tests.grids import few_of
-
-# The package has the function under the name of its module.
-module = importlib.import_module("lancet_kernels.ops.moe.gate")
 
 
 def naive_router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:

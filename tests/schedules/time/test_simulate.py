@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.schedules.order.ordering import issue_early
-from lancet_kernels.schedules.time.hiding import Prediction
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages, alive_bytes, peak_memory
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, simulate
+from lancet_kernels.schedules.time.timeline import Prediction
 from tests.examples import examples
 from tests.schedules.event_loop import times
 from tests.schedules.made_programs import given, program, random_programs
