@@ -181,8 +181,12 @@ def set_divisor(model: nn.Module, divide_by: float) -> None:
         policy, parameter = group.mp_policy, group.fsdp_params[0]
         reduced = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
         # torch 2.13 divides twice by it where a rank's shard is the whole, in dtypes whose sums may overflow.
-        twice = group.mesh_info.shard_mesh_size == 1 and reduced not in (torch.float32, torch.bfloat16)
+        shards = group.mesh_info.shard_mesh_size
+        twice = shards == 1 and reduced not in (torch.float32, torch.bfloat16)
         group.gradient_divide_factor = divide_by**0.5 if twice else divide_by
+        # Otherwise the reduce-scatter itself would multiply by a factor, which gloo cannot.
+        if shards > 1 and group.device.type == "cpu":
+            group.force_sum_reduction_for_comms = True
 
 
 def hook_numbers(model: nn.Module) -> set[int]:

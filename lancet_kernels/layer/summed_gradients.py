@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -35,12 +36,16 @@ from lancet_kernels.ops.comm.waiting import waiting
 class GradientWatch:
     """Raises a UserError at the end of a backward in which a gradient has a part that no step gave.
 
-    Args: parameters: by name, whose gradients are summed.
+    Args: parameters: by name, whose gradients are summed over the ranks, or divided.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._arrivals = {name: _arrival(parameter) for name, parameter in parameters.items()}
         self._backward = -1
+
+    def begin(self, _gradient: Tensor) -> None:
+        """A backward reaches a result of the step, which may give nothing (reentrant checkpointing)."""
+        self.give(())
 
     def give(self, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
         """In a backward: what the step gives for these parameters."""
@@ -63,7 +68,7 @@ class GradientWatch:
             more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
             raise UserError(
                 f"gradient of {outside[0]}{more}",
-                got="a part from outside the optimized step, which is not summed over the ranks",
+                got="a part from outside the optimized step, which is not summed over the ranks, nor divided",
                 expected="all of it from the step",
                 do="use the parameter in the forward that optimize() is given (and return what you need of "
                 "it), not outside; inside, activation checkpointing with use_reentrant=False",
@@ -100,6 +105,11 @@ def _is_sum(gradient: Tensor, given: list[Tensor]) -> bool:
     for more in given[1:]:
         total = total + more
     return torch.allclose(gradient, total.to(gradient.dtype), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def differentiable(result: object) -> list[Tensor]:
+    """The tensors in the result of a module that a backward may begin at."""
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
 
 
 _ARRIVALS = WeakTensorKeyDictionary()
@@ -164,7 +174,6 @@ class PlannedSums:
         in_buckets = [[module.get_parameter(name) for name in names] for _, names in buckets]
         self._parameters = [*in_buckets, [module.get_parameter(name) for name in beyond]]
         summed = [name for _, names in buckets for name in names] + [*beyond]
-        self.watch = GradientWatch({name: module.get_parameter(name) for name in summed})
         self._divide_by = divide_by
         own = [
             n
@@ -172,6 +181,7 @@ class PlannedSums:
             if p.requires_grad and not over[p] and not isinstance(p, DTensor)
         ]
         self._names = summed + (own if divide_by > 1 else [])
+        self.watch = GradientWatch({name: module.get_parameter(name) for name in self._names})
 
     def call(self, module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """`module(*inputs, **by_name)`, whose backward sums the gradients."""
@@ -183,7 +193,10 @@ class PlannedSums:
             summed = early.noticed(summed)
         replaced = dict(zip(self._names, summed, strict=True))
         with tensors_restored(module, buffers=False):
-            return torch.func.functional_call(module, replaced, tuple(inputs), dict(by_name))
+            result = torch.func.functional_call(module, replaced, tuple(inputs), dict(by_name))
+        for leaf in differentiable(result):
+            leaf.register_hook(self.watch.begin)
+        return result
 
     def of(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], early: _EarlySums | None = None

@@ -35,7 +35,7 @@ from lancet_kernels.graph.from_fx import host_waits
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gradients import Replicas
-from lancet_kernels.layer.summed_gradients import PlannedSums
+from lancet_kernels.layer.summed_gradients import PlannedSums, differentiable
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
@@ -253,7 +253,7 @@ class OptimizedModule(nn.Module):
 
     def _watched(self, result: object) -> object:
         """The result, whose gradients cannot be differentiated again."""
-        for leaf in _differentiable(result):
+        for leaf in differentiable(result):
             leaf.register_hook(_refuse_double_backward)
         return result
 
@@ -408,10 +408,6 @@ def planned_sums(step: ModelStep, module: fx.GraphModule, early: bool = False) -
         return None
     buckets = buckets_in_order(module)
     return PlannedSums(step.model, step.groups, buckets, step.divide_by, step.accumulation, early=early)
-
-
-def _differentiable(result: object) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _refuse_double_backward(_gradient: Tensor) -> None:

@@ -788,11 +788,15 @@ def reentrant_checkpoint_without_plan(_setup: Setup) -> None:
     """Activation checkpointing with `use_reentrant=True` inside a module that runs without its plan."""
     x, target = batch()
     x.requires_grad_(True)
-    own = Setup(Tied(use_reentrant=True), (x, target))
-    own.ready.eval()
-    with refused_where_sums_are("gradient of ", "use_reentrant=False"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        own.compare_calls(lambda module: module(x, target), fallbacks=1)
+    # Gradients of experts are not summed, but divided.
+    experts_alone = Tied(use_reentrant=True).requires_grad_(False)
+    experts_alone.layers[0].w1.requires_grad_(True)
+    for model, reduced in ((Tied(use_reentrant=True), "sum"), (experts_alone, "mean")):
+        own = Setup(model, (x, target), reduce_gradients=reduced)
+        own.ready.eval()
+        with refused_where_sums_are("gradient of ", "use_reentrant=False"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            own.compare_calls(lambda module: module(x, target), fallbacks=1)
 
 
 def ranks_that_do_different_things(setup: Setup) -> None:

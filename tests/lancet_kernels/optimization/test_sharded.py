@@ -305,6 +305,20 @@ def test_parameters_sharded_along_another_dimension(pool: RankPool) -> None:
     assert max(pool.run(sharded_along_columns)) < 1e-9
 
 
+def summed_without_a_plan() -> float:
+    step, reference, x = Dense().float(), Dense().float(), batch_of(dist.get_rank(), 0).float()
+    fsdp(step)
+    optimized(step, (x,), "none", reduce_gradients="sum")
+    step(x).backward()
+    for rank in range(2):
+        reference(batch_of(rank, 0).float()).backward()
+    return distance(step, reference, Case(), of_gradients=True)
+
+
+def test_sums_in_float32_that_fsdp_does_itself(pool: RankPool) -> None:
+    assert max(pool.run(summed_without_a_plan)) < 1e-5
+
+
 def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
     """Trials of a sharded model: whether it runs as it is then, and how far its gradients are off."""
     case, groups = Case(expert_ranks=2), groups_with(2)
