@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.trace import Assumptions
 from lancet_kernels.ops.comm.groups import (
     EXPERT_GROUP,
     FORWARD_OF,
@@ -370,26 +369,6 @@ class Twin:
         """By every name, this rank's shard, as a function of the parameter."""
         shards = {p.name: p.shard() for p in self.parameters}
         return {name: shards[first] for name, first in self.names.items()}
-
-    def watched(self, assumptions: Callable[[], Assumptions]) -> Callable[[], TwinAssumptions]:
-        """The assumptions of the twin's trace, as ones about the model."""
-        return lambda: TwinAssumptions(self, assumptions())
-
-
-class TwinAssumptions(Assumptions):
-    """As `Assumptions`: what the trace of a twin assumes, compared with what its model is now."""
-
-    def __init__(self, twin: Twin, assumptions: Assumptions) -> None:
-        self._twin, self._assumptions = twin, assumptions
-
-    def hold(self, _model: nn.Module) -> bool:
-        """Is everything as it was when the twin was traced?"""
-        self._twin.update()
-        return self._assumptions.hold(self._twin.module)
-
-    def broken(self, _model: nn.Module) -> str:
-        """The first assumption that no longer holds."""
-        return self._assumptions.broken(self._twin.module)
 
 
 def _without_memory(parameter: ShardedParameter) -> nn.Parameter:

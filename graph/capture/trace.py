@@ -48,6 +48,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.fsdp_parameters import Twin
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.ops import STARTED, facts
@@ -240,6 +241,22 @@ class Assumptions:
         states = ("GLOBAL_STATE", "SHAPE_ENV")
         reads_arguments = self._function.reads_arguments
         return [g.guard_type not in states and not reads_arguments(g.orig_guard.name) for g in guards]
+
+
+class TwinAssumptions(Assumptions):
+    """As `Assumptions`: what the trace of a twin assumes, compared with what its model is now."""
+
+    def __init__(self, twin: Twin, assumptions: Callable[[], Assumptions]) -> None:
+        self._twin, self._assumptions = twin, assumptions()
+
+    def hold(self, _model: nn.Module) -> bool:
+        """Is everything as it was when the twin was traced?"""
+        self._twin.update()
+        return self._assumptions.hold(self._twin.module)
+
+    def broken(self, _model: nn.Module) -> str:
+        """The first assumption that no longer holds."""
+        return self._assumptions.broken(self._twin.module)
 
 
 @contextlib.contextmanager

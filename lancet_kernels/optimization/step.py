@@ -11,7 +11,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 )
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin, twin_of
 from lancet_kernels.graph.capture.run import Recorder
+from lancet_kernels.graph.capture.trace import TwinAssumptions
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, durations, on_links
 from lancet_kernels.graph.costs.profiler import Profiler, differ
@@ -386,7 +387,8 @@ def _captured(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Capt
     captured = capture(twin.module if twin else model, *arguments)
     if twin is None:
         return captured
-    return replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
+    of_model = partial(TwinAssumptions, twin, captured.assumptions)
+    return replace(captured, shards=twin.shards, assumptions=of_model)
 
 
 def blocking_ms(program: Program, costs: MeasuredCosts) -> float:
