@@ -34,7 +34,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _ROPE_4,
     "dbrx": {
         "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 1e4, "attn_pdrop": 0.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4, "attn_pdrop": 0.0},
         "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 16},
     },
     "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},

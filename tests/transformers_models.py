@@ -59,6 +59,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         causal_lm, "GptOss", intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True,
         layer_types=["full_attention"] * 2,
     ),
+    "DBRX": partial(
+        causal_lm, "Dbrx", d_model=D, n_heads=2, n_layers=2, max_seq_len=64, output_router_logits=True,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={"hidden_size": D, "ffn_hidden_size": F, "moe_num_experts": E, "moe_top_k": K},
+    ),
 }  # fmt: skip
 
 

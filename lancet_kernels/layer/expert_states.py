@@ -35,7 +35,8 @@ _OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
 class ShardedExperts(nn.Module):
-    """A module that holds the experts `expert_ids()` of `num_experts` in parameters [L, ...]."""
+    """A module that holds the experts `expert_ids()` of `num_experts` in parameters [L, ...], or
+    [L * rows_per_expert(), ...]."""
 
     layers: ClassVar[WeakSet[ShardedExperts]] = WeakSet()
     """All that there are in this process."""
@@ -71,6 +72,20 @@ class ShardedExperts(nn.Module):
     def expert_ids(self) -> range:
         """Global ids of the experts on this rank."""
         return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
+
+    def rows_per_expert(self) -> int:
+        return 1
+
+    def own_rows(self) -> slice:
+        """The rows of this rank's experts in the parameters of all experts."""
+        ids, each = self.expert_ids(), self.rows_per_expert()
+        return slice(ids.start * each, ids.stop * each)
+
+    def has_rows(self, value: object, experts: int) -> bool:
+        """Is it a tensor with the rows of so many experts?"""
+        return (
+            isinstance(value, Tensor) and value.dim() > 0 and len(value) == experts * self.rows_per_expert()
+        )
 
 
 class ExpertsByGlobalId(ShardedExperts):
@@ -145,7 +160,7 @@ def _with_own_rows(layer: ShardedExperts, state_dict: State, prefix: str, *_: ob
 
 def _check_rows(layer: ShardedExperts, value: Tensor, name: str) -> None:
     """Raise UserError unless a tensor has a row for each expert of this rank."""
-    if not value.dim() or len(value) != layer.local_experts:
+    if not layer.has_rows(value, layer.local_experts):
         raise UserError(
             f"state of {name}",
             got=f"a tensor {tuple(value.shape)} that belongs to {layer.local_experts} experts together",
@@ -225,7 +240,7 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
 
 def _as_shard(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
     """A tensor with a row for each expert of this rank as the shard of one with a row for each expert."""
-    if not isinstance(value, Tensor) or not value.dim() or len(value) != layer.local_experts:
+    if not isinstance(value, Tensor) or not layer.has_rows(value, layer.local_experts):
         return value
     if isinstance(value, DTensor):  # sharded over the ranks that hold the same experts, too
         mesh, placements = _with_experts(value)
@@ -240,10 +255,10 @@ def _own(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
     if isinstance(parameter, DTensor):
         return _own_shard(value, parameter, layer)
     if isinstance(value, DTensor):
-        if value.placements == (Shard(0),) and len(value.to_local()) == layer.local_experts:
+        if value.placements == (Shard(0),) and layer.has_rows(value.to_local(), layer.local_experts):
             return value.to_local()
         value = value.full_tensor()
-    if isinstance(value, Tensor) and value.dim() and len(value) == layer.num_experts:
+    if isinstance(value, Tensor) and layer.has_rows(value, layer.num_experts):
         return shard_of(value, 0, layer.expert_group)
     return value
 
@@ -255,7 +270,7 @@ def _own_shard(value: object, parameter: DTensor, layer: ShardedExperts) -> obje
         own = value.to_local()
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if not isinstance(whole, Tensor) or not whole.dim() or len(whole) != layer.num_experts:
+        if not isinstance(whole, Tensor) or not layer.has_rows(whole, layer.num_experts):
             return value
         of_rank = shard_of(whole, 0, layer.expert_group)
         own = distribute_tensor(of_rank, parameter.device_mesh, parameter.placements).to_local()

@@ -14,10 +14,15 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.comm.groups import AnyGroups
+from lancet_kernels.transformers.adapters import ADAPTERS
 from lancet_kernels.transformers.checkpoints import guard_save_pretrained
-from lancet_kernels.transformers.experts import expert_parallel, has_interface, reason_against
-
-_LLAMA4 = "Llama4TextExperts"
+from lancet_kernels.transformers.experts import (
+    ConvertedExperts,
+    derived,
+    expert_parallel,
+    has_interface,
+    reason_against,
+)
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,13 @@ def convert(
             do="convert with strict=False to leave the others alone",
         )
     for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
-        expert_parallel(_with_interface(copy.copy(experts)), groups, backend, capacity_factor)
+        expert_parallel(copy.copy(experts), groups, backend, capacity_factor, _kind(experts))
     for name, experts in chosen.items():
         own = type(experts).__name__
-        if own == _LLAMA4:
-            from lancet_kernels.transformers.llama4 import Llama4Block
-
-            model.get_submodule(name.rpartition(".")[0]).__class__ = Llama4Block
-        layer = expert_parallel(_with_interface(experts), groups, backend, capacity_factor)
+        if own in ADAPTERS:
+            block = model.get_submodule(name.rpartition(".")[0])
+            block.__class__ = derived(ADAPTERS[own].block, type(block))
+        layer = expert_parallel(experts, groups, backend, capacity_factor, _kind(experts))
         layer.name = name
         _keep_own_experts(layer)
         save_as_shards(layer)
@@ -100,23 +104,25 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertLayer) or (outermost and name.startswith(outermost)):
             continue
-        if has_interface(module) or name.rpartition(".")[2] == "experts":
+        if any(map(_has_adapter, module.children())):  # its child has the weights
+            continue
+        if has_interface(module) or _has_adapter(module) or name.rpartition(".")[2] == "experts":
             outermost = f"{name}."
             yield name, module
 
 
-def _with_interface(experts: nn.Module) -> nn.Module:
-    if type(experts).__name__ != _LLAMA4:
-        return experts
-    from lancet_kernels.transformers.llama4 import with_interface
+def _has_adapter(module: nn.Module) -> bool:
+    return type(module).__name__ in ADAPTERS
 
-    return with_interface(experts)
+
+def _kind(experts: nn.Module) -> type[ConvertedExperts]:
+    return ADAPTERS[type(experts).__name__].experts if _has_adapter(experts) else ConvertedExperts
 
 
 def _reason(experts: nn.Module) -> str:
     """Why such experts are not converted; "" if they are."""
-    if has_interface(experts) or type(experts).__name__ == _LLAMA4:
-        return reason_against(experts)
+    if has_interface(experts) or _has_adapter(experts):
+        return reason_against(experts, _kind(experts))
     if isinstance(experts, nn.ModuleList):
         return "a list of modules, as transformers before 5.0 has experts: install transformers>=5"
     return "its class has no `use_experts_implementation` of transformers, which says how its weights lie"
@@ -139,7 +145,7 @@ def _keep_own_experts(layer: ExpertLayer) -> None:
     """Keep the rows of this rank's experts; each parameter is freed before the next one is read."""
     if layer.ranks == 1:
         return
-    own = slice(layer.expert_ids().start, layer.expert_ids().stop)
+    own = layer.own_rows()
     for name in layer.expert_names():
         whole = layer._parameters.pop(name)
         assert whole is not None

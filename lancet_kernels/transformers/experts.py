@@ -35,12 +35,35 @@ from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import eager_experts
 from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS, Expression, activate
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""By the experts' own class."""
+_CLASSES: dict[tuple[type, type], type] = {}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class ConvertedExperts(ExpertLayer):
+class Derived(nn.Module):
+    """Base of the classes that `derived` makes."""
+
+    made_of: tuple[type, type]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """A class that was made cannot be found by its name: copies and pickles make it again."""
+        return _new, self.made_of, self.__dict__
+
+
+def derived(base: type, own: type) -> Any:
+    """A class of the model's, in which a base goes first."""
+    if (base, own) not in _CLASSES:
+        attributes = {"__module__": own.__module__, "made_of": (base, own)}
+        _CLASSES[base, own] = type(f"Lancet{own.__name__}", (base, own), attributes)
+    return _CLASSES[base, own]
+
+
+def _new(base: type, own: type) -> nn.Module:
+    module = object.__new__(derived(base, own))
+    nn.Module.__init__(module)
+    return module
+
+
+class ConvertedExperts(ExpertLayer, Derived):
     """Base of the classes that `expert_parallel` makes."""
 
     down_proj: Tensor
@@ -87,24 +110,6 @@ class ConvertedExperts(ExpertLayer):
             y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, count_WL, capacity, is_dropless)
         return y_TD.view(hidden_states.shape).to(hidden_states.dtype)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        """A class that was made cannot be found by its name: copies and pickles make it again."""
-        made = next(c for c in type(self).__mro__ if c.__bases__[0] is ConvertedExperts)
-        return _new, (made.__bases__[1],), self.__dict__
-
-
-def _new(own: type[nn.Module]) -> nn.Module:
-    module = object.__new__(_class_of(own))
-    nn.Module.__init__(module)
-    return module
-
-
-def _class_of(own: type[nn.Module]) -> type[nn.Module]:
-    if own not in _CLASSES:
-        place = {"__module__": own.__module__}
-        _CLASSES[own] = type(f"Lancet{own.__name__}", (ConvertedExperts, own), place)
-    return _CLASSES[own]
-
 
 def _flag(experts: nn.Module, name: str) -> bool:
     """What the class says; else what is usual."""
@@ -124,29 +129,34 @@ def has_interface(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "down_proj")
 
 
-def reason_against(experts: nn.Module) -> str:
+def reason_against(experts: Any, kind: type[ConvertedExperts] = ConvertedExperts) -> str:
     """Why such experts cannot be converted; "" if they can."""
     if _flag(experts, "has_post_expert_norm"):
         return "a norm behind each expert"
     parameters = dict(experts.named_parameters())
-    if parameters.keys() != {*_weights(experts), *_biases(experts)}:
+    if parameters.keys() != {*kind.expert_names(experts)}:
         return f"its parameters are {', '.join(sorted(parameters)) or 'none'}"
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.dtype not in DTYPES}
     return f"its weights are quantized ({', '.join(dtypes)}): dequantize them first" if dtypes else ""
 
 
 def expert_parallel(
-    experts: Any, groups: AnyGroups | None, backend: str = "torch", capacity_factor: float | None = None
+    experts: Any,
+    groups: AnyGroups | None,
+    backend: str = "torch",
+    capacity_factor: float | None = None,
+    kind: type[ConvertedExperts] = ConvertedExperts,
 ) -> ConvertedExperts:
     """Make experts a layer of this library, in place; their parameters stay as they are.
 
-    Args: groups, backend, capacity_factor: as of `MoELayer`.
+    Args: groups, backend, capacity_factor: as of `MoELayer`. kind: which knows how their weights lie.
     Raises: UserError.
     """
+    own = type(experts)
+    experts.__class__ = derived(kind, own)
     num_experts, *widths = experts.down_proj.shape
     d_ff, d_model = widths if _flag(experts, "is_transposed") else reversed(widths)
-    activation = _activation_of(experts)
-    experts.__class__ = _class_of(type(experts))
+    activation = _activation_of(experts, own.__name__)
     experts._set_groups(groups)
     check_experts(num_experts, experts.ranks)
     check_factor(capacity_factor)
@@ -154,7 +164,7 @@ def expert_parallel(
     return experts
 
 
-def _activation_of(experts: Any) -> str:
+def _activation_of(experts: Any, own_name: str) -> str:
     """The activation as `ops.expert_activation` knows it: the one that gives the same numbers, whatever the
     model calls it; else an expression."""
     own = object.__new__(type(experts))
@@ -168,7 +178,7 @@ def _activation_of(experts: Any) -> str:
     numbers = {**getattr(getattr(experts, "act_fn", None), "__dict__", {}), **experts.__dict__}
     settings = ", ".join(f"{name}={n}" for name, n in numbers.items() if type(n) in (int, float))
     for number in count(1):
-        name = f"{type(experts).__name__}({settings}){f'#{number}' if number > 1 else ''}"
+        name = f"{own_name}({settings}){f'#{number}' if number > 1 else ''}"
         if _agree(EXPRESSIONS.setdefault(name, expression), expression):
             return name
     raise AssertionError

@@ -13,6 +13,7 @@ from tests.lancet_kernels.transformers.all_families import RESULTS, converted, o
 
 PROPERTIES = {
     "aria": "transposed",
+    "dbrx": "weights [E * F, D], one expert below the other",
     "deepseek_v4": "clamped silu",
     "inkling2": "softcapped",
     "lfm2_moe": "silu as a function",
@@ -41,6 +42,6 @@ def test_family_is_as_in_the_table(pool: RankPool, family: str) -> None:
     assert one_family(pool, family) == SAVED["families"][family]
 
 
-@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+@pytest.mark.parametrize("family", ["jetmoe", "longcat_flash"])
 def test_experts_outside_of_the_interface_are_named(family: str) -> None:
     assert "has no `use_experts_implementation` of transformers" in converted(family, planned=False)
