@@ -46,7 +46,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4": {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 12,
-        "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "per_layer_config": {},
+        "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "per_layer_config": {},
     },
     "glm4v_moe": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
@@ -57,7 +57,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "linear_num_heads": 2, "index_head_dim": 8, "index_n_heads": 2,
         "layer_types": ["linear_attention"] * 2, "indexer_types": ["full"] * 2,
     },
-    "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4, "mamba_d_head": 8},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4, "mamba_d_head": "auto"},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "llama4": {"intermediate_size_mlp": 20, "interleave_moe_layer_step": 1},
     "longcat_flash": _ROPE_4
