@@ -63,6 +63,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": _ROPE_4
     | {"num_layers": 2, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 20, "zero_expert_num": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention"] * 2},
+    "muse_spark": {"moe_hidden_size": 16},
     "step3p7": {"layer_types": ["full_attention"] * 2, "share_expert_dim": 12, "sliding_window": 4},
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip

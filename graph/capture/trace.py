@@ -55,6 +55,9 @@ from lancet_kernels.graph.ops import STARTED, facts
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.context import during, now
 
+BEFORE_A_TRACE: list[Callable[[nn.Module], None]] = []
+"""Called with a module that is to be traced: for what its first forward does and a trace cannot."""
+
 
 @contextlib.contextmanager
 def frameworks_traced() -> Iterator[None]:
@@ -310,6 +313,8 @@ def trace(
     Raises: UserError for a forward with side effects (it writes an attribute, or a list outside), which the
     graph would not repeat; torch's errors for a forward that is not one graph.
     """
+    for prepare in BEFORE_A_TRACE:
+        prepare(module)
     captures: list[CaptureOutput] = []
     original = functional_export.fullgraph_capture
 

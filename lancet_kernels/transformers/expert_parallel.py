@@ -13,7 +13,6 @@ shards them: whole experts per rank of the expert group, FSDP over the ranks tha
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -24,10 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.trace import BEFORE_A_TRACE
+from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, Groups, group_name
-from lancet_kernels.transformers.experts import expert_parallel, has_interface, reason_against
+from lancet_kernels.ops.context import during, now
+from lancet_kernels.transformers.experts import (
+    ConvertedExperts,
+    expert_parallel,
+    has_interface,
+    reason_against,
+)
 
 try:
     from transformers.distributed.expert_parallel import (
@@ -134,19 +142,41 @@ def experts_forward(
 
     Raises: UserError for experts of several ranks, and for those that `convert` leaves alone.
     """
-    layer = experts.__dict__.get(_ALONE)
-    if layer is None or layer._parameters is not experts._parameters:
-        why = "experts on several ranks" if experts._is_expert_parallel else reason_against(experts)
-        if why:
-            raise UserError(
-                f"experts_implementation={NAME!r} of {type(experts).__name__}", got=why,
-                expected="plain weights of all experts on each rank",
-                do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
-            )  # fmt: skip
-        # A copy has the same parameters. Not among the modules of the model.
-        experts.__dict__[_ALONE] = layer = expert_parallel(copy.copy(experts), Groups())
-    return type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
+    layer = experts.__dict__.get(_ALONE) or _alone(experts)
+    # Its weights are those of the moment: adapters parametrize them for the time of a forward.
+    weights = {name: getattr(experts, name) for name in layer.expert_names()}
+    with during(weights=weights | now.weights):
+        return type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
+
+
+def _alone(experts: Any) -> ConvertedExperts:
+    """Experts that one rank has as a layer of this library, without parameters, and kept beside them: not
+    among the modules of the model. Raises: UserError."""
+    own = type(experts).__bases__[0] if is_parametrized(experts) else type(experts)
+    layer = object.__new__(own)
+    modules = {name: m for name, m in experts._modules.items() if name != "parametrizations"}
+    tensors = {name: getattr(experts, name) for name in ConvertedExperts.expert_names(experts)}
+    layer.__dict__ = {**experts.__dict__, "_modules": modules, "_parameters": tensors}
+    why = "experts on several ranks" if experts._is_expert_parallel else reason_against(layer)
+    if why:
+        raise UserError(
+            f"experts_implementation={NAME!r} of {own.__name__}", got=why,
+            expected="plain weights of all experts on each rank",
+            do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
+        )  # fmt: skip
+    expert_parallel(layer, Groups())._parameters = {}
+    experts.__dict__[_ALONE] = layer
+    return layer
+
+
+def _before_a_trace(model: nn.Module) -> None:
+    for module in model.modules():
+        kernel = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        is_ready = isinstance(module, ExpertLayer) or _ALONE in module.__dict__
+        if kernel == NAME and has_interface(module) and not is_ready:
+            _alone(module)
 
 
 EPImplementationInterface.register(NAME, LancetEP)
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+BEFORE_A_TRACE.append(_before_a_trace)

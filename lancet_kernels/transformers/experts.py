@@ -86,7 +86,7 @@ class ConvertedExperts(ExpertLayer, Derived):
         check_data_parallel(self)
         if not torch.compiler.is_compiling():
             enter_layer(self.name)
-        expert_TK, dtype = top_k_index.to(torch.int64), self.down_proj.dtype
+        expert_TK, dtype = top_k_index.to(torch.int64), self._present("down_proj").dtype
         mask, run = now.padding_mask, checkpointed_run(hidden_states)
         # Experts that get other tokens than those of the batch treat all alike, as transformers does.
         real_T1 = None

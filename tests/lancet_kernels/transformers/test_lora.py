@@ -32,13 +32,25 @@ pytest.importorskip("peft")
 RANK, EXPERTS = 2, 8
 
 
-def adapted(family: str, targets: str, checkpointing: str, groups: Groups | None) -> nn.Module:
-    """With the adapters that all experts have in one process, those of this rank."""
+def adapted(
+    family: str, targets: str, checkpointing: str, groups: Groups | None, unconverted: str = ""
+) -> nn.Module:
+    """With the adapters that all experts have in one process, those of this rank.
+
+    Args: unconverted: the `experts_implementation` of a model that is not converted.
+    """
+    model = tiny_model(family)
+    if unconverted:
+        model.set_experts_implementation(unconverted)
+    else:
+        convert(model, groups)
+    return with_adapters(model, targets, checkpointing)
+
+
+def with_adapters(model: nn.Module, targets: str, checkpointing: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_model(family)
     model.config.output_router_logits = False
-    convert(model, groups)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     config = LoraConfig(r=RANK, init_lora_weights=False, **LORA[targets])
@@ -101,19 +113,85 @@ def distances(family: str, targets: str, checkpointing: str, way: str) -> tuple[
     return len(found), max(d for d, _ in found), min(largest for _, largest in found)
 
 
-def whole_gradients(family: str, targets: str, checkpointing: str, ranks: int) -> dict[str, Tensor]:
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("targets", LORA)
+def test_without_conversion(targets: str, checkpointing: str) -> None:
+    """One rank, by `experts_implementation="lancet"`, beside transformers' own experts."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
+
+    batch, alone = tiny_batch(), Groups()
+    theirs = adapted_alone("Qwen3-MoE", targets, checkpointing, alone, "eager")
+    CausalLMStep(theirs)(**batch).backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert len(wanted) >= {"attention": 8, "experts": 4, "both": 12}[targets]
+    for is_planned in (True, False):  # a plan first: nothing may depend on an eager call before it
+        model = adapted_alone("Qwen3-MoE", targets, checkpointing, alone, "lancet")
+        step: Callable = CausalLMStep(model)
+        if is_planned:
+            step = optimized(step, (batch["input_ids"], batch["labels"]))
+        for _ in range(2):
+            model.zero_grad()
+            step(batch["input_ids"], batch["labels"]).backward()
+        assert not is_planned or not step.fallbacks
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (name not in wanted), name
+            if name in wanted:
+                assert wanted[name].abs().max() > 1e-8, "a gradient that is 0 proves nothing"
+                assert (parameter.grad - wanted[name]).abs().max() < BOUND, name
+
+
+def under_expert_parallelism(folder: str, checkpointing: str, is_planned: bool) -> float:
+    """Adapters of attention on a model that transformers has divided. -> the largest difference."""
+    from tests.lancet_kernels.transformers.test_transformers_ep import loaded
+
+    whole = whole_gradients("Qwen3-MoE", "attention", checkpointing, 2, "eager")
+    model = with_adapters(
+        loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2}), "attention", checkpointing
+    )
+    ids = tiny_batch(dist.get_rank())["input_ids"]
+    step: Callable = CausalLMStep(model)
+    if is_planned:
+        step = optimized(step, (ids, ids), reduce_gradients="mean")
+    step(ids, ids).backward()
+    own = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    if not is_planned:  # PEFT made them after transformers divided the others: no FSDP knows them
+        for gradient in own.values():
+            dist.all_reduce(gradient.div_(2))
+    assert own.keys() == whole.keys()
+    return max(float((gradient - whole[name]).abs().max()) for name, gradient in own.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_attention_under_expert_parallelism(pool, tmp_path, checkpointing: str, is_planned: bool) -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    tiny_model("Qwen3-MoE").save_pretrained(tmp_path)
+    for difference in pool.run(
+        under_expert_parallelism, str(tmp_path), checkpointing, is_planned, timeout_s=240
+    ):
+        assert difference < BOUND
+
+
+def whole_gradients(
+    family: str, targets: str, checkpointing: str, ranks: int, unconverted: str = ""
+) -> dict[str, Tensor]:
     """Gradients of the mean loss over the batches of all ranks, in one process that has all experts."""
     alone = Groups()
-    model = adapted_alone(family, targets, checkpointing, alone)
+    model = adapted_alone(family, targets, checkpointing, alone, unconverted)
     for rank in range(ranks):
         (CausalLMStep(model, alone)(**tiny_batch(rank)) / ranks).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def adapted_alone(family: str, targets: str, checkpointing: str, alone: Groups) -> nn.Module:
+def adapted_alone(
+    family: str, targets: str, checkpointing: str, alone: Groups, unconverted: str = ""
+) -> nn.Module:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_world_size", lambda *_: 1)
-        return adapted(family, targets, checkpointing, alone)
+        return adapted(family, targets, checkpointing, alone, unconverted)
 
 
 CASES = [
