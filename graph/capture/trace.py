@@ -65,10 +65,27 @@ def frameworks_traced() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", _requires_grad))
         # Who has not imported PEFT has none of its wrappers.
-        wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
-        if wrapper is not None:
+        if (wrapper := _param_wrapper()) is not None:
             patches.enter_context(mock.patch.object(wrapper, "_activate_lora", _adapted))
         yield
+
+
+def _param_wrapper() -> Any:
+    return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raise UserError for adapters of parameters that nobody takes from `now.weights`: a trace would leave
+    them out."""
+    kind = _param_wrapper()
+    for wrapper in model.modules() if kind is not None else ():
+        if isinstance(wrapper, kind) and not getattr(wrapper.get_base_layer(), "takes_weights", False):
+            raise UserError(
+                f"adapters of {wrapper.parameter_name}",
+                got=f"a {type(wrapper.get_base_layer()).__name__}, which is no layer of lancet_kernels",
+                expected="experts that are",
+                do='call convert(model) before PEFT, or model.set_experts_implementation("lancet")',
+            )
 
 
 _torch_requires_grad: Callable[..., VariableTracker] = TensorVariable.method_requires_grad_
@@ -315,6 +332,7 @@ def trace(
     """
     for prepare in BEFORE_A_TRACE:
         prepare(module)
+    _check_adapters(module)
     captures: list[CaptureOutput] = []
     original = functional_export.fullgraph_capture
 

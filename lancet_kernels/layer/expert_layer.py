@@ -42,6 +42,8 @@ class ExpertLayer(ShardedExperts):
 
     name = "an MoE layer"
     """For messages; `name_layers` knows it better."""
+    takes_weights = True
+    """From `now.weights`, in place of parameters; see `_present`."""
     equal_on_all_ranks: ClassVar[tuple[str, ...]] = ()
     """Attributes whose parameters are the same on all ranks."""
 

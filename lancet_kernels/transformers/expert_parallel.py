@@ -145,7 +145,7 @@ def experts_forward(
     layer = experts.__dict__.get(_ALONE) or _alone(experts)
     # Its weights are those of the moment: adapters parametrize them for the time of a forward.
     weights = {name: getattr(experts, name) for name in layer.expert_names()}
-    with during(weights=weights | now.weights):
+    with during(weights={**weights, **now.weights}):
         return type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
 
 
@@ -153,7 +153,7 @@ def _alone(experts: Any) -> ConvertedExperts:
     """Experts that one rank has as a layer of this library, without parameters, and kept beside them: not
     among the modules of the model. Raises: UserError."""
     own = type(experts).__bases__[0] if is_parametrized(experts) else type(experts)
-    layer = object.__new__(own)
+    layer: Any = object.__new__(own)
     modules = {name: m for name, m in experts._modules.items() if name != "parametrizations"}
     tensors = {name: getattr(experts, name) for name in ConvertedExperts.expert_names(experts)}
     layer.__dict__ = {**experts.__dict__, "_modules": modules, "_parameters": tensors}
@@ -165,7 +165,7 @@ def _alone(experts: Any) -> ConvertedExperts:
             do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
         )  # fmt: skip
     expert_parallel(layer, Groups())._parameters = {}
-    experts.__dict__[_ALONE] = layer
+    experts.__dict__ |= {_ALONE: layer, "takes_weights": True}
     return layer
 
 

@@ -142,6 +142,13 @@ def test_without_conversion(targets: str, checkpointing: str) -> None:
                 assert (parameter.grad - wanted[name]).abs().max() < BOUND, name
 
 
+def test_adapters_that_a_trace_would_leave_out_are_refused() -> None:
+    model = adapted_alone("Qwen3-MoE", "experts", "", Groups(), "batched_mm")
+    batch = tiny_batch()
+    with refused("adapters of down_proj", "Qwen3MoeExperts", "convert(model) before PEFT"):
+        optimized(CausalLMStep(model), (batch["input_ids"], batch["labels"]))
+
+
 def under_expert_parallelism(folder: str, checkpointing: str, is_planned: bool) -> float:
     """Adapters of attention on a model that transformers has divided. -> the largest difference."""
     from tests.lancet_kernels.transformers.test_transformers_ep import loaded
