@@ -1,5 +1,6 @@
 """Where compact rows lie: offsets, the two orders, parts and windows; against loops over (rank, expert)."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,29 @@ def test_parts_of_a_batch_merge_into_its_rows(batch: Batch, parts: int, seed: in
         assert torch.equal(merged, ops.dispatch(batch.x_TD, row_TK, None, batch.num_rows))
         if in_token_order:
             assert torch.equal(row_TK, batch.row_TK)
+
+
+# Rows of (rank, expert) as they arrive, and the order in which experts take them: the figures of torchtitan's
+# TestPermute.
+TORCHTITAN = [
+    ([[2, 3], [1, 4]], [0, 1, 5, 2, 3, 4, 6, 7, 8, 9], [3, 7]),
+    ([[4, 2, 5]], [*range(11)], [4, 2, 5]),
+    ([[3], [5], [2]], [*range(10)], [10]),
+    ([[0, 3], [2, 0]], [3, 4, 0, 1, 2], [2, 3]),
+    ([[0, 0], [0, 0]], [], [0, 0]),
+    ([[2, 2], [2, 2], [2, 2]], [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11], [6, 6]),
+    ([[2, 0, 3], [1, 4, 2]], [0, 1, 5, 6, 7, 8, 9, 2, 3, 4, 10, 11], [3, 4, 5]),  # by its rule
+]
+
+
+@pytest.mark.parametrize(("counts_WL", "order", "of_experts"), TORCHTITAN)
+def test_received_rows_lie_as_those_of_torchtitan(counts_WL, order, of_experts) -> None:
+    count_WL = torch.tensor(counts_WL)
+    arrived = torch.arange(len(order))
+    taken = expert_major(arrived, count_WL)
+    assert taken.tolist() == order
+    assert group_ends(count_WL).diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist() == of_experts
+    assert torch.equal(rank_major(taken, count_WL), arrived)
 
 
 def test_opcheck() -> None:

@@ -1,9 +1,11 @@
 """Slots of long batches, and the order of equal scores; slots by priority: test_gate_reference."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates.base import (
     slots_in_order,
     top_k_stable,
@@ -44,3 +46,49 @@ def test_special_values_rank_as_in_a_stable_sort() -> None:
         expected = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices
         for k in (1, 4, 9):
             assert torch.equal(top_k_stable(score_TE, k), expected[:, :k])
+
+
+# Tokens [T, E] to their k experts, of whom each takes `capacity`; (token, expert, slot) of what is kept. The
+# figures are those of DeepSpeed's TestTopkGate with drop_policy="position" and with drop_tokens=False.
+DEEPSPEED = [
+    (
+        [[0.11, 0.2, 0.1, 0.3], [0.3, 0.4, 0.11, 0.1], [0.11, 0.1, 0.6, 0.5], [0.1, 0.11, 0.7, 0.8]],
+        2, 2, {(0, 1, 0), (0, 3, 0), (1, 0, 0), (1, 1, 1), (2, 2, 0), (2, 3, 1), (3, 2, 1)},
+    ),
+    (
+        [
+            [0.5858, 0.4801, 0.6269, 0.5397, 0.9722, 0.7034],
+            [0.5445, 0.6332, 0.4519, 0.6308, 0.0519, 0.6450],
+            [0.4874, 0.8110, 0.7467, 0.8474, 0.0277, 0.3068],
+            [0.8570, 0.6714, 0.5310, 0.3274, 0.4836, 0.9892],
+        ],
+        3, 2,
+        {
+            (0, 2, 0), (0, 4, 0), (0, 5, 0), (1, 1, 0), (1, 3, 0), (1, 5, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1),
+            (3, 0, 0),
+        },
+    ),
+    (
+        [[0.95, 0.85, 0.9, 0.8], [0.7, 0.65, 0.75, 0.6], [0.5, 0.55, 0.45, 0.4], [0.35, 0.3, 0.25, 0.2]],
+        2, 4, {(0, 0, 0), (0, 2, 0), (1, 0, 1), (1, 2, 1), (2, 0, 2), (2, 1, 0), (3, 0, 3), (3, 1, 1)},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("logits", "top_k", "capacity", "kept"), DEEPSPEED)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_slots_are_those_of_deepspeed(logits, top_k, capacity, kept, scale) -> None:
+    """Its rule that drops by probability has no gate here: `batch-prioritized` ranks tokens, not choices."""
+    logits_TE = torch.tensor(logits) * scale
+    no_use = torch.zeros(logits_TE.shape[1], dtype=torch.int64)
+    expert_TK, slot_TK, _, used_E = ops.gate(logits_TE, no_use, None, None, "topk", top_k, capacity)
+    choices = zip(expert_TK.tolist(), slot_TK.tolist(), strict=True)
+    ours = {(t, *c) for t, pair in enumerate(choices) for c in zip(*pair, strict=True) if c[1] < capacity}
+    assert ours == kept
+    counts = ops.kept_counts(used_E, capacity, 2)
+    row_TK = ops.send_rows(expert_TK, slot_TK, counts)
+    # Rows by expert, then slot, without gaps.
+    by_row = sorted(kept, key=lambda c: c[1:])
+    for row, (token, expert, _) in enumerate(by_row):
+        assert int(row_TK[token, expert_TK[token].tolist().index(expert)]) == row
+    assert int((row_TK >= 0).sum()) == len(kept)
