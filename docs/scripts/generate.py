@@ -105,7 +105,11 @@ def support() -> str:
             "",
             "LoRA by PEFT on a converted model, with and without activation checkpointing: all gradients are "
             "compared with those of one process, on 2 ranks, in "
-            "`tests/lancet_kernels/transformers/test_lora.py`.",
+            "`tests/lancet_kernels/transformers/test_lora.py`. There, too: the same on one rank without "
+            'conversion, by `experts_implementation="lancet"`, and adapters of attention under '
+            '`ep_implementation="lancet"`. Adapters of experts that transformers has divided (PEFT adds '
+            "plain tensors to DTensors, 2026-11-27) fail with its own implementation as with ours: convert "
+            "instead.",
             "",
             *_table(("adapters of", *LORA_WAYS.values()), [(name, *["works"] * 3) for name in LORA]),
         ]

@@ -2,6 +2,7 @@
 
     experts            the experts module, made expert-parallel
     convert            for groups of this library
+    adapters           families whose experts transformers does not describe
     expert_parallel    for transformers' own expert parallelism, `ep_implementation="lancet"`
     checkpoints        under transformers' names
     causal_lm          a training step, for `optimize`
