@@ -30,8 +30,10 @@ SIZES: dict[str, Any] = {
     "mlp_only_layers": [], "n_shared_experts": 1, "num_experts_shared": 1,
 }  # fmt: skip
 _ROPE_4 = {"head_dim": 4}
+_BOTH = {"layer_types": ["linear_attention", "full_attention"]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _ROPE_4,
+    "bailing_hybrid": _BOTH,
     "dbrx": {
         "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4, "attn_pdrop": 0.0},
@@ -58,12 +60,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention"] * 2, "indexer_types": ["full"] * 2,
     },
     "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4, "mamba_d_head": "auto"},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _BOTH,
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "llama4": {"intermediate_size_mlp": 20, "interleave_moe_layer_step": 1},
     "longcat_flash": _ROPE_4
     | {"num_layers": 2, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 20, "zero_expert_num": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention"] * 2},
     "muse_spark": {"moe_hidden_size": 16},
+    "qwen3_5_moe": _BOTH,
+    "qwen3_next": _BOTH,
     "step3p7": {"layer_types": ["full_attention"] * 2, "share_expert_dim": 12, "sliding_window": 4},
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from itertools import count
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ _ALONE = "lancet_experts"
 _ANY_KERNEL = (None, "eager", "batched_mm", "grouped_mm", NAME)
 """Values of `experts_implementation` in place of which our grouped GEMMs run; others name a kernel."""
 _last_model: tuple[Callable[[], object], count] = (lambda: None, count())
-"""A weak reference to the configuration of the model that was sharded last, and the numbers of its layers."""
+"""A weak reference to what the experts of the model that was sharded last share, and their numbers."""
 
 
 class LancetEP(EPImplementation):
@@ -74,7 +74,7 @@ class LancetEP(EPImplementation):
             self.own = AllToAllEP(experts, ep_mesh, tp_mesh)
         else:
             expert_parallel(experts, ep_mesh.get_group())
-            experts.name = _layer_name(experts)
+            experts.name = _layer_name(getattr(experts, "config", ep_mesh))
         setattr(experts, EXPERT_GROUP, group_name(ep_mesh.get_group()))
         setattr(experts, FORWARD_OF, self.forward_of)
 
@@ -122,16 +122,18 @@ def _why_own(experts: nn.Module) -> str:
     """Why experts run their own forward; "": they do not."""
     if not has_interface(experts):
         return "no `use_experts_implementation` of transformers, which says how weights lie"
-    kernel = getattr(cast(Any, experts).config, "_experts_implementation", None)
+    kernel = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return reason_against(experts) if kernel in _ANY_KERNEL else f"experts_implementation={kernel!r}"
 
 
-def _layer_name(experts: nn.Module) -> str:
-    """`experts 0`, `experts 1`, ... of a model: the same on all ranks, whatever each has built before."""
+def _layer_name(of_model: object) -> str:
+    """`experts 0`, `experts 1`, ... of a model: the same on all ranks, whatever each has built before.
+
+    Args: of_model: what all experts of one model share, its configuration, and those of others do not.
+    """
     global _last_model
-    config = cast(Any, experts).config
-    if _last_model[0]() is not config:
-        _last_model = weakref.ref(config), count()
+    if _last_model[0]() is not of_model:
+        _last_model = weakref.ref(of_model), count()
     return f"experts {next(_last_model[1])}"
 
 
