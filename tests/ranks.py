@@ -180,11 +180,18 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of DTensors, in which a mesh of the next process group is equal to one of this."""
+    """Clear caches of meshes: in torch's a mesh of the next process group is equal to one of this, and what a
+    cache keeps alive has threads of gloo, which may spin when the peer has gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from lancet_kernels.graph.capture import fsdp_parameters
+    from lancet_kernels.ops.comm import groups
 
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    for planners in (getattr(_redistribute, "_planner_cache", {}), fsdp_parameters._MESHES, groups._MESHES):
+        planners.clear()
