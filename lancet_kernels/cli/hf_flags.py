@@ -95,8 +95,8 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
         "--search", action="store_true", help="with --hf: find the best layouts for the GPUs"
     )
     command.add_argument(
-        "--search-seconds", type=float, default=600.0, metavar="SECONDS",
-        help="when the search stops; it says what it did not try (default: 600)",
+        "--search-seconds", type=float, default=60.0, metavar="SECONDS",
+        help="when the search stops; it says what it did not try (default: 60)",
     )  # fmt: skip
     command.add_argument(
         "--measured", metavar="TIME",
@@ -127,12 +127,12 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
-    result = answer(question)
     found = None
     if arguments.search:
         from lancet_kernels.predict.search import search
 
         found = search(question, arguments.search_seconds)
+    result = answer(question) if found is None else found.answer
     figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
     rows = None if measured_ms is None else _differences(result, strategy, measured_ms, arguments.kineto)
     if rows is not None:
@@ -170,12 +170,13 @@ def _chosen(result: Answer, strategy: str) -> Simulated:
 
 
 def _text_of_differences(rows: list[Difference]) -> str:
-    lines = ["", f"{'term':16} {'predicted ms':>13} {'measured ms':>12} {'alone':>7}"]
+    lines = ["", f"{'term':16} {'predicted ms':>13} {'measured ms':>12} {'likely':>9}"]
     for row in rows:
         measured = "-" if row.measured_ms is None else f"{row.measured_ms:.1f}"
-        alone = "-" if row.alone is None else f"x {row.alone:.2f}"
-        lines.append(f"{row.term:16} {row.predicted_ms:13.1f} {measured:>12} {alone:>7}")
-    return "\n".join([*lines, "alone: how many times as long this term would take, were it the only cause"])
+        lines.append(f"{row.term:16} {row.predicted_ms:13.1f} {measured:>12} {row.likely_ms:+9.1f}")
+    return "\n".join(
+        [*lines, "likely: what of the difference the term explains, by how sure its prediction is"]
+    )
 
 
 def _write_files(
@@ -206,6 +207,15 @@ def _text_of_search(found: Found) -> str:
             f"{one.binds:>12}  experts over {q.expert_ranks}, tensors over {q.tensor_ranks}, "
             f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
             f"{q.recompute}, {one.strategy}"
+        )
+    first, limit = found.best[0], found.answer.memory_limit_gib
+    terms = sorted(found.answer.strategies[str(first.strategy)].terms_ms.items(), key=lambda term: -term[1])
+    shares = ", ".join(f"{name} {ms / first.step_ms:.0%}" for name, ms in terms if ms > 0.01 * first.step_ms)
+    lines += ["", f"The best: {shares}. Memory: {first.peak_memory_gib:.1f} of {limit:.1f} GiB."]
+    if excluded := found.memory_excludes:
+        lines.append(
+            f"Memory binds: {len(excluded)} layouts that do not fit would be faster by a formula; the "
+            f"nearest needs {excluded[0].least_gib - limit:.1f} GiB more than there is."
         )
     reasons = Counter(re.sub(r"[ :]*[0-9.]+ (ms|GiB)", "", one.why) for one in found.others)
     lines += ["", f"{len(found.others)} others:"]

@@ -94,6 +94,8 @@ class Simulated:
     lower_bound_ms: float
     memory: Mapping[str, float]
     """GiB by kind, at the peak."""
+    step_ms_with: Callable[[Mapping[str, float]], float] = field(repr=False)
+    """The step in the same order, with terms that take so many times as long."""
 
     @property
     def peak_memory_gib(self) -> float:
@@ -116,7 +118,7 @@ class Simulated:
     @property
     def host_ms(self) -> float:
         """The time in which the GPU waits for the host, and no message travels."""
-        return self.step_ms - self.compute_ms - sum(self.exposed_ms.values())
+        return max(0.0, self.step_ms - self.compute_ms - sum(self.exposed_ms.values()))
 
     @property
     def events(self) -> list[Event]:
@@ -140,6 +142,7 @@ class Simulated:
             exposed_ms=each(self.exposed_ms, other.exposed_ms),
             lower_bound_ms=of(self.lower_bound_ms, other.lower_bound_ms),
             memory=max(self, other, key=lambda one: one.peak_memory_gib).memory,
+            step_ms_with=lambda factors: of(self.step_ms_with(factors), other.step_ms_with(factors)),
         )
 
 
@@ -189,6 +192,15 @@ class Answer:
             "binds": one.binds,
             "lower_bound_ms": one.lower_bound_ms,
         }
+
+    def with_strategies(self, other: Answer) -> Answer:
+        """With the strategies of another answer to the same question."""
+        return replace(
+            self,
+            strategies={**self.strategies, **other.strategies},
+            impossible={**self.impossible, **other.impossible},
+            seconds={what: s + other.seconds[what] for what, s in self.seconds.items()},
+        )
 
     def to_json(self) -> dict[str, object]:
         """The whole answer as JSON values."""
@@ -259,21 +271,20 @@ class Captured:
     planners: tuple[Planner, Planner]
 
     @classmethod
+    @lru_cache(maxsize=16)  # the search comes back to its ten best
     def of(cls, question: Question) -> Captured:
         """Raises: as `model_step`."""
         chosen = depths_of(question.hf)
         fewer, more = pair = microbatches(question)
-        period_gb = (more.peak_bytes - fewer.peak_bytes) * 1e-9
+        period_gb = (more.kept_bytes - fewer.kept_bytes) * 1e-9
         limit = question.hardware.memory_gb - chosen.extra * period_gb
         return cls(chosen, pair, (fewer.planner(limit - period_gb), more.planner(limit)))
 
     def simulated(self, strategy: str) -> Simulated:
         """A strategy with the figures of all layers."""
         fewer, more = self.at_depths(strategy)
-        # Every further layer keeps as much in memory, whatever the order of the step is.
-        kept = [
-            _memory(with_sums_waited_for(one.program), range(len(one.program))) for one in self.microbatches
-        ]
+        # Every further layer keeps as much behind the forward, whatever the order of the step is.
+        kept = [_memory(one.program, range(len(one.program)), one.last_forward) for one in self.microbatches]
         memory = {
             kind: size + self.depths.extra * (kept[1][kind] - kept[0][kind])
             for kind, size in more.memory.items()
@@ -357,32 +368,50 @@ def _run(
     one: Microbatch, program: Program, ms: Sequence[float], order: Sequence[int],
     blocking: frozenset[str] = frozenset(),
 ) -> Simulated:  # fmt: skip
-    cost = one.question.cost
     # Its microbatches are told apart by their times.
     program = replace(program, instructions=tuple(replace(i, microbatches=1) for i in program.instructions))
-    host = host_of(program, cost)
+
+    def step_ms_with(factors: Mapping[str, float]) -> float:
+        changed = [t * factors.get(_term(i), 1) for i, t in zip(program.instructions, ms, strict=True)]
+        return _timed(one, program, changed, order, blocking, factors.get(HOST, 1))[1].iteration_ms
+
+    slowed, times = _timed(one, program, ms, order, blocking)
+    exposed: dict[str, float] = {}
+    for i, idle in exposed_intervals(times).items():
+        kind = _term(program.instructions[i])
+        exposed[kind] = exposed.get(kind, 0.0) + idle
+    busy: dict[str, float] = {}
+    for n in times.compute:
+        what = _term(program.instructions[n])
+        busy[what] = busy.get(what, 0.0) + slowed[n]
+    memory = _memory(with_sums_waited_for(one.kernels.with_copies(program)), order)
+    return Simulated(
+        program, slowed, times, times.iteration_ms, busy, exposed, lower_bound_ms(program, ms), memory,
+        step_ms_with,
+    )  # fmt: skip
+
+
+def _timed(
+    one: Microbatch, program: Program, ms: Sequence[float], order: Sequence[int], blocking: frozenset[str],
+    host_factor: float = 1.0,
+) -> tuple[Sequence[float], Times]:  # fmt: skip
+    """An order by the clock, with what exchanges and computation take longer beside each other."""
+    cost = one.question.cost
+    host = host_of(program, cost, host_factor)
     sms = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
-    slowed, times = list(ms), run(program, ms, order, blocking=blocking, host=host)
+    slowed, times = ms, run(program, ms, order, blocking=blocking, host=host)
     exchanges = program.positions(Kind.ALL_TO_ALL)
     if any(program.instructions[i].name not in blocking for i in exchanges):
         for _ in range(2):
             slowed = _slowed(ms, times, exchanges, sms, cost.kernels.message_beside - 1)
             times = run(program, slowed, order, blocking=blocking, host=host)
-    exposed: dict[str, float] = {}
-    for i, idle in exposed_intervals(times).items():
-        kind = collective_of(program.instructions[i])
-        exposed[kind] = exposed.get(kind, 0.0) + idle
-    busy: dict[str, float] = {}
-    for n in times.compute:
-        what = _what_computes(program.instructions[n])
-        busy[what] = busy.get(what, 0.0) + slowed[n]
-    return Simulated(
-        program, slowed, times, times.iteration_ms, busy, exposed,
-        lower_bound_ms(program, ms), _memory(one.kernels.with_copies(program), order),
-    )  # fmt: skip
+    return slowed, times
 
 
-def _what_computes(instruction: Instruction) -> str:
+def _term(instruction: Instruction) -> str:
+    """The term that an instruction's time belongs to."""
+    if instruction.kind.is_communication:
+        return collective_of(instruction)
     if instruction.phase is Phase.OPTIMIZER:
         return OPTIMIZER
     if is_attention(instruction.op):
@@ -390,10 +419,10 @@ def _what_computes(instruction: Instruction) -> str:
     return PRODUCTS if instruction.flops else ELEMENTWISE
 
 
-def host_of(program: Program, cost: KernelCosts) -> Host:
+def host_of(program: Program, cost: KernelCosts, factor: float = 1.0) -> Host:
     """The host that launches each kernel on its own, those of fused groups, too, and waits in the forward for
-    the sizes of what its rank receives."""
-    each = cost.kernels.host_us * 1e-3
+    the sizes of what its rank receives. Args: factor: how many times as long a launch takes."""
+    each = factor * cost.kernels.host_us * 1e-3
     launches = [
         each if i.flops or i.bytes or i.milliseconds or i.attributes.get(LAUNCHES) else 0.0
         for i in program.instructions
@@ -427,11 +456,12 @@ def _slowed(
     return slowed
 
 
-def _memory(program: Program, order: Sequence[int]) -> dict[str, float]:
-    """GiB by kind at the peak. Communication: what only messages read or write, and gathered parameters."""
+def _memory(program: Program, order: Sequence[int], at: int | None = None) -> dict[str, float]:
+    """GiB by kind at the peak, or at a position of the order. Communication: what only messages read or
+    write, and gathered parameters."""
     storages = Storages(program)
     profile = alive_bytes(storages, order)
-    peak = max(range(len(profile)), key=profile.__getitem__)
+    peak = max(range(len(profile)), key=profile.__getitem__) if at is None else at
     touches = storages.touches(order)
     last = {s: k for k, i in enumerate(order) for s in touches[i]}
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)

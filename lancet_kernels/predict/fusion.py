@@ -7,8 +7,6 @@ groups wait for each other.
 
 from __future__ import annotations
 
-import networkx
-
 from lancet_kernels.graph.program.program import Instruction, Kind, Program
 
 FUSED = "lancet_prediction.fused"
@@ -37,10 +35,26 @@ def fused_groups(program: Program) -> list[list[Instruction]]:
 def _groups(program: Program) -> list[int]:
     """The number of the group of each instruction."""
     group = list(range(len(program)))
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(group)
-    for i, before in enumerate(program.dependencies):
-        graph.add_edges_from((j, i) for j in before)
+    members = {n: [n] for n in group}
+    before = {n: set(program.dependencies[n]) for n in group}
+    behind: dict[int, set[int]] = {n: set() for n in group}
+    for n, earlier in before.items():
+        for j in earlier:
+            behind[j].add(n)
+
+    def path_around(a: int, b: int) -> bool:
+        """Does a path lead from a to b through another node? Searched from b on, back to the first of a."""
+        first, seen = min(members[a]), {a, b}
+        stack = [n for n in before[b] if n != a]
+        while stack:
+            n = stack.pop()
+            if a in before[n]:
+                return True
+            earlier = {m for m in before[n] - seen if members[m][-1] > first}
+            seen |= earlier
+            stack.extend(earlier)
+        return False
+
     for i, instruction in enumerate(program.instructions):
         if not is_elementwise(instruction):
             continue
@@ -48,13 +62,15 @@ def _groups(program: Program) -> list[int]:
         for j in sorted(set(producers), reverse=True):
             other, a, b = program.instructions[j], group[j], group[i]
             alike = other.phase is instruction.phase and is_elementwise(other)
-            if a == b or not alike or _path_around(graph, a, b):
+            if a == b or not alike or path_around(a, b):
                 continue
-            group = [a if g == b else g for g in group]
-            networkx.contracted_nodes(graph, a, b, self_loops=False, copy=False)
+            members[a] = sorted(members[a] + members[b])
+            for n in members.pop(b):
+                group[n] = a
+            for edges, others in ((before, behind), (behind, before)):
+                for n in edges.pop(b):
+                    others[n].discard(b)
+                    if n != a:
+                        others[n].add(a)
+                        edges[a].add(n)
     return group
-
-
-def _path_around(graph: networkx.DiGraph, a: int, b: int) -> bool:
-    """Does a path lead from a to b through another node?"""
-    return any(node != b and networkx.has_path(graph, node, b) for node in graph.successors(a))

@@ -1,8 +1,10 @@
 """A measured step beside the predicted one, term by term: where the difference may come from.
 
 A trace of torch's profiler (Kineto, Chrome's JSON) says how long the GPU of a rank was busy with what; of a
-kernel beside a message only the kernel counts, as in a prediction. Without a trace, each term says how many
-times as long it would have to take to explain the difference alone.
+kernel beside a message only the kernel counts, as in a prediction. Without a trace, the difference is split
+by how far the step moves when a term takes as much longer as its prediction may be wrong (`UNSURE`): a term
+of which much is hidden moves it little. Independent errors add up as squares, so each term gets its square's
+share.
 """
 
 from __future__ import annotations
@@ -34,32 +36,47 @@ _KERNELS = (
 MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", EXCHANGE)
 
 
+UNSURE = {HOST: 0.6, ELEMENTWISE: 0.5, PRODUCTS: 0.05, ATTENTION: 0.1, OPTIMIZER: 0.1}
+"""By how much of itself a predicted term may be wrong.
+
+host: a launch takes 13.5 to 37.1 us by the machine (torch's `Linear`: TransformerEngine issue 2053), 28 are
+predicted. element-wise: fused passes are predicted, and systems differ in what they fuse. products,
+attention: the tables and benchmarks that the cluster files quote, by shape.
+"""
+UNSURE_MESSAGES = 0.15
+"""DeepEP's documented bandwidth between 2, 4 and 8 nodes: 43, 58 and 51 GB/s."""
+
+
 @dataclass(frozen=True)
 class Difference:
-    """A term of a step. measured_ms: None without a trace. alone: how many times as long it would have to
-    take to explain the whole difference; None if it is not there, or the measured step is not slower."""
+    """A term of a step. measured_ms: None without a trace. likely_ms: how much of the difference it explains,
+    most likely; with a trace, what the trace says."""
 
     term: str
     predicted_ms: float
     measured_ms: float | None
-    alone: float | None
+    likely_ms: float
 
 
 def differences(
     simulated: Simulated, measured_ms: float, trace_ms: Mapping[str, float] | None = None
 ) -> list[Difference]:
     """By term, those that explain most first. Args: trace_ms: of `trace_terms`."""
-    missing = measured_ms - simulated.step_ms
-    predicted = simulated.terms_ms
-    names = dict.fromkeys([*predicted, *(trace_ms or ())])
-    rows = []
-    for name in names:
-        ms = predicted.get(name, 0.0)
-        alone = (ms + missing) / ms if ms > 0 and missing > 0 else None
-        rows.append(Difference(name, ms, None if trace_ms is None else trace_ms.get(name, 0.0), alone))
-    if trace_ms is None:
-        return sorted(rows, key=lambda row: row.predicted_ms, reverse=True)
-    return sorted(rows, key=lambda row: (row.measured_ms or 0.0) - row.predicted_ms, reverse=True)
+    predicted, missing = simulated.terms_ms, measured_ms - simulated.step_ms
+    if trace_ms is not None:
+        names = dict.fromkeys([*predicted, *trace_ms])
+        pairs = [(name, predicted.get(name, 0.0), trace_ms.get(name, 0.0)) for name in names]
+        rows = [Difference(name, ms, traced, traced - ms) for name, ms, traced in pairs]
+    else:
+        moves = {
+            name: simulated.step_ms_with({name: 1 + UNSURE.get(name, UNSURE_MESSAGES)}) - simulated.step_ms
+            for name in predicted
+        }
+        squares = sum(ms**2 for ms in moves.values()) or 1.0
+        rows = [
+            Difference(name, ms, None, missing * moves[name] ** 2 / squares) for name, ms in predicted.items()
+        ]
+    return sorted(rows, key=lambda row: row.likely_ms * (1 if missing >= 0 else -1), reverse=True)
 
 
 def trace_terms(path: str | Path, measured_ms: float) -> dict[str, float]:

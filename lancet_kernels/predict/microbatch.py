@@ -32,7 +32,7 @@ from lancet_kernels.schedules.order.weight_gradients import sums_gradients, weig
 from lancet_kernels.schedules.rewrite.pairs import Pair, pair_of, program_of_pair
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED, split
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.schedules.time.peak_memory import peak_memory
+from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 WEIGHT_BYTES, COPY_BYTES = 2, 4
 """Bytes for each number: a bfloat16 weight, and the optimizer's float32 copy of it."""
@@ -130,9 +130,14 @@ class Microbatch:
         return replace(program, tensors={**program.tensors, **inputs})
 
     @cached_property
-    def peak_bytes(self) -> int:
-        """Peak memory in the original order."""
-        return peak_memory(with_sums_waited_for(self.program))
+    def last_forward(self) -> int:
+        """The position of the forward's last instruction."""
+        return max(n for n, i in enumerate(self.program.instructions) if i.phase is Phase.FORWARD)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """What is in memory when the forward ends."""
+        return alive_bytes(Storages(self.program), range(len(self.program)))[self.last_forward]
 
     def planner(self, limit_gb: float) -> Planner:
         """Plans the microbatch within a memory limit."""

@@ -1,12 +1,12 @@
 """The best layouts of a step on a number of GPUs: experts and tensors over how many, what is sharded,
 microbatch, recomputation and strategy, at the same number of tokens per step.
 
-What time there is goes to layouts whose messages take least by a formula (`_messages_ms`), which captures
-nothing. Captured ones are visited in the order of a lower bound, the time of computation or of the
-all-to-alls, whichever is longer, summed over all microbatches, with the products and messages that are
-computed again. Once this bound exceeds the tenth best step that fits, no later layout can be among the ten
-best. What does not fit for its states is not even captured; what does not for what a forward without
-recomputation keeps is not simulated.
+Nothing is captured for what a formula says of the config: what a layout needs in memory at least, a lower
+bound of its step, and about how long products and messages take one after the other, in whose order layouts
+are captured. A capture takes seconds (Qwen3-235B: 10 s of one core, 2026-11-27), some strategies as long
+again. So layouts are compared by the strategies that take a moment, in 0.7 of the time; in the rest, others
+are tried, best layout first. Once the bound exceeds the tenth best step that fits, no later layout can be
+among the ten best.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from functools import lru_cache
 from itertools import product
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase
-from lancet_kernels.predict.answer import Answer, answer, depths_of, microbatches
+from lancet_kernels.predict.answer import MEGATRON, MEGATRON_DELAYED, STRATEGIES, Answer, answer, depths_of
 from lancet_kernels.predict.config import load_config, meta_model, shortened
-from lancet_kernels.predict.microbatch import Microbatch, Share
+from lancet_kernels.predict.microbatch import WEIGHT_BYTES, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
-from lancet_kernels.predict.recomputation import RECOMPUTED_OPS, layer_of
-from lancet_kernels.schedules.time.peak_memory import Storages
+from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.transformers.convert import experts_of
 
 BEST = 10
-MOST_SIMULATED = 24
-"""Layouts that are simulated at most, a few seconds each, unless none of them fits."""
-MICROBATCHES = (1, 2, 4)
+SEQUENCES = (1, 2, 4)
 TENSOR_RANKS = (1, 2, 4, 8)
+QUICK_SHARE = 0.7
+"""How much of the time goes to comparing layouts."""
+QUICK = ("none", MEGATRON, MEGATRON_DELAYED)
+"""Strategies by which layouts are compared first: fixed orders, a second or two for both depths."""
+_NOT_TRIED = "not tried in the time given"
+REST = (MICROBATCHES, *(name for name in STRATEGIES if name not in (*QUICK, MICROBATCHES)))
 
 
 @dataclass(frozen=True)
 class Layout:
     """A layout with what became of it. strategy: None if not simulated, as infinite time and memory say.
-    bound_ms: 0 if its states alone do not fit. binds: the largest term of its time. why: "" for the best,
-    otherwise why it is not among them."""
+    least_gib: what it needs at least. estimate_ms: its products and messages one after the other. binds: the
+    largest term of its time. why: "" for the best, otherwise why it is not among them."""
 
     question: Question
     bound_ms: float = 0.0
+    least_gib: float = 0.0
+    estimate_ms: float = 0.0
     strategy: str | None = None
     step_ms: float = math.inf
     peak_memory_gib: float = math.inf
@@ -66,75 +70,110 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """best: the layouts that fit, fastest first, at most ten. others: all others, with the reasons."""
+    """best: the layouts that fit, fastest first, at most ten. others: all others, with the reasons. answer:
+    that of the first."""
 
     best: tuple[Layout, ...]
     others: tuple[Layout, ...]
+    answer: Answer
+
+    @property
+    def memory_excludes(self) -> list[Layout]:
+        """Layouts that do not fit and would be faster than the best by the estimate, the nearest first."""
+        fit = {layout.question for layout in self.best}
+        faster = (
+            one
+            for one in self.others
+            if one.least_gib > self.answer.memory_limit_gib
+            and one.estimate_ms < self.best[0].estimate_ms
+            and one.question not in fit
+        )
+        return sorted(faster, key=lambda one: one.least_gib)
 
     def to_json(self) -> dict[str, object]:
         """The search as JSON values."""
+        excluded = self.memory_excludes
         return {
             "best": [one.to_json() for one in self.best],
             "others": [one.to_json() for one in self.others],
+            "faster_without_memory_limit": len(excluded),
+            "misses_by_gib": excluded[0].least_gib - self.answer.memory_limit_gib if excluded else None,
         }
+
+
+class _Clock:
+    """Is time left for another answer that takes as long as the longest so far?"""
+
+    def __init__(self, seconds: float) -> None:
+        self.start, self.seconds, self.longest = time.perf_counter(), seconds, 0.0
+
+    def allows(self, share: float = 1.0) -> bool:
+        return time.perf_counter() - self.start + self.longest < self.seconds * share
+
+    def timed(self, question: Question, strategies: tuple[str, ...]) -> Answer:
+        begin = time.perf_counter()
+        result = answer(question, strategies)
+        self.longest = max(self.longest, time.perf_counter() - begin)
+        return result
 
 
 def search(question: Question, seconds: float = math.inf) -> Found:
     """The best layouts for the question's model, GPUs and tokens.
 
     Args: seconds: when to stop; layouts that were not tried until then are among the others.
-    Raises: UserError if no layout fits.
+    Raises: UserError if no layout fits, with what the best of them misses.
     """
-    start = time.perf_counter()
-    not_tried = f"not tried within {seconds:.0f} s"
-    limit = gib(question.hardware.memory_gb * 1e9)
-    possible: list[Layout] = []
+    clock, limit = _Clock(seconds), gib(question.hardware.memory_gb * 1e9)
+    fitting: list[tuple[Layout, Answer]] = []
     others: list[Layout] = []
-    least = math.inf
-    for one in sorted(layouts(question), key=_messages_ms):
-        # Half of the time, so that something is simulated.
-        if time.perf_counter() - start > seconds / 2:
-            others.append(Layout(one, why=not_tried))
-            continue
-        # The states first: they need no capture.
-        need = states_gib(one)
-        try:
-            need += kept_gib(one) if need <= limit else 0.0
-            layout = _bounded(one) if need <= limit else Layout(one, why=f"needs at least {need:.0f} GiB")
-        except UserError as error:  # a model that cannot be sliced
-            if one.tensor_ranks == 1:
-                raise
-            layout = Layout(one, why=str(error))
-        least = min(least, need)
-        (others if layout.why else possible).append(layout)
-    fitting: list[Layout] = []
-    simulated = 0
-    for layout in sorted(possible, key=lambda one: one.bound_ms):
-        at_least = f"takes at least {layout.bound_ms:.0f} ms"
-        if len(fitting) >= BEST and layout.bound_ms > fitting[BEST - 1].step_ms:
-            others.append(replace(layout, why=at_least))
-        elif time.perf_counter() - start > seconds:
-            others.append(replace(layout, why=not_tried))
-        elif simulated >= MOST_SIMULATED and fitting:
-            others.append(replace(layout, why=f"not simulated; {at_least}"))
+    for layout in sorted(map(_by_formula, layouts(question)), key=lambda one: one.estimate_ms):
+        if layout.least_gib > limit:
+            others.append(replace(layout, why=f"needs at least {layout.least_gib:.0f} GiB"))
+        elif len(fitting) >= BEST and layout.bound_ms > fitting[BEST - 1][0].step_ms:
+            others.append(replace(layout, why=f"takes at least {layout.bound_ms:.0f} ms"))
+        elif not clock.allows(QUICK_SHARE if len(fitting) > 1 else 1.0):
+            others.append(replace(layout, why=_NOT_TRIED))
         else:
-            simulated += 1
-            result = _simulated(layout, answer(layout.question))
-            (others if result.why else fitting).append(result)
-            fitting.sort(key=lambda one: one.step_ms)
-    if not fitting and any(one.why == not_tried for one in others):
-        raise UserError(
+            try:
+                result = clock.timed(layout.question, QUICK)
+            except UserError as error:  # a model that cannot be sliced
+                if layout.question.tensor_ranks == 1:
+                    raise
+                others.append(replace(layout, why=str(error)))
+                continue
+            layout = _simulated(layout, result)
+            if layout.why:
+                others.append(layout)
+            else:
+                fitting.append((layout, result))
+                fitting.sort(key=lambda one: one[0].step_ms)
+    if not fitting:
+        raise _refusal(others, limit, seconds)
+    for n, (layout, result) in enumerate(fitting[:BEST]):
+        for name in REST:
+            if clock.allows():
+                result = result.with_strategies(clock.timed(layout.question, (name,)))
+        fitting[n] = _simulated(layout, result), result
+    fitting.sort(key=lambda one: one[0].step_ms)
+    slower = [replace(one, why=f"slower: {one.step_ms:.0f} ms") for one, _ in fitting[BEST:]]
+    return Found(tuple(one for one, _ in fitting[:BEST]), (*slower, *others), fitting[0][1])
+
+
+def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:
+    """What a search says that has no layout that fits."""
+    untried = [one for one in others if one.why == _NOT_TRIED]
+    if untried:
+        least = min(one.least_gib for one in untried)
+        return UserError(
             "--search-seconds", got=f"{seconds:g} without a layout that fits",
-            expected=f"more time; the states and activations alone need {least:.0f} of {limit:.1f} GiB",
+            expected=f"more time: {len(untried)} layouts may fit ({least:.0f} of {limit:.1f} GiB)",
             do="give more seconds or more GPUs",
         )  # fmt: skip
-    if not fitting:
-        raise UserError(
-            "layouts", got=f"more than {least:.0f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",
-            do="take more GPUs, or shorter sequences",
-        )  # fmt: skip
-    slower = [replace(one, why=f"slower: {one.step_ms:.0f} ms") for one in fitting[BEST:]]
-    return Found(tuple(fitting[:BEST]), (*slower, *others))
+    least = min(one.peak_memory_gib if one.strategy else one.least_gib for one in others)
+    return UserError(
+        "layouts", got=f"at least {least:.1f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",
+        do=f"free {least - limit:.1f} GiB: take more GPUs, shorter sequences, or --states bfloat16",
+    )  # fmt: skip
 
 
 def layouts(question: Question) -> Iterator[Question]:
@@ -145,7 +184,7 @@ def layouts(question: Question) -> Iterator[Question]:
     most = min(math.gcd(heads, pairs) or 1, question.hardware.gpus_per_node, question.gpus)
     for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n):
         sequences = question.microbatch * question.accumulate * tensor_ranks // question.tensor_ranks
-        chosen = product(question.possible_expert_ranks, SHARDING, MICROBATCHES, policies)
+        chosen = product(question.possible_expert_ranks, SHARDING, SEQUENCES, policies)
         for expert_ranks, sharding, microbatch, recompute in chosen:
             if not sequences % microbatch:
                 yield replace(
@@ -154,101 +193,90 @@ def layouts(question: Question) -> Iterator[Question]:
                 )  # fmt: skip
 
 
-def _messages_ms(question: Question) -> float:
-    """About how long the messages of a step take, and what full recomputation computes again."""
-    config, cost = question.config, question.cost
-    layers, rows = config.num_hidden_layers, question.microbatch * question.sequence // question.tensor_ranks
-    token = 2 * config.hidden_size
-    again = question.recompute == "full"
-    ms = (4 + again) * cost.all_to_all_ms(rows * cost.top_k * token) * layers
+def _by_formula(question: Question) -> Layout:
+    """A layout with its bounds and its estimate."""
+    config, cost, size = question.config, question.cost, _size_of(question.hf)
+    layers, full = config.num_hidden_layers, question.recompute == "full"
+    rows = question.microbatch * question.sequence // question.tensor_ranks
+    token = WEIGHT_BYTES * config.hidden_size
+    share = cost.top_k / max(1, question.experts)
+    # The first of the experts' two or three products is computed again, and most of the others.
+    passes = 3 + full / 2
+    flops = passes * 2 * (size.experts * share + size.others - size.embedding) * rows
+    products = flops / (max(question.hardware.peak_tflops.values()) * 1e9)
+    exchanges = (4 + full) * cost.all_to_all_ms(rows * cost.top_k * token) * size.moe_layers
+    others = 0.0
     if question.tensor_ranks > 1:
-        size = rows * question.tensor_ranks * token
-        ms += (8 + again) * cost.communication.milliseconds("all_gather", size, "tensor") * layers
-    of_experts, of_others = _numbers(question.hf)
-    shares = ((of_experts / question.expert_ranks, "replica"), (of_others / question.tensor_ranks, "world"))
+        gathered = rows * question.tensor_ranks * token
+        others += (8 + full) * cost.communication.milliseconds("all_gather", gathered, "tensor") * layers
+    shares = (
+        (size.experts / question.expert_ranks, "replica"),
+        (size.others / question.tensor_ranks, "world"),
+    )
     for numbers, group in shares:
         if question.replicas(group == "replica") > 1:
             group = group if ("all_gather", group) in cost.communication.points else "world"
-            once = cost.communication.milliseconds("all_gather", 2 * numbers / layers, group) * layers
-            ms += once * (3 if question.sharding == "full" else 2 / question.accumulate)
-    products = 2 * (of_experts * cost.top_k / max(1, question.experts) + of_others) * rows
-    return (ms + again * products / (max(question.hardware.peak_tflops.values()) * 1e9)) * question.accumulate
+            once = (
+                cost.communication.milliseconds("all_gather", WEIGHT_BYTES * numbers / layers, group) * layers
+            )
+            others += once * (3 if question.sharding == "full" else 2 / question.accumulate)
+    return Layout(
+        question,
+        bound_ms=max(products, exchanges) * question.accumulate,
+        least_gib=states_gib(question) + gib(_activation_bytes(question, rows, token)),
+        estimate_ms=(products / cost.kernels.dense + exchanges + others) * question.accumulate,
+    )
+
+
+def _activation_bytes(question: Question, rows: float, token: float) -> float:
+    """What a microbatch has in memory at least, beside the states: inputs of layers, what the policy keeps of
+    them; the logits' gradient, and with FSDP the head and its gradient, or the same of a layer's experts."""
+    size, layers = _size_of(question.hf), question.config.num_hidden_layers
+    kept = token * layers
+    if question.recompute != "full":
+        received = question.cost.top_k * token
+        # Of a row inside an expert, its hidden numbers.
+        hidden = size.experts / max(1, question.experts * size.moe_layers) / question.config.hidden_size / 3
+        inside = question.cost.top_k * hidden * WEIGHT_BYTES * (question.recompute != "experts")
+        kept += (received + inside) * size.moe_layers
+    whole = 2 * WEIGHT_BYTES if question.sharding == "full" else 0
+    head = WEIGHT_BYTES * rows * question.config.vocab_size + whole * size.embedding / question.tensor_ranks
+    experts = whole * size.experts / max(1, size.moe_layers) / question.expert_ranks
+    return rows * kept + max(head, experts)
 
 
 def states_gib(question: Question) -> float:
     """Parameters, gradients and optimizer states of a rank."""
-    of_experts, of_others = _numbers(question.hf)
+    size = _size_of(question.hf)
     owned = (
-        Share.of(question, of_experts / question.expert_ranks, True),
-        Share.of(question, of_others / question.tensor_ranks, False),
+        Share.of(question, size.experts / question.expert_ranks, True),
+        Share.of(question, size.others / question.tensor_ranks, False),
     )
-    return gib(sum(size for share in owned for size in share.resident_bytes.values()))
+    return gib(sum(bytes for share in owned for bytes in share.resident_bytes.values()))
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a model: how many numbers its experts have, all other parameters, and its embedding; how many of its
+    layers have experts."""
+
+    experts: float
+    others: float
+    embedding: float
+    moe_layers: float
 
 
 @lru_cache(maxsize=16)
-def _numbers(hf: str) -> tuple[float, float]:
-    """How many a model has in parameters of experts, and in all others."""
+def _size_of(hf: str) -> _Size:
     chosen = depths_of(hf)
-    found = []
+    sizes = []
     for layers in (chosen.fewer, chosen.more):
         model = meta_model(shortened(load_config(hf), layers))
-        experts = {p for _, m in experts_of(model) for p in m.parameters()}
-        inside = sum(p.numel() for p in experts)
-        found.append((inside, sum(p.numel() for p in model.parameters()) - inside))
-    of_experts, of_others = (chosen.at_full_depth(*both) for both in zip(*found, strict=True))
-    return of_experts, of_others
-
-
-def kept_gib(question: Question) -> float:
-    """The least that activations take; 0 with recomputation, which decides it."""
-    if question.policy != "none":
-        return 0.0
-    kept = (one.peak_bytes - Storages(one.program).resident_bytes for one in _plain(question))
-    return gib(depths_of(question.hf).at_full_depth(*kept))
-
-
-def _plain(question: Question) -> tuple[Microbatch, Microbatch]:
-    """A microbatch of the same size without recomputation and sharding, which many layouts share."""
-    return microbatches(replace(question, sharding="none", recompute="none", accumulate=1))
-
-
-def _bounded(question: Question) -> Layout:
-    """A layout with the lower bound of its step."""
-
-    def busy(one: Microbatch, kind: Kind) -> float:
-        instructions = [i for i in one.program.instructions if i.phase is not Phase.OPTIMIZER]
-        instructions += computed_again(one, question.policy)
-        return sum(one.step.cost(i, one.program.tensors) for i in instructions if i.kind is kind)
-
-    bounds = (
-        depths_of(question.hf).at_full_depth(*(busy(one, kind) for one in _plain(question)))
-        for kind in (Kind.COMPUTE, Kind.ALL_TO_ALL)
-    )
-    return Layout(question, max(bounds) * question.accumulate)
-
-
-def computed_again(one: Microbatch, policy: str) -> list[Instruction]:
-    """Products, attention and messages to experts of a microbatch that a policy computes again, at least. Of
-    whole layers those that other products of the same layer read, directly or not.
-
-    Args: one: without recomputation.
-    """
-    ops = RECOMPUTED_OPS.get(policy, ())
-    layers = {node.name: layer_of(node) for node in one.step.module.graph.nodes}
-    read: dict[str, set[str]] = {}
-    again = []
-    for i in reversed(one.program.instructions):
-        layer = layers.get(i.name, "")
-        if i.phase is not Phase.FORWARD or not layer:
-            continue
-        of_layer = read.setdefault(layer, set())
-        is_read = not of_layer.isdisjoint(i.outputs)
-        works = bool(i.flops) or i.kind is Kind.ALL_TO_ALL
-        if works and (i.op in ops or (policy == "full" and is_read)):
-            again.append(i)
-        if i.flops or is_read:
-            of_layer.update(i.inputs)
-    return again
+        blocks = [block for _, block in experts_of(model)]
+        inside = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
+        embedding = model.get_input_embeddings().weight.numel()
+        sizes.append((inside, sum(p.numel() for p in model.parameters()) - inside, embedding, len(blocks)))
+    return _Size(*(chosen.at_full_depth(*both) for both in zip(*sizes, strict=True)))
 
 
 def _simulated(layout: Layout, result: Answer) -> Layout:

@@ -73,8 +73,11 @@ def test_command_splits_the_difference(tmp_path, capsys):
     assert none["binds"] in ("host", *none["busy_ms"], *none["exposed_ms"])
     first, *_ = found["measured"]["terms"]
     assert (first["term"], first["measured_ms"]) == ("products", 9.0)
-    assert first["alone"] * first["predicted_ms"] == pytest.approx(
-        first["predicted_ms"] + 10 - none["step_ms"]
-    )
+    assert first["likely_ms"] == pytest.approx(9 - first["predicted_ms"])
+    assert main([*arguments, *more[:2], "--strategy", "none", "--json"]) == 0
+    terms = json.loads(capsys.readouterr().out)["measured"]["terms"]
+    assert sum(term["likely_ms"] for term in terms) == pytest.approx(10 - none["step_ms"])
+    # So little work for a GPU waits for the host.
+    assert terms[0]["term"] == "host"
     assert main([*arguments, "--measured", "24.7"]) != 0
     assert "--measured: got 24.7" in capsys.readouterr().err
