@@ -44,15 +44,20 @@ def check(rows: Sequence[Row] | None = None) -> list[Checked]:
 
 def predict(row: Row) -> float:
     """The prediction of a row's quantity."""
-    configuration = dict(row.configuration)
-    if configuration.pop("kind") == "layer":
-        return predicted_layer(configuration)[row.quantity]
-    result = _answer(tuple(sorted(configuration.items())), row.strategy)
+    if row.configuration["kind"] == "layer":
+        return predicted_layer(row.configuration)[row.quantity]
+    result = answer_of(row)
     if row.quantity == "gain":
         return 1 - result.strategies[row.strategy].step_ms / result.strategies["none"].step_ms
     if row.quantity == "exchange_ms":
         return result.strategies["none"].exposed_ms["all_to_all"]  # where nothing hides them
     return float(result.figures(row.strategy)[row.quantity])  # type: ignore[arg-type]
+
+
+def answer_of(row: Row) -> Answer:
+    """The answer that a row of a step is predicted from."""
+    items = {name: value for name, value in row.configuration.items() if name != "kind"}
+    return _answer(tuple(sorted(items.items())), row.strategy)
 
 
 @lru_cache(maxsize=32)
