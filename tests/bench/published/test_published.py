@@ -62,9 +62,9 @@ def test_what_strategies_hide_is_a_table() -> None:
 @pytest.mark.parametrize(
     ("name", "measured_ms", "term"),
     [
-        # Idle 1.9 s of its profile, predicted 0.1; computation 14.6 s, predicted 13.6; exchanges as predicted.
+        # Its profile: idle 1.9 s, predicted 0.1; computation 14.6 s, predicted 13.6; exchanges as predicted.
         ("Qwen3-30B-A3B, HybridEP, no overlap", 24_713.8, "host"),
-        # Exchanges 774 ms of its profile, predicted 747, grouped products 286, predicted 284: what is left are
+        # Its profile: exchanges 774 ms, predicted 747, grouped products 286, predicted 284; what is left are
         # ops between them, and ranks that wait for each other.
         ("DeepSeek-V3-16B, 32 H100, EP32, FSDP2, no overlap", 4 * 4096 / 8.086, "element-wise"),
     ],

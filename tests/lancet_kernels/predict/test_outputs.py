@@ -133,6 +133,7 @@ def test_command_writes_report_and_trace(question, tmp_path, capsys):
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+@pytest.mark.long
 def test_formulas_bound_what_is_simulated(question):
     """By policy, and with experts, tensors and states over other ranks; memory is bounded closely."""
     for more in (
