@@ -257,7 +257,7 @@ def states_gib(question: Question) -> float:
 
 @dataclass(frozen=True)
 class _Size:
-    """Of a model: how many numbers its experts have, all other parameters, and its embedding; how many of its
+    """A model: how many numbers its experts have, all other parameters, and its embedding; how many of its
     layers have experts."""
 
     experts: float
