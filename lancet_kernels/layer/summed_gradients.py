@@ -108,8 +108,11 @@ def _is_sum(gradient: Tensor, given: list[Tensor]) -> bool:
 
 
 def differentiable(result: object) -> list[Tensor]:
-    """The tensors in the result of a module that a backward may begin at."""
-    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    """The tensors in the result of a module that a backward reaches it by.
+
+    Not inputs and parameters that it returns as they are: a hook on one would stay there, for all backwards.
+    """
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 _ARRIVALS = WeakTensorKeyDictionary()

@@ -90,6 +90,25 @@ def test_buckets_equal_one_all_reduce_per_gradient(pool, bucket_bytes):
     assert pool.run(buckets_on_rank, bucket_bytes, ranks=2) == [[], []]
 
 
+class WithInput(nn.Linear):
+    """Returns its input, too, as it is."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(input), input
+
+
+def hooks_left_on_rank() -> int:
+    summed, x = SummedModule(WithInput(8, 8), Groups.around(), divide_by=1), torch.ones(2, 8)
+    x.requires_grad_()
+    for _ in range(2):
+        summed(x)[0].sum().backward()
+    return len(x._backward_hooks or ())
+
+
+def test_no_hook_stays_on_an_input_that_is_returned(pool) -> None:
+    assert pool.run(hooks_left_on_rank) == [0, 0]
+
+
 def overlap_on_rank() -> list[bool]:
     """Did the first sum start before the first layer's backward ran? Are all sums of the backward?"""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
