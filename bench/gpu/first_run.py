@@ -39,24 +39,25 @@ class Step(NamedTuple):
     module: str = "bench.gpu.steps"
 
 
-# In the order of their worth. Expected on an H100 with an empty Triton cache; none has been timed there.
+# In the order of their worth. Expected on an H100 with an empty Triton cache.
 STEPS = {
     "machine": Step(60, 15),
     "one_program": Step(75, 30),
     "all_programs": Step(75, 25),
-    "speed_sonic": Step(90, 30),
-    "virtual_pes": Step(150, 60),
-    "planned_step": Step(180, 90),
+    "speed_sonic": Step(90, 20),
+    "virtual_pes": Step(150, 50),
     "eta": Step(90, 30),
-    "speed_mixtral": Step(90, 25),
+    "speed_mixtral": Step(90, 20),
     "speed_qwen3": Step(60, 20),
-    "speed_deepseek": Step(90, 25),
+    "speed_deepseek": Step(90, 20),
+    "planned_step": Step(240, 90),
+    "library": Step(200, 60),
     "counters": Step(120, 45),
-    "virtual_pes_more": Step(150, 60),
+    "ranks_on_one_gpu": Step(90, 45),
     "shapes": Step(120, 45),
     "passes": Step(90, 30),
+    "virtual_pes_more": Step(150, 60),
     "sanitizer": Step(200, 60),
-    "ranks_on_one_gpu": Step(90, 60),
 }
 ONLY_ON_GPU = ("counters", "sanitizer")
 PROBE = """

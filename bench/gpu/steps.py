@@ -5,6 +5,7 @@ python -m bench.gpu.steps eta cuda
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -49,12 +50,20 @@ SPEEDS = {
     # 32 of its 256 experts, with the rows that 8 ranks of 8,192 tokens send to one of them.
     "speed_deepseek": Workload("deepseek-v3", 16384, 7168, 2048, 32, 4, "swiglu"),
 }
-PES = "test_virtual_pes.py"
-# Tests of kernels by step: a file, what is chosen of it on a GPU, and on a CPU.
+KERNELS = "lancet_kernels/kernels/"
+PES = KERNELS + "test_virtual_pes.py"
+# The kernels of the library one by one, its layers and steps on a GPU, and NVSHMEM where it is installed.
+LIBRARY = (
+    "ops/moe", "graph/costs", "lancet_kernels/layer", "lancet_kernels/optimization", KERNELS + "symmetric",
+    KERNELS + "protocol", KERNELS + "test_row_kernels.py",
+)  # fmt: skip
+# By step: files and folders of tests, what is chosen of them on a GPU, on a CPU, and processes side by side.
+# Virtual PEs wait for one another: nothing may take turns with them.
 TESTS = {
-    "virtual_pes": (PES, "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks"),
-    "virtual_pes_more": (PES, "is_as or passes or graph or warm_up", "forward_and_backward"),
-    "sanitizer": ("test_sanitizer_gpu.py", "memcheck", "memcheck"),
+    "virtual_pes": ((PES,), "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks", 1),
+    "virtual_pes_more": ((PES,), "is_as or passes or graph or warm_up", "forward_and_backward", 1),
+    "library": (LIBRARY, "", "by_hand", 6),
+    "sanitizer": ((KERNELS + "test_sanitizer_gpu.py",), "memcheck", "memcheck", 1),
 }
 
 
@@ -290,10 +299,11 @@ def refused(call: Callable[[], object]) -> dict:
 
 def planned_step(device: torch.device) -> Results:
     """GPT2-S-MoE of the paper, as one of 16 ranks on an emulated wire: what each strategy exposes."""
+    # Each strategy costs 15 to 30 s on the host before it runs.
     model = "--model gpt2-s-moe --batch 24 --rounds 8"
     if device.type == "cpu":
         model = "--model gpt2-tiny-moe --batch 2 --device cpu --rounds 1 --warmup 0"
-    step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet,auto {model}"
+    step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet {model}"
     figures = json.loads(said_by("-m", "lancet_kernels", *step.split(), "--json"))
     yield {"link_gbps": figures["link_gbps"], "prediction_error": figures["prediction_error"]}
     for name, ms in figures["iteration_ms"].items():
@@ -310,25 +320,26 @@ def said_by(*arguments: str) -> str:
     return done.stdout
 
 
-def run_tests(file: str, on_gpu: str, on_cpu: str, device: torch.device) -> Results:
+def run_tests(
+    tests: tuple[str, ...], on_gpu: str, on_cpu: str, processes: int, device: torch.device
+) -> Results:
     """Each test by its own outcome, as soon as it has one."""
     chosen = ("gpu", on_gpu) if device.type == "cuda" else ("not gpu and not long", on_cpu)
     # While a kernel spins, loading a module would wait for it.
     command = ["env", "CUDA_MODULE_LOADING=EAGER", sys.executable, "-m", "pytest", "-v", "--color=no"]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        f"tests/lancet_kernels/kernels/{file}",
-        "-m",
-        chosen[0],
-        "-k",
-        chosen[1],
-    ]
+    command += ["-p", "no:cacheprovider", *(f"tests/{name}" for name in tests), "-m", chosen[0], "-k", chosen[1]]
+    if processes > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(processes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    outcomes = "(PASSED|FAILED|ERROR|SKIPPED)"
     for line in process.stdout or ():
         print(line, end="", flush=True)
-        if match := re.match(r"\S+::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
-            yield {match[1]: {"right": match[2] in ("PASSED", "SKIPPED"), "outcome": match[2].lower()}}
+        # By one process "file::test OUTCOME", by several "[gw0] [ 16%] OUTCOME file::test".
+        if match := re.match(rf"\S+::(?P<test>.+?) (?P<outcome>{outcomes})\b", line) or re.match(
+            rf"\[gw\d+\] .*?(?P<outcome>{outcomes}) \S+?::(?P<test>.+?)\s*$", line
+        ):
+            outcome = match["outcome"].lower()
+            yield {match["test"]: {"right": outcome in ("passed", "skipped"), "outcome": outcome}}
     yield {"pytest": {"right": process.wait() == 0, "exit": process.returncode}}
 
 
