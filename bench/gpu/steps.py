@@ -52,17 +52,16 @@ SPEEDS = {
 }
 KERNELS = "lancet_kernels/kernels/"
 PES = KERNELS + "test_virtual_pes.py"
-# The kernels of the library one by one, its layers and steps on a GPU, and NVSHMEM where it is installed.
-LIBRARY = (
-    "ops/moe", "graph/costs", "lancet_kernels/layer", "lancet_kernels/optimization", KERNELS + "symmetric",
-    KERNELS + "protocol", KERNELS + "test_row_kernels.py",
-)  # fmt: skip
+# Kernels and ops one by one, and NVSHMEM where it is installed; layers and steps of the library.
+OPS = ("ops/moe", "graph/costs", KERNELS + "symmetric", KERNELS + "protocol", KERNELS + "test_row_kernels.py")
+LAYERS = ("lancet_kernels/layer", "lancet_kernels/optimization")
 # By step: files and folders of tests, what is chosen of them on a GPU, on a CPU, and processes side by side.
 # Virtual PEs wait for one another: nothing may take turns with them.
 TESTS = {
     "virtual_pes": ((PES,), "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks", 1),
     "virtual_pes_more": ((PES,), "is_as or passes or graph or warm_up", "forward_and_backward", 1),
-    "library": (LIBRARY, "", "by_hand", 6),
+    "ops": (OPS, "", "by_hand", 6),
+    "layers": (LAYERS, "", "by_hand", 6),
     "sanitizer": ((KERNELS + "test_sanitizer_gpu.py",), "memcheck", "memcheck", 1),
 }
 
@@ -327,7 +326,8 @@ def run_tests(
     chosen = ("gpu", on_gpu) if device.type == "cuda" else ("not gpu and not long", on_cpu)
     # While a kernel spins, loading a module would wait for it.
     command = ["env", "CUDA_MODULE_LOADING=EAGER", sys.executable, "-m", "pytest", "-v", "--color=no"]
-    command += ["-p", "no:cacheprovider", *(f"tests/{name}" for name in tests), "-m", chosen[0], "-k", chosen[1]]
+    command += ["-p", "no:cacheprovider", "-m", chosen[0], "-k", chosen[1]]
+    command += [f"tests/{name}" for name in tests]
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

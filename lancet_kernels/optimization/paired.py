@@ -182,7 +182,7 @@ class _RunnableGraph:
     def __init__(self, module: fx.GraphModule) -> None:
         self.placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
         self.inputs = list(self.placeholders)
-        self._run = GraphRunner(module, Phase.BACKWARD, Recorder(), frees=True)
+        self._run = GraphRunner(module, Phase.BACKWARD, Recorder())
 
     def __call__(self, values: list[object]) -> list:
         """The outputs. Args: values: of the placeholders; the list is emptied."""

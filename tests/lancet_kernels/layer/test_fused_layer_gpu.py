@@ -23,7 +23,9 @@ class FusedLayer(MoELayer):
     def __init__(self, *sizes: int, **options: object) -> None:
         super().__init__(*sizes, backend="fused", **options)
 
-    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> torch.Tensor:
+    def _experts(
+        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
+    ) -> torch.Tensor:
         return fused_experts(
             x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, self.w1, self.b1, self.w2, self.b2,
             self.exchange,
