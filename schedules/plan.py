@@ -29,7 +29,8 @@ from lancet_kernels.graph.program.program_json import SavedJson, check_fingerpri
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.report import Report
 
-# Conservative: fused kernels of others reach 0.87 to 0.94 (MI355X, eight GPUs); ours are not measured.
+# Conservative: on one H100 0.91 to 0.94 while puts take up to 0.55 of the GEMMs' time, 0.69 forward and 0.88
+# backward at 0.87 (`bench.gpu.steps eta`, 2026-11-27); kernels of others 0.87 to 0.94 (MI355X, eight GPUs).
 EFFICIENCY = 0.85
 LAUNCH_MS = 0.02
 # A weight gradient becomes a filler if the launch hides at least this share of its time on a stream.

@@ -230,6 +230,7 @@ def first_run(folder: Path = ROOT / "bench" / "results") -> str:
         rows = [
             (f"`{line['step']}`", what, *(f"{numbers[key]:.4g}" if key in numbers else "" for key in FIGURES))
             for line in lines
+            if line["outcome"] != "not begun"
             for what, numbers in [(line["outcome"], {}), *_figures(line.get("result", {}))]
         ]
         parts += [f"{run['device']}, torch {run['torch']}, Triton {run['triton']}, {run['date']}:"]
