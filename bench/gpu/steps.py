@@ -336,15 +336,15 @@ def run_tests(
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    outcomes = "(PASSED|FAILED|ERROR|SKIPPED)"
+    outcome = "(?P<outcome>PASSED|FAILED|ERROR|SKIPPED)"
     for line in process.stdout or ():
         print(line, end="", flush=True)
         # By one process "file::test OUTCOME", by several "[gw0] [ 16%] OUTCOME file::test".
-        if match := re.match(rf"\S+::(?P<test>.+?) (?P<outcome>{outcomes})\b", line) or re.match(
-            rf"\[gw\d+\] .*?(?P<outcome>{outcomes}) \S+?::(?P<test>.+?)\s*$", line
+        if match := re.match(rf"\S+::(?P<test>.+?) {outcome}\b", line) or re.match(
+            rf"\[gw\d+\] .*?{outcome} \S+?::(?P<test>.+?)\s*$", line
         ):
-            outcome = match["outcome"].lower()
-            yield {match["test"]: {"right": outcome in ("passed", "skipped"), "outcome": outcome}}
+            right = match["outcome"] in ("PASSED", "SKIPPED")
+            yield {match["test"]: {"right": right, "outcome": match["outcome"].lower()}}
     yield {"pytest": {"right": process.wait() == 0, "exit": process.returncode}}
 
 
