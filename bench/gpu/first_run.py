@@ -51,6 +51,8 @@ STEPS = {
     "speed_qwen3": Step(60, 20),
     "speed_deepseek": Step(90, 20),
     "planned_step": Step(240, 90),
+    "large_step": Step(240, 90),
+    "host": Step(170, 60),
     "layers": Step(120, 45),
     "ops": Step(120, 45),
     "counters": Step(120, 45),

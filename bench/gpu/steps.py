@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bench.gpu.first_run import FACT
 from bench.peers import by_torch
+from lancet_kernels import GraphedStep, optimize
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.config import default_overlap_config
@@ -34,6 +35,7 @@ from lancet_kernels.kernels.hopper import kernel as hopper_kernel
 from lancet_kernels.kernels.overlap import variants, warm_up, warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
+from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep, model_config
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
 from lancet_kernels.measure.workloads import WORKLOADS, Workload
 from lancet_kernels.timing import Clock
@@ -307,12 +309,75 @@ def planned_step(device: torch.device) -> Results:
     model = "--model gpt2-s-moe --batch 24 --rounds 8"
     if device.type == "cpu":
         model = "--model gpt2-tiny-moe --batch 2 --device cpu --rounds 1 --warmup 0"
-    step = f"bench overlap --stands-for 16 --share 0.4 --strategies none,tutel,lancet-dw,lancet {model}"
-    figures = json.loads(said_by("-m", "lancet_kernels", *step.split(), "--json"))
+    yield from benchmark(f"overlap {model}", "none,tutel,lancet-dw,lancet")
+
+
+def large_step(device: torch.device) -> Results:
+    """The same where products take so long that the host is ahead of the GPU; with the measured choice."""
+    rounds = "--rounds 8" if device.type == "cuda" else "--device cpu --rounds 1 --warmup 0"
+    yield from benchmark(f"bench/gpu/large_step.py:large_step {rounds}", "none,tutel,lancet-dw,lancet,auto")
+
+
+def benchmark(step: str, strategies: str) -> Results:
+    """What `lancet bench` measures of a step on one of 16 ranks."""
+    options = f"--stands-for 16 --share 0.4 --strategies {strategies} --json"
+    figures = json.loads(said_by("-m", "lancet_kernels", "bench", *step.split(), *options.split()))
     yield {"link_gbps": figures["link_gbps"], "prediction_error": figures["prediction_error"]}
     for name, ms in figures["iteration_ms"].items():
-        exposed = figures["account_ms"][name].get("exposed all_to_all")
-        yield {name: {"ms": ms, "predicted_ms": figures["predicted_ms"].get(name), "exposed_ms": exposed}}
+        account = figures["account_ms"][name]
+        times = {"exposed_ms": account.get("exposed all_to_all"), "account_ms": account}
+        yield {name: {"ms": ms, "predicted_ms": figures["predicted_ms"].get(name), **times}}
+
+
+def host(device: torch.device) -> Results:
+    """A step of GPT2-S-MoE on one rank: how long the host takes to issue it, the GPU to compute it, and both.
+
+    As it is, by a plan, by one whose computation is compiled, by one with fused layers, and that in a graph.
+    """
+    on_gpu = device.type == "cuda"
+    config, batch = model_config("gpt2-s-moe" if on_gpu else "gpt2-tiny-moe"), 24 if on_gpu else 2
+    with device:
+        step = TrainingStep(GPT2MoE(config), 1, autocast=torch.bfloat16 if on_gpu else None)
+        tokens = torch.randint(config.vocab, (2, batch, config.sequence))
+    inputs = (tokens[0], tokens[1])
+    plan = partial(optimize, step, inputs, strategy="lancet-dw", cluster="dgx-h100")
+    compiled = partial(plan, inner_compile="inductor")
+    fused = partial(plan, backend="fused", lowering="fused")
+    contenders: dict[str, Callable[[], Callable]] = {"plain": lambda: step, "plan": plan}
+    if on_gpu:
+        contenders |= {"fused": fused, "fused, graphed": lambda: GraphedStep(fused(), inputs)}
+        contenders |= {"compiled, graphed": lambda: GraphedStep(compiled(), inputs), "compiled": compiled}
+
+    def run(module: Callable) -> None:
+        step.zero_grad(set_to_none=True)
+        module(*inputs).objective.backward()
+
+    for name, build in contenders.items():
+        module = build()
+        # A graph is forward and backward.
+        call = partial(module, *inputs) if "graphed" in name else partial(run, module)
+        yield {name: host_and_device(call, device)}
+
+
+def host_and_device(run: Callable[[], object], device: torch.device) -> dict:
+    """Milliseconds of a run, of the host that issues it, and of all kernels together; their number."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    runs = 10 if device.type == "cuda" else 1
+    whole, issued = [], []
+    for _ in range(3 + runs):
+        synchronize()
+        begin = time.perf_counter()
+        run()
+        issued.append((time.perf_counter() - begin) * 1e3)
+        synchronize()
+        whole.append((time.perf_counter() - begin) * 1e3)
+    result = {"ms": statistics.median(whole[-runs:]), "host_ms": statistics.median(issued[-runs:])}
+    with torch.profiler.profile() as profile:
+        run()
+        synchronize()
+    kernels = [each for each in profile.events() if each.device_type.name == "CUDA"]
+    busy_ms = sum(each.device_time_total for each in kernels) * 1e-3
+    return result | {"kernels": len(kernels), "kernels_ms": busy_ms}
 
 
 def said_by(*arguments: str) -> str:
@@ -374,7 +439,18 @@ def ranks_on_one_gpu(device: torch.device) -> Results:
 
 
 def main(name: str, device: str) -> None:
-    alone = (machine, one_program, all_programs, planned_step, eta, counters, shapes, passes)
+    alone = (
+        machine,
+        one_program,
+        all_programs,
+        planned_step,
+        large_step,
+        host,
+        eta,
+        counters,
+        shapes,
+        passes,
+    )
     run: dict[str, Callable[[torch.device], Results]] = {
         **{step.__name__: step for step in (*alone, ranks_on_one_gpu)},
         **{step: partial(speed, workload) for step, workload in SPEEDS.items()},

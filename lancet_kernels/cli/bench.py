@@ -211,6 +211,7 @@ def _check(options: BenchOptions, step: str) -> None:
 def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     # Imported here, because it imports torch's tracer.
     from lancet_kernels.measure import step_bench
+    from lancet_kernels.optimization.optimize import optimize_each
     from lancet_kernels.schedules.strategies import PlanningOptions
 
     rank = start_ranks(options.chosen_device(), options.timeout)
@@ -232,7 +233,9 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     strategies = options.strategies
     if options.accumulate > 1 and strategies == STRATEGY_NAMES:
         strategies = (*strategies, MICROBATCHES)
-    plans = step_bench.planned(step, inputs, strategies, times, planning, options.accumulate)
+    plans = optimize_each(
+        step, inputs, strategies, times=times, options=planning, accumulate=options.accumulate
+    )
     if rank.rank == 0:
         times.unlink(missing_ok=True)
     contenders = {**step_bench.baselines(step, inputs), **plans}

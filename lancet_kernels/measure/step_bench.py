@@ -30,11 +30,9 @@ from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 from lancet_kernels.schedules.report import PLAIN
-from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.time.timeline import Prediction, save_picture
 from lancet_kernels.timing import in_turn, peak_memory_gb
 
@@ -104,29 +102,6 @@ def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
     (ranks_with_unused,) = _mean_over_ranks([float(bool(unused))])
     wrapped = ddp(copy.deepcopy(step), find_unused_parameters=ranks_with_unused > 0)
     return {PLAIN: step, DDP: wrapped}
-
-
-def planned(
-    step: nn.Module,
-    inputs: Inputs,
-    strategies: Iterable[str],
-    times: str | Path | None = None,
-    options: PlanningOptions | None = None,
-    accumulate: int = 1,
-) -> dict[str, OptimizedModule]:
-    """The step optimized with each strategy, without those that are impossible. Collective.
-
-    Args: times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
-    """
-    names = list(strategies)
-    optimized: dict[str, OptimizedModule] = {}
-    # `auto` first, because its plan lists the impossible strategies.
-    for name in sorted(names, key=lambda name: name != AUTO):
-        if not any(name in module.plan.report.impossible for module in optimized.values()):
-            optimized[name] = optimize(
-                step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
-            )
-    return {name: optimized[name] for name in names if name in optimized}
 
 
 def measure(

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,12 +33,12 @@ from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gradients import broadcast_replicated, groups_of
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
-from lancet_kernels.ops.comm.groups import AnyGroups, group_rank, group_size
-from lancet_kernels.optimization.guards import check_model, example_arguments
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_rank, group_size
+from lancet_kernels.optimization.guards import Arguments, check_model, example_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.planning import FusedChoice, fuse_layers, on_device, plans_of
 from lancet_kernels.optimization.rank_agreement import check_settings
-from lancet_kernels.optimization.step import capture_step
+from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.optimization.trial import fastest
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.plan import FusedGroup, Plan
@@ -145,35 +146,111 @@ def optimize(
             "trials": trials,
         },
     )
+    step = _captured(model, arguments, reduce_gradients, times, own_groups, accumulate)
+    progress.begin("measuring ops")
+    how = _How(
+        cluster, on_device(options, step.device), backend, lowering, inner_compile, compare_every, trials
+    )
+    return how.planned(step.costed(cluster), strategy, plan, cache, progress)
+
+
+def optimize_each(
+    model: nn.Module,
+    example_inputs: Sequence[object] | Mapping[str, object],
+    strategies: Iterable[str],
+    *,
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
+    accumulate: int = 1,
+) -> dict[str, OptimizedModule]:
+    """As `optimize` once per strategy, without those that are impossible for the step; it is captured and
+    measured once. Collective. The modules share their microbatches' sums: let only one at a time be within
+    `no_sync`."""
+    names = list(strategies)
+    for name in names:
+        _check_choices(name, None, "", "mean", 0, 0, accumulate)
+    _prepare(model, None, None, None)
+    arguments, groups = example_arguments(model, example_inputs), groups_of(model)
+
+    def costed() -> ModelStep:
+        return _captured(model, arguments, "mean", times, groups, accumulate).costed(None)
+
+    # Plans of one step share the exchanges of its fused layers, which each strategy chooses for itself.
+    fused = any(layer.backend == "fused" for layer in moe_layers(model))
+    step, optimized = costed(), dict[str, OptimizedModule]()
+    how = _How(options=on_device(options, step.device))
+    # `auto` first, because its plan lists the impossible strategies.
+    for name in sorted(names, key=lambda name: name != AUTO):
+        if not any(name in module.plan.report.impossible for module in optimized.values()):
+            own = costed() if fused and optimized else step
+            optimized[name] = how.planned(own, name, None, None, Progress(_STAGES, False))
+    return {name: optimized[name] for name in names if name in optimized}
+
+
+def _captured(
+    model: nn.Module,
+    arguments: Arguments,
+    reduce_gradients: str | Literal[False],
+    times: str | Path | None,
+    groups: Groups,
+    accumulate: int,
+) -> ModelStep:
+    """The step of all ranks, whose parameters are then equal. Collective."""
     if reduce_gradients:
         # Of FSDP; the plan reads it, and FSDP itself scatters where the plan does not run.
-        set_divisor(model, group_size(own_groups.data) if reduce_gradients == "mean" else 1)
-    step = capture_step(model, arguments, reduce_gradients or "", times, own_groups, accumulate)
+        set_divisor(model, group_size(groups.data) if reduce_gradients == "mean" else 1)
+    step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)
     if step.reduces_gradients:
         # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
         broadcast_replicated(model, step.groups)
-    progress.begin("measuring ops")
-    options, measured = on_device(options, step.device), cluster is None
-    step, fused = step.costed(cluster), tuple[FusedGroup, ...]()
-    if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
-        stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
-        choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
-        step, fused = fuse_layers(step, choice, cluster)
-        measured = measured and not choice.interpreted
-    progress.begin("planning")
-    planned, fresh = plans_of(step, fused, strategy, options, plan, cache, measured)
-    tries = bool(trials) and fresh and measured and strategy == AUTO
-    progress.begin("trying the plans" if tries else "applying the plan")
+    return step
 
-    def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
-        return OptimizedModule(step, plan, timeline, inner_compile, compare_every, planned)
 
-    optimized = fastest(step, build, planned, trials) if tries else build(*planned[0])
-    optimized.report(**step.figures(optimized.timeline))
-    if cache is not None and group_rank(step.groups.world) == 0:
-        optimized.plan.save(cache)
-    progress.end(optimized.plan.report.choice(optimized.plan.plain) if optimized.plan.report.measured else "")
-    return optimized
+@dataclass(frozen=True)
+class _How:
+    """How a step with costs is planned and run, by any strategy. The fields are arguments of `optimize`."""
+
+    cluster: str | Path | Cluster | None = None
+    options: PlanningOptions = field(default_factory=PlanningOptions)
+    backend: str | None = None
+    lowering: str = "auto"
+    inner_compile: str = ""
+    compare_every: int = 1000
+    trials: int = 5
+
+    def planned(
+        self,
+        step: ModelStep,
+        strategy: str,
+        plan: str | Path | None,
+        cache: str | Path | None,
+        progress: Progress,
+    ) -> OptimizedModule:
+        """The module with its plan; measured, where that chooses. Collective. Args: as of `optimize`."""
+        measured, fused = self.cluster is None, tuple[FusedGroup, ...]()
+        if self.backend == "fused" or (
+            self.backend is None and any(x.backend == "fused" for x in moe_layers(step.model))
+        ):
+            stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
+            choice = FusedChoice(strategy, self.options, self.lowering, stored, step.device, measured)
+            step, fused = fuse_layers(step, choice, self.cluster)
+            measured = measured and not choice.interpreted
+        progress.begin("planning")
+        planned, fresh = plans_of(step, fused, strategy, self.options, plan, cache, measured)
+        tries = bool(self.trials) and fresh and measured and strategy == AUTO
+        progress.begin("trying the plans" if tries else "applying the plan")
+
+        def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
+            return OptimizedModule(step, plan, timeline, self.inner_compile, self.compare_every, planned)
+
+        optimized = fastest(step, build, planned, self.trials) if tries else build(*planned[0])
+        optimized.report(**step.figures(optimized.timeline))
+        if cache is not None and group_rank(step.groups.world) == 0:
+            optimized.plan.save(cache)
+        progress.end(
+            optimized.plan.report.choice(optimized.plan.plain) if optimized.plan.report.measured else ""
+        )
+        return optimized
 
 
 def _prepare(

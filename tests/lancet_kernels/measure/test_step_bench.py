@@ -14,9 +14,9 @@ from lancet_kernels.measure.step_bench import (
     Measured,
     baselines,
     measure,
-    planned,
 )
 from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.optimization.optimize import optimize_each
 from lancet_kernels.optimization.paired import loss_of
 from lancet_kernels.schedules.time.timeline import Prediction
 from tests.setups import Model, batch
@@ -34,7 +34,7 @@ class WithUnused(Model):
 
 def contenders_on_a_rank(folder: str) -> dict[str, object]:
     model, inputs = WithUnused(), batch()
-    plans = planned(model, inputs, OURS, f"{folder}/times.json")
+    plans = optimize_each(model, inputs, OURS, times=f"{folder}/times.json")
     contenders = {**baselines(model, inputs), **plans}
     emulate_link(0.01)
     contenders |= baselines(model, inputs)
