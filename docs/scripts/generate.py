@@ -197,6 +197,7 @@ def stand_ins() -> str:
 
 FIGURES = {
     "ms": "ms", "tflops": "TFLOP/s", "eta": "η", "predicted_ms": "predicted ms", "exposed_ms": "exposed ms",
+    "host_ms": "host ms", "kernels_ms": "kernels ms",
 }  # fmt: skip
 
 

@@ -107,10 +107,10 @@ def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
     head, _, _, _, *rows = first_run_table(tmp_path).strip().splitlines()
     assert head == "Made-up GPU, torch 2.11, Triton 3.6, today:"
     assert rows == [
-        "| `speed_sonic` | right |  |  |  |  |  |",
-        "| `speed_sonic` | forward | 3 | 551.3 |  |  |  |",
-        "| `eta` | killed |  |  |  |  |  |",
-        "| `eta` | slow, backward | 2 |  | 0.9 |  |  |",
+        "| `speed_sonic` | right |  |  |  |  |  |  |  |",
+        "| `speed_sonic` | forward | 3 | 551.3 |  |  |  |  |  |",
+        "| `eta` | killed |  |  |  |  |  |  |  |",
+        "| `eta` | slow, backward | 2 |  | 0.9 |  |  |  |  |",
     ]
 
 
