@@ -38,6 +38,7 @@ from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep, model_config
 from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
 from lancet_kernels.measure.workloads import WORKLOADS, Workload
+from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.timing import Clock
 
 Results = Iterator[dict]
@@ -357,6 +358,9 @@ def host(device: torch.device) -> Results:
         # A graph is forward and backward.
         call = partial(module, *inputs) if "graphed" in name else partial(run, module)
         yield {name: host_and_device(call, device)}
+        if isinstance(module, OptimizedModule) and name == "plan":
+            # Without autograd, guards and the call: what the host needs for the ops themselves.
+            yield {"graph of the plan": host_and_device(module.run_as_a_whole(), device)}
 
 
 def host_and_device(run: Callable[[], object], device: torch.device) -> dict:

@@ -69,6 +69,7 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
     [
         "one_program,machine,all_programs,speed_sonic,virtual_pes,eta,shapes,passes",
         "virtual_pes_more,ops,ranks_on_one_gpu",  # which starts "bench.gpu.several_ranks"
+        "host,large_step",  # which starts "bench/gpu/large_step.py"
     ],
 )
 def test_what_runs_on_a_cpu_is_right(tmp_path: Path, chosen: str) -> None:
