@@ -13,6 +13,7 @@ peers.
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 import re
 import struct
@@ -59,10 +60,14 @@ class Entry:
 
 
 class Board:
-    """The entries of a job's ranks: a file that they all map. Ranks of one machine only."""
+    """The entries of a job's ranks: a file that they all map. Ranks of one machine only.
 
-    _SIGN, _ENTRY = struct.Struct("=d"), struct.Struct("=dq232s")
-    _ROW = _SIGN.size + _ENTRY.size
+    A rank writes its entries into two places in turn, each number last: one that is stopped while it writes
+    has its entry before that.
+    """
+
+    _SIGN, _ENTRY = struct.Struct("=d"), struct.Struct("=232sdq")
+    _ROW = _SIGN.size + 2 * _ENTRY.size
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         with open(path, "r+b") as file:
@@ -83,15 +88,19 @@ class Board:
     def enter(self, where: bytes) -> None:
         """This rank enters a collective."""
         self._number += 1
-        place = self.rank * self._ROW + self._SIGN.size
-        self._ENTRY.pack_into(self._memory, place, time.monotonic(), self._number, where)
+        place = self._places(self.rank)[self._number % 2]
+        self._ENTRY.pack_into(self._memory, place, where, time.monotonic(), self._number)
 
     def entry(self, rank: int) -> Entry:
         """The latest entry of a rank."""
-        place = rank * self._ROW
-        (last_sign,) = self._SIGN.unpack_from(self._memory, place)
-        entered_at, number, where = self._ENTRY.unpack_from(self._memory, place + self._SIGN.size)
+        (last_sign,) = self._SIGN.unpack_from(self._memory, rank * self._ROW)
+        entries = [self._ENTRY.unpack_from(self._memory, place) for place in self._places(rank)]
+        where, entered_at, number = max(entries, key=operator.itemgetter(2))
         return Entry(last_sign, entered_at, number, where.rstrip(b"\0").decode(errors="replace"))
+
+    def _places(self, rank: int) -> tuple[int, int]:
+        first = rank * self._ROW + self._SIGN.size
+        return first, first + self._ENTRY.size
 
 
 _board: Board | None = None

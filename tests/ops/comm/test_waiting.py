@@ -54,6 +54,16 @@ def test_the_rank_that_shows_no_sign_of_life_is_named(ranks):
     )
 
 
+@pytest.mark.parametrize("written", [(b"", 0.0, 0), (b"all_to_all", 0.0, 0), (b"all_to_all", 5.0, 0)])
+def test_a_rank_stopped_while_it_writes_is_named_with_the_entry_before(ranks, written):
+    for where in (b"exchange_counts of blocks.1", b"all_to_all of blocks.1", b"exchange_counts of blocks.3"):
+        ranks[2].enter(where)
+    before = ranks[0].entry(2)
+    Board._ENTRY.pack_into(ranks[2]._memory, ranks[2]._places(2)[0], *written)
+    assert ranks[0].entry(2) == before
+    assert (before.number, before.where) == (3, "exchange_counts of blocks.3")
+
+
 def test_of_ranks_that_run_the_one_that_is_behind_is_named(ranks):
     ranks[2].enter(b"all_to_all of blocks.3")
     error = failure(TIMED_OUT)
