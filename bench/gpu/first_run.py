@@ -61,8 +61,9 @@ STEPS = {
     "passes": Step(90, 30),
     "virtual_pes_more": Step(150, 60),
     "sanitizer": Step(200, 60),
+    "wire": Step(60, 15),
 }
-ONLY_ON_GPU = ("counters", "sanitizer")
+ONLY_ON_GPU = ("counters", "sanitizer", "wire")
 PROBE = """
 import importlib.util, json, platform, sys
 lacking = [name for name in ("torch", "triton", "pytest", "numpy") if importlib.util.find_spec(name) is None]

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OVERLAP = "bench/results/overlap-{}-2-core-cpu.json"
+OVERLAP = "bench/results/overlap-{}.json"
 FAULTS = "bench/results/faults-2-core-cpu.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
@@ -151,41 +151,50 @@ def versions() -> str:
     return "\n".join(_table(("package", "version"), [(name, pinned[name]) for name in wanted]))
 
 
-def overlap(run: str = "emulated") -> str:
+def overlap(run: str = "emulated-2-core-cpu") -> str:
     """A committed run of `lancet bench overlap`, and where the milliseconds of each strategy go."""
     figures = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))
     times: Mapping[str, float] = figures["iteration_ms"]
     rows = {"iteration": times, "predicted": figures["predicted_ms"]}
     accounts: Mapping[str, Mapping[str, float]] = figures["account_ms"]
     parts = dict.fromkeys(part for account in accounts.values() for part in account)
-    rows |= {part.replace("_", "-"): {n: accounts[n].get(part, 0.0) for n in accounts} for part in parts}
+    ms = {part: {name: account.get(part, 0.0) for name, account in accounts.items()} for part in parts}
+    rows |= {part.replace("_", "-"): of for part, of in ms.items() if any(of.values())}
     lines = _table(
         ["ms", *(f"`{name}`" for name in times)],
         [[what, *(f"{of[n]:.0f}" if n in of else "" for n in times)] for what, of in rows.items()],
     )
-    rival = min(times[name] for name in ("none", "tutel"))
+    rivals = [name for name in ("none", "tutel") if name in times]
+    rival = min(times[name] for name in rivals)
     own = [n for n in times if n in figures["predicted_ms"] and n not in ("none", "tutel")]
     fastest = min(own, key=times.__getitem__)
     named = [name for name in dict.fromkeys(("auto", fastest)) if name in times]
     gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
     exposed = {n: accounts[n]["exposed all_to_all"] for n in accounts}
-    text = (
-        f"Speedup over the faster of `none` and `tutel`: {gains}. `{named[0]}` exposes "
-        f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted iteration "
-        f"times are off by {figures['prediction_error']:.1%} on average. Computation: the CPU time of "
-        "`none`; cutting: what a column needs beyond it (negative: less). Late rank: waiting for a rank that "
-        "reached the collective later, and for counts; no core: ready to compute, but no CPU core was free; "
-        "other: the rest, not measured."
+    on_gpu = figures.get("device") == "cuda"
+    computation = (
+        "time in which the compute stream of `none` does not wait" if on_gpu else "CPU time of `none`"
     )
+    text = (
+        f"Speedup over the fastest of `{'`, `'.join(rivals)}`: {gains}. `{named[0]}` exposes "
+        f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted iteration "
+        f"times are off by {figures['prediction_error']:.1%} on average. Computation: the {computation} "
+        "of `none`; cutting: what a column needs beyond it (negative: less)."
+    )
+    if not on_gpu:
+        text += (
+            " Late rank: waiting for a rank that reached the collective later, and for counts; no core: "
+            "ready to compute, but no CPU core was free; other: the rest, not measured."
+        )
     return "\n".join([*lines, "", text.replace("%", " %")])
 
 
-STANDS_FOR = "stands-for-16-emulated"
+STANDS_FOR = "stands-for-16-emulated-2-core-cpu"
 
 
 def stand_ins() -> str:
     """The strategies on two real ranks and on one that stands for others: their time as a share of `none`."""
-    runs = {"two ranks": "emulated", "one rank stands for 16": STANDS_FOR}
+    runs = {"two ranks": "emulated-2-core-cpu", "one rank stands for 16": STANDS_FOR}
     shares: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         times = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))["iteration_ms"]
@@ -256,8 +265,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "versions": versions,
     "example": example,
     "overlap": overlap,
-    "overlap_accumulated": partial(overlap, "accumulate-4-emulated"),
-    "overlap_netns": partial(overlap, "netns"),
+    "overlap_accumulated": partial(overlap, "accumulate-4-emulated-2-core-cpu"),
+    "overlap_netns": partial(overlap, "netns-2-core-cpu"),
+    "overlap_large_step": partial(overlap, "large-step-h100"),
     "overlap_stands_for": partial(overlap, STANDS_FOR),
     "stand_ins": stand_ins,
     "first_run": first_run,

@@ -1,18 +1,20 @@
 """Collectives on CUDA: how long each travels and how long computation waits, by events on its streams.
 
-Where a process stands for one of several ranks, they also take as long as on an emulated wire:
+Where a process stands for one of several ranks, they also take as long as on an emulated wire. That is a
+stream of its own: it waits for each collective in the order in which they were issued, and then sleeps as
+long as a wire would carry it. Unlike on CPU ranks, a sum does not give way to an all-to-all that enters
+later: nor does it on a communicator of NCCL.
 
-    stream       what it does with a collective
-    entry        waits for its result; an urgent one takes the wire
-    waiting      waits for its result, one that is not urgent takes the wire; waits for its end on the wire.
-                 One stream for urgent ones, one for the others
-    computation  where the result is read, waits for the event behind that
-
-None of them computes: each kernel there is one program (`kernels.wire`), which waits for the GPU's timer.
+What sleeps is the driver's thread for host functions: no kernel may wait on the GPU. A program of one warp
+that did so took a place that a product with a program per multiprocessor then lacked: products of
+16384 x 4096 x 16384 in bfloat16 took 25.1 ms alone and beside a host function, 27.0 beside that program, 26.6
+where it asked for as much shared memory as there is (`bench/gpu/steps.py wire`; H100, 2026-11-28). A planned
+step of long products lost 64 of 313 ms so.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,26 +23,16 @@ import torch
 
 from lancet_kernels.ops.comm.waiting import Waitable
 
-_SLOTS = 4096
-"""More messages than can be under way at a time."""
 _MOST_TIMES = 1 << 16
 """Times that nobody reads: only so many are kept."""
 
 
 class CudaStreams:
-    """The streams of the collectives of one device, its emulated wire, and the collectives that ended."""
+    """The stream on which the collectives of one device arrive, and those that ended."""
 
     def __init__(self, device: torch.device) -> None:
-        self.entry, self.urgent, self.other = (torch.cuda.Stream(device) for _ in range(3))
-        self.free_at = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ends = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
-        self._messages = 0
+        self.wire = torch.cuda.Stream(device)
         self._ended: deque[CudaTransfer] = deque(maxlen=_MOST_TIMES)
-
-    def next_end(self) -> torch.Tensor:
-        """[1] int64, for when the next message has arrived."""
-        self._messages += 1
-        return self._ends[self._messages % _SLOTS :][:1]
 
     def ended(self, transfer: CudaTransfer) -> None:
         """Computation has waited for it."""
@@ -92,20 +84,10 @@ class CudaTransfer:
         NCCL keeps the buffer that it sends alive until the first wait; after that the caller has to, until
         `finish`.
         """
-        streams = self._streams
-        waiting = streams.urgent if self.is_urgent else streams.other
-        end = streams.next_end()
-        if self._wire_ns and self.is_urgent:
-            with torch.cuda.stream(streams.entry):
-                work.wait()
-                _take_wire(streams.free_at, end, self._wire_ns, urgent=True)
-            waiting.wait_stream(streams.entry)
-        with torch.cuda.stream(waiting):
+        with torch.cuda.stream(self._streams.wire):
             work.wait()
-            if self._wire_ns and not self.is_urgent:
-                _take_wire(streams.free_at, end, self._wire_ns, urgent=False)
             if self._wire_ns:
-                _await_wire(end)
+                sleep_on_stream(self._streams.wire, self._wire_ns)
             self._events.arrived.record()
 
     def finish(self, work: Waitable) -> None:
@@ -125,17 +107,11 @@ class CudaTransfer:
         )
 
 
-def _take_wire(free_at: torch.Tensor, end: torch.Tensor, wire_ns: int, urgent: bool) -> None:
-    # Imported here, because a CPU needs no Triton.
-    from lancet_kernels.kernels.runtime import launch
-    from lancet_kernels.kernels.wire import take_free_wire_kernel, take_wire_kernel
-
-    kernel = take_wire_kernel if urgent else take_free_wire_kernel
-    launch(kernel, (1,), free_ptr=free_at, end_ptr=end, wire_ns=wire_ns, num_warps=1)
-
-
-def _await_wire(end: torch.Tensor) -> None:
-    from lancet_kernels.kernels.runtime import launch
-    from lancet_kernels.kernels.wire import await_wire_kernel
-
-    launch(await_wire_kernel, (1,), end_ptr=end, num_warps=1)
+def sleep_on_stream(stream: torch.cuda.Stream, duration_ns: int) -> None:
+    """What is issued to the stream later waits so long, to 0.1 ms, without a program on the GPU."""
+    driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+    microseconds = ctypes.c_void_p(round(duration_ns / 1000))
+    # usleep(microseconds) has the signature of a host function but for its result.
+    function = ctypes.cast(libc.usleep, ctypes.c_void_p)
+    if code := driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, microseconds):
+        raise RuntimeError(f"cuLaunchHostFunc: error {code} of the CUDA driver")

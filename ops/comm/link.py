@@ -7,8 +7,9 @@ like a real transfer. Times measured this way are emulated, and all output label
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.time.simulate`): the one that could start first, from when
-the last rank has entered; of those, all-to-alls before all-reduces; else in the order they were issued. Only
-ranks of one machine can share it (they compare one monotonic clock).
+the last rank has entered; of those, all-to-alls before all-reduces; else in the order they were issued (on
+CUDA in this order, `cuda_transfer`). Only ranks of one machine can share it (they compare one monotonic
+clock).
 """
 
 from __future__ import annotations
