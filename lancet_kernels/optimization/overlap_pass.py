@@ -36,6 +36,7 @@ from lancet_kernels.graph.costs.clusters import (
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.from_fx import is_instruction, is_wait, op_name, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.ordering import read_late
@@ -196,7 +197,9 @@ def overlap_pass(
     the pass behind those that recompute, offload or bucket.
 
     All ranks must get the same order, or they wait for each other for ever: the same graph, and costs that
-    depend on shapes alone, as those of a cluster do, or that the ranks have agreed on.
+    depend on shapes alone, as those of a cluster do, or that the ranks have agreed on. On gloo's own group
+    two functional all-gathers under way at once end the process (a fault of torch 2.11 to 2.13:
+    `bench/cpu/gathers_on_gloo.py`).
 
     Args:
         gm: changed in place.
@@ -296,7 +299,7 @@ def _placement(node: fx.Node, cluster: Cluster) -> _Placement:
 def _ranks(group: object) -> list[int] | None:
     if isinstance(group, str) and dist.is_initialized():
         try:
-            group = _resolve_process_group(group)  # type: ignore[arg-type]
+            group = _resolve_process_group(plain_group(group))  # type: ignore[arg-type]
         except RuntimeError:
             return None
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None

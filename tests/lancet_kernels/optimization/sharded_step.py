@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lancet_kernels.ops.comm.link_group import link_group
+
 collectives = torch.ops._c10d_functional
 
 
@@ -224,13 +226,20 @@ def _divided(size: int, ranks: int) -> int:
 
 
 def _groups(shape: Shape) -> _Ranks:
-    """The groups of this rank: consecutive ranks share the experts."""
+    """The groups of this rank: consecutive ranks share the experts.
+
+    On gloo they are link groups, since torch's gather of functional collectives ends a process in which two
+    are under way (how-to/overlap-pass.md).
+    """
     world = dist.group.WORLD
     assert world is not None
+    named = link_group if dist.get_backend() == "gloo" else str
     replicas, apart = _divided(shape.ranks, shape.expert_ranks), shape.expert_ranks
     mesh = init_device_mesh("cpu", (replicas, apart), mesh_dim_names=("replica", "expert"))
-    expert, replica = (mesh.get_group(name).group_name for name in ("expert", "replica"))
-    return _Ranks(world.group_name, shape.ranks, expert, apart, replica, replicas)
+    data, expert, replica = (
+        named(group.group_name) for group in (world, mesh.get_group("expert"), mesh.get_group("replica"))
+    )
+    return _Ranks(data, shape.ranks, expert, apart, replica, replicas)
 
 
 def real_step(shape: Shape) -> nn.Module:
