@@ -28,6 +28,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "output_router_logits": False,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "mlp_layer_types": ["sparse", "sparse"],
     "mlp_only_layers": [], "n_shared_experts": 1, "num_experts_shared": 1,
+    "linear_head_dim": 8, "linear_num_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 _ROPE_4 = {"head_dim": 4}
 _BOTH = {"layer_types": ["linear_attention", "full_attention"]}
@@ -67,9 +69,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": _ROPE_4
     | {"num_layers": 2, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 20, "zero_expert_num": 2},
     "mimo_v2_flash": {"layer_types": ["full_attention"] * 2},
+    "mistral4": _ROPE_4,
     "muse_spark": {"moe_hidden_size": 16},
     "qwen3_5_moe": _BOTH,
     "qwen3_next": _BOTH,
+    "qwen4_exp": _BOTH | {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
     "step3p7": {"layer_types": ["full_attention"] * 2, "share_expert_dim": 12, "sliding_window": 4},
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip

@@ -304,11 +304,11 @@ def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: boo
 
 def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:
     """The error for a module that torch cannot trace. Args: node: whose result is the reason."""
-    reason = " ".join(
-        line.strip() for line in str(error).splitlines()[:3] if not line.strip().startswith("Hint:")
-    ).strip()
     if isinstance(error.__cause__, ObservedException):  # what the traced code raised
-        reason += f" ({error.__cause__})"
+        reason = str(error.__cause__)
+    else:
+        lines_of_torch = map(str.strip, str(error).splitlines()[:3])
+        reason = " ".join(line for line in lines_of_torch if not line.startswith("Hint:")).strip()
     if node is not None:
         written = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
         lines = [(file, int(number), code) for file, number, code in written]

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import CaptureError
 from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.layer.data_parallel import fsdp
@@ -91,7 +92,16 @@ def model_step(question: Question, layers: int) -> ModelStep:
             name_group(joint, tensor_group)
             recompute_as(joint, question.policy, question.eager)
 
-        return capture_step(step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite)
+        try:
+            return capture_step(
+                step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite
+            )
+        except CaptureError as error:
+            raise UserError(
+                "--hf", got=f"{config.model_type}, which torch cannot trace: {error.got}",
+                expected="a model that torch.compile(fullgraph=True) accepts",
+                do="plan your own step with --module",
+            ) from error  # fmt: skip
 
 
 def weights_inside_experts(joint: fx.GraphModule) -> None:

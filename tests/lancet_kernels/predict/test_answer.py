@@ -21,7 +21,7 @@ from lancet_kernels.predict.answer import STRATEGIES, answer, check_fits, depths
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.microbatch import Microbatch
-from lancet_kernels.predict.model_step import weights_inside_experts
+from lancet_kernels.predict.model_step import model_step, weights_inside_experts
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
@@ -308,6 +308,22 @@ def test_bad_configurations_are_one_line(question, capsys, changes, message):
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
     assert re.search(message, error)
+
+
+def test_a_model_that_cannot_be_traced_is_one_line_of_its_own(tmp_path, monkeypatch):
+    def forward(self, x):
+        return self.missing.dtype
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", forward)
+    hf = written(tmp_path, DENSE, num_hidden_layers=1)
+    with pytest.raises(UserError) as caught:
+        model_step(Question(hf, "dgx-h100", 8, 1, sequence=64), 1)
+    assert re.fullmatch(
+        r"--hf: got llama, which torch cannot trace: \S+, line \d+, \".*\": .*raised exception Attribute.*, "
+        r"expected a model .* accepts; plan your own step with --module",
+        str(caught.value),
+    )
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.long  # by default: test_outputs.py, layouts that fit
