@@ -24,7 +24,8 @@ def load_config(path: str | Path) -> Any:
     Raises: UserError for a missing file, or a model type that this transformers does not know.
     """
     try:
-        from transformers import AutoConfig, PreTrainedConfig
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
     except ImportError as error:
         raise UserError(
             "--hf",
@@ -38,6 +39,11 @@ def load_config(path: str | Path) -> Any:
         data, _ = PreTrainedConfig.get_config_dict(file.resolve(strict=True), local_files_only=True)
         # A quantized checkpoint says nothing about how the model is trained.
         data.pop("quantization_config", None)
+        if data.get("model_type") not in CONFIG_MAPPING:
+            # Of a model with code of its own, which is a class of transformers: Kimi-K2 is a DeepSeek-V3.
+            for name in data.get("architectures") or ():
+                if own := getattr(transformers, name, None):
+                    data["model_type"] = own.config_class.model_type
         return AutoConfig.for_model(**data).get_text_config()
     except Exception as error:  # the checks of fields raise what is no ValueError
         # transformers lists all models that it knows.

@@ -27,6 +27,8 @@ from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.predict.tensor_parallel import name_group, slice_model
 from lancet_kernels.transformers.convert import convert, experts_of
 
+_SCANNED_TOKENS = 64
+
 
 class _Loss(nn.Module):
     """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits.
@@ -62,6 +64,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 "--hf", got=f"{type(model).__name__}, whose config.json does not say how many experts it has",
                 expected="num_experts, num_local_experts or n_routed_experts", do="name it like that",
             )  # fmt: skip
+        _check_scans(model, question.sequence)
         if question.experts:
             report = convert(model, groups)
             if report.left_alone or not report.converted:
@@ -102,6 +105,19 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 expected="a model that torch.compile(fullgraph=True) accepts",
                 do="plan your own step with --module",
             ) from error  # fmt: skip
+
+
+def _check_scans(model: nn.Module, sequence: int) -> None:
+    """Raise UserError for a step of more instructions than anybody waits for: transformers computes Mamba
+    layers without chunks (Jamba) token by token. For 8 tokens 16 layers have 13,098 instructions."""
+    for module in model.modules():
+        token_by_token = hasattr(module, "ssm_state_size") and not hasattr(module, "chunk_size")
+        if token_by_token and sequence > _SCANNED_TOKENS:
+            raise UserError(
+                "--hf", got=f"{type(module).__name__}, computed token by token, with --sequence {sequence}",
+                expected=f"at most {_SCANNED_TOKENS} tokens of such layers",
+                do="plan a shorter sequence, or your own step, whose scan is one op, with --module",
+            )  # fmt: skip
 
 
 def weights_inside_experts(joint: fx.GraphModule) -> None:

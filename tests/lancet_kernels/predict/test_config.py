@@ -54,6 +54,13 @@ def test_unknown_model(tmp_path):
     assert len(str(error.value)) < 500
 
 
+def test_a_model_with_code_of_its_own_is_the_class_that_it_names(tmp_path):
+    config = load_config(
+        written(tmp_path, DEEPSEEK, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    )
+    assert (config.model_type, config.n_routed_experts) == ("deepseek_v3", DEEPSEEK["n_routed_experts"])
+
+
 def test_numbers_that_json_has_not(tmp_path):
     """As transformers writes them."""
     config = {"model_type": "granitemoehybrid", "time_step_limit": [0.5, {"__float__": "Infinity"}]}
