@@ -172,11 +172,10 @@ def overlap(run: str = "emulated-2-core-cpu") -> str:
     gains = ", ".join(f"`{name}` {rival / times[name]:.2f}x" for name in named)
     exposed = {n: accounts[n]["exposed all_to_all"] for n in accounts}
     on_gpu = figures.get("device") == "cuda"
-    computation = (
-        "time in which the compute stream of `none` does not wait" if on_gpu else "CPU time of `none`"
-    )
+    computation = "time of the GPU without waits" if on_gpu else "CPU time"
+    slower = f"{'the faster of ' * (len(rivals) - 1)}`{'` and `'.join(rivals)}`"
     text = (
-        f"Speedup over the fastest of `{'`, `'.join(rivals)}`: {gains}. `{named[0]}` exposes "
+        f"Speedup over {slower}: {gains}. `{named[0]}` exposes "
         f"{1 - exposed[named[0]] / exposed['none']:.0%} less all-to-all than `none`. Predicted iteration "
         f"times are off by {figures['prediction_error']:.1%} on average. Computation: the {computation} "
         "of `none`; cutting: what a column needs beyond it (negative: less)."
