@@ -79,7 +79,9 @@ def _mask(config: Any, allow_is_causal_skip: bool = True, **shape: Any) -> Tenso
     """Attention is causal without a mask, which an indexer alone reads."""
     from transformers.masking_utils import sdpa_mask
 
-    if allow_is_causal_skip or not hasattr(config, "index_topk"):
+    # By DeepSeek's name and by Qwen4-Exp's, which is there for all its models.
+    has_indexer = hasattr(config, "index_topk") or getattr(config, "indexer_n_heads", None)
+    if allow_is_causal_skip or not has_indexer:
         return None
     return sdpa_mask(**shape, allow_is_causal_skip=False)
 

@@ -29,6 +29,7 @@ from lancet_kernels.transformers.causal_lm import CausalLMStep
 from lancet_kernels.transformers.convert import convert
 from tests.grids import few_of
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, SPARSE_ATTENTION, written
+from tests.transformers_families import tiny_config
 
 pytest.importorskip("transformers")
 
@@ -266,6 +267,12 @@ def test_chosen_keys_cost_what_a_window_of_as_many_does(tmp_path):
     assert back.flops == 2 * 4 * pairs * (3 * 24 + 2 * 16)
     chosen = [t for t in program.tensors.values() if t.shape == (1, 64, 16) and t.dtype == "int32"]
     assert chosen, "the indexer is not in the step"
+
+
+def test_an_indexer_that_loops_over_queries_is_named_by_its_line(tmp_path):
+    tiny_config("qwen4_exp").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"modeling_qwen4_exp\.py, line \d+, .if num_complete_blocks > 0"):
+        microbatches(Question(str(tmp_path), "dgx-h100", 8, 8, sequence=8))
 
 
 def test_microbatches_that_differ_only_in_number_scale_tokens(question):
