@@ -198,7 +198,7 @@ def overlap_pass(
 
     All ranks must get the same order, or they wait for each other for ever: the same graph, and costs that
     depend on shapes alone, as those of a cluster do, or that the ranks have agreed on. On gloo's own group
-    two functional all-gathers under way at once end the process (a fault of torch 2.11 to 2.13:
+    two functional all-gathers under way at once end the process (a fault of torch 2.13:
     `bench/cpu/gathers_on_gloo.py`).
 
     Args:

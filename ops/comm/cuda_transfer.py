@@ -6,10 +6,9 @@ long as a wire would carry it. Unlike on CPU ranks, a sum does not give way to a
 later: nor does it on a communicator of NCCL.
 
 What sleeps is the driver's thread for host functions: no kernel may wait on the GPU. A program of one warp
-that did so took a place that a product with a program per multiprocessor then lacked: products of
-16384 x 4096 x 16384 in bfloat16 took 25.1 ms alone and beside a host function, 27.0 beside that program, 26.6
-where it asked for as much shared memory as there is (`bench/gpu/steps.py wire`; H100, 2026-11-28). A planned
-step of long products lost 64 of 313 ms so.
+that did so slowed the products beside it: in `large_step` of `bench/gpu/steps.py`, the order `lancet-dw`,
+which cuts nothing, computed 23 ms longer than `none` beside that program, and 3 ms beside a host function
+(H100, 2026-11-28). The step `wire` there measures products alone and beside a message; it has not run yet.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ import torch
 
 from lancet_kernels.ops.comm.waiting import Waitable
 
+_LONGEST_SLEEP_NS = 60_000_000_000
+"""No message takes as long."""
 _MOST_TIMES = 1 << 16
 """Times that nobody reads: only so many are kept."""
 
@@ -108,9 +109,9 @@ class CudaTransfer:
 
 
 def sleep_on_stream(stream: torch.cuda.Stream, duration_ns: int) -> None:
-    """What is issued to the stream later waits so long, to 0.1 ms, without a program on the GPU."""
+    """What is issued to the stream later waits so long, 60 s at most, without a program on the GPU."""
     driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
-    microseconds = ctypes.c_void_p(round(duration_ns / 1000))
+    microseconds = ctypes.c_void_p(round(min(duration_ns, _LONGEST_SLEEP_NS) / 1000))
     # usleep(microseconds) has the signature of a host function but for its result.
     function = ctypes.cast(libc.usleep, ctypes.c_void_p)
     if code := driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, microseconds):
