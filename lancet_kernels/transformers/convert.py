@@ -23,6 +23,7 @@ from lancet_kernels.transformers.experts import (
     has_interface,
     reason_against,
 )
+from lancet_kernels.transformers.routers import keep_choices
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ def convert(
         expert_parallel(copy.copy(experts), groups, backend, capacity_factor, _kind(experts))
     for name, experts in chosen.items():
         own = type(experts).__name__
+        block = model.get_submodule(name.rpartition(".")[0])
+        keep_choices(block)
         if own in ADAPTERS:
-            block = model.get_submodule(name.rpartition(".")[0])
             block.__class__ = derived(ADAPTERS[own].block, type(block))
         layer = expert_parallel(experts, groups, backend, capacity_factor, _kind(experts))
         layer.name = name

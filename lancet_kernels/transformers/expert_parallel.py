@@ -13,10 +13,11 @@ shards them: whole experts per rank of the expert group, FSDP over the ranks tha
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import count
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lancet_kernels.transformers.experts import (
     has_interface,
     reason_against,
 )
+from lancet_kernels.transformers.routers import keep_choices
 
 try:
     from transformers.distributed.expert_parallel import (
@@ -75,6 +77,7 @@ class LancetEP(EPImplementation):
         else:
             expert_parallel(experts, ep_mesh.get_group())
             experts.name = _layer_name(getattr(experts, "config", ep_mesh))
+            _keep_choices(experts)
         setattr(experts, EXPERT_GROUP, group_name(ep_mesh.get_group()))
         setattr(experts, FORWARD_OF, self.forward_of)
 
@@ -126,6 +129,20 @@ def _why_own(experts: nn.Module) -> str:
     return reason_against(experts) if kernel in _ANY_KERNEL else f"experts_implementation={kernel!r}"
 
 
+def _keep_choices(experts: nn.Module) -> None:
+    """`keep_choices` of the block that has these experts. transformers gives us the experts alone; the block
+    is below the model, or is the module, that calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for caller in (frame.f_locals.get("model"), frame.f_locals.get("self")):
+            if isinstance(caller, nn.Module):
+                for block in caller.modules():
+                    if experts in block.children():
+                        keep_choices(block)
+                        return
+        frame = frame.f_back
+
+
 def _layer_name(of_model: object) -> str:
     """`experts 0`, `experts 1`, ... of a model: the same on all ranks, whatever each has built before.
 
@@ -168,6 +185,7 @@ def _alone(experts: Any) -> ConvertedExperts:
         )  # fmt: skip
     expert_parallel(layer, Groups())._parameters = {}
     experts.__dict__ |= {_ALONE: layer, "takes_weights": True}
+    _keep_choices(experts)
     return layer
 
 

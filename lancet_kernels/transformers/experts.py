@@ -93,7 +93,8 @@ class ConvertedExperts(ExpertLayer, Derived):
         if mask is not None and mask.numel() == len(expert_TK):
             real_T1 = mask.reshape(-1, 1).to(torch.bool)
         if run is not None:
-            expert_TK, real_T1 = run.as_at_first(self, (expert_TK, real_T1))
+            first_TK, real_T1 = run.as_at_first(self, (expert_TK.int(), real_T1))
+            expert_TK = first_TK.long()
         x_TD = self._cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))
         weights = self._eager_weights(x_TD, real_T1) if top_k_weights.dtype == dtype else None
         if weights is not None:

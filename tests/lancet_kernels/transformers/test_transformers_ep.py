@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import CausalLMStep, moe_layers
+from lancet_kernels.transformers import routers
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.ranks import RankPool
@@ -283,6 +284,19 @@ def other_layers(names: list[str]) -> str:
     layer = LancetEP(experts, init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
     experts.name = names[dist.get_rank()]
     return refusal(lambda: layer(torch.ones(3, 8), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
+
+
+def blocks_that_keep_choices(folder: str) -> list[str]:
+    model = loaded(folder, "lancet", {"ep_size": 2, "fsdp_size": 2})
+    return [
+        name for name, block in model.named_modules() if routers._enter in block._forward_pre_hooks.values()
+    ]
+
+
+def test_checkpointed_blocks_keep_their_choices(pool, saved):
+    """What they do with them: test_routers.py."""
+    names = ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert pool.run(blocks_that_keep_choices, str(saved(EXPERT_PARALLEL[0])), ranks=2) == [names, names]
 
 
 def test_ranks_in_other_layers_are_named(pool):

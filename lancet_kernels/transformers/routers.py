@@ -1,0 +1,92 @@
+"""Routers of transformers models in blocks that `torch.utils.checkpoint` runs again.
+
+A router need not choose twice alike (`layer.moe_layer`). The experts module gets choices and their weights:
+if the choices alone were those of the first run, the weights would belong to others, and so would the
+router's gradient. So choices are kept where they are made: while a block with experts runs, `torch.topk` and
+the like give the indices of the first run, and the values that lie there now.
+
+    first run     topk([.3, .3, .1], 1) -> .3, 0        index 0 is kept
+    second run    topk([.3, .3, .1], 1) -> .3, 1        becomes .3, 0: the gradient reaches logit 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lancet_kernels.layer.moe_layer import CheckpointedRun, checkpointed_run
+
+_DIMENSION = {"topk": 2, "sort": 1, "max": 1}
+"""Functions that give values and indices -> where their dimension stands among the arguments."""
+_CHOOSES = {
+    getattr(where, name): name
+    for where in (torch, Tensor)
+    for name in (*_DIMENSION, "argmax", "argsort", "multinomial")
+}
+_OPEN = "_lancet_choices"
+"""Attribute of a block: the modes of its forwards that run now."""
+
+
+def keep_choices(block: nn.Module) -> None:
+    """Make a block that has a router and experts choose in a checkpointed second run as in the first."""
+    if _enter not in block._forward_pre_hooks.values():
+        block.register_forward_pre_hook(_enter, with_kwargs=True)
+        block.register_forward_hook(_leave, always_call=True)
+
+
+class _ChoicesAsAtFirst(TorchFunctionMode):
+    def __init__(self, block: nn.Module, run: CheckpointedRun) -> None:
+        super().__init__()
+        self.block, self.run = block, run
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _CHOOSES.get(func)
+        if name is None:
+            return func(*args, **kwargs)
+        # torch counts what the two runs save for the backward: both save what `gather` does.
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            first = self._first(result.indices)
+            return type(result)((_gathered(name, args, kwargs, first), first))
+        return func(*args, **kwargs) if result.is_floating_point() else self._first(result)
+
+    def _first(self, index: Tensor) -> Tensor:
+        first: Tensor = self.run.as_at_first(self.block, index.int())
+        return first.to(index.dtype)
+
+
+def _gathered(name: str, args: tuple, kwargs: dict[str, Any], index: Tensor) -> Tensor:
+    """What lies at these indices of the input of topk, sort or max."""
+    x = args[0] if args else kwargs["input"]
+    place = _DIMENSION[name]
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+    if index.dim() < x.dim():
+        return x.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    return x.gather(dim, index)
+
+
+def _enter(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    run = None if x is None else checkpointed_run(x)
+    mode = None if run is None else _ChoicesAsAtFirst(block, run).__enter__()
+    block.__dict__.setdefault(_OPEN, []).append(mode)
+
+
+def _leave(block: nn.Module, args: tuple, output: Any) -> None:
+    modes = block.__dict__.get(_OPEN)
+    # None have been entered where the hooks were added during this forward.
+    if torch.compiler.is_compiling() or not modes:
+        return
+    mode = modes.pop()
+    if mode is not None:
+        mode.__exit__(None, None, None)
