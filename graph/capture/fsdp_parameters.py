@@ -247,8 +247,8 @@ def _refusal(model: nn.Module, got: str, do: str) -> UserError:
     )
 
 
-def placement_over(mesh: DeviceMesh, placement: Shard) -> Any:
-    """What a `shard_placement_fn` returns for parameters with a mesh of their own.
+def placements_over(mesh: DeviceMesh, dims: Sequence[int]) -> list[Any]:
+    """What a `shard_placement_fn` returns for parameters with their own mesh, sharded along these dimensions.
 
     Raises: UserError for a torch whose `fully_shard` has one mesh for all parameters.
     """
@@ -261,7 +261,8 @@ def placement_over(mesh: DeviceMesh, placement: Shard) -> Any:
             expected="a torch whose fully_shard takes a mesh for each parameter (2.13)",
             do="install a newer torch, or give fully_shard the experts as ignored_params",
         ) from None
-    return ShardPlacementResult(placement=placement, mesh_info=FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    mesh_info = FSDPMeshInfo(mesh, shard_mesh_dim=0)  # fully_shard wants one object for one mesh
+    return [ShardPlacementResult(placement=Shard(dim), mesh_info=mesh_info) for dim in dims]
 
 
 def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:

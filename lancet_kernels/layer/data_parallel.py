@@ -18,17 +18,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.fsdp_parameters import (
     is_sharded,
     mesh_of_experts,
-    placement_over,
+    placements_over,
     set_divisor,
 )
-from lancet_kernels.layer.gradients import broadcast_replicated, gradient_groups, groups_of
+from lancet_kernels.layer.gradients import (
+    broadcast_replicated,
+    gradient_groups,
+    groups_of,
+    ranks_that_hold,
+)
 from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
@@ -64,7 +69,7 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
 
     Args: groups: as for `optimize`.
     Returns: the groups of the model.
-    Raises: UserError without torch.distributed.
+    Raises: UserError without torch.distributed, and for DTensors.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
@@ -73,6 +78,14 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
             expected="one",
             do="call init_process_group first, or train the model without data parallelism",
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UserError(
+                f"data parallelism of {type(model).__name__}",
+                got=f"{name} as a DTensor",
+                expected="plain tensors, whose gradients DistributedDataParallel averages",
+                do="shard it with fsdp() or fully_shard, along the ranks with different tokens",
+            )
     groups = groups_of(model, groups)
     broadcast_replicated(model, groups)
     over, ranks = gradient_groups(model, groups), group_size(groups.data)
@@ -108,8 +121,8 @@ def fsdp(
         groups: as for `optimize`.
         options: of `fully_shard`: mp_policy, reshard_after_forward.
     Returns: the model.
-    Raises: UserError without torch.distributed, for a model that is sharded already, or for experts whose
-    widths those ranks cannot divide.
+    Raises: UserError without torch.distributed, for a model that is sharded already, for experts whose widths
+    those ranks cannot divide, or for a parameter that `set_gradient_group` gives to other ranks than these.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
@@ -130,22 +143,32 @@ def fsdp(
             if own.data
             else DeviceMesh(kind, [dist.get_rank()])
         )
-    experts = set(expert_parameters(model))
-    over_replicas: Any = Shard(1)
-    if experts and not _same_ranks(mesh, own.replica):
-        over_replicas = placement_over(mesh_of_experts(own, kind), Shard(1))
+    experts, holders = set(expert_parameters(model)), ranks_that_hold(model, own)
+    # Experts, and what was said to differ as they do.
+    differ = {p for p, group in holders.items() if p in experts or group == own.replica != own.data}
     ranks = group_size(own.replica)
-    for parameter in experts:
-        if parameter.dim() < 2 or parameter.shape[1] % ranks:
+    for name, parameter in model.named_parameters():
+        if parameter in experts and (parameter.dim() < 2 or parameter.shape[1] % ranks):
             raise UserError(
                 "experts to shard",
                 got=f"parameters {tuple(parameter.shape)} over {ranks} ranks that hold the same experts",
                 expected=f"a multiple of {ranks} as their second dimension",
                 do="use larger expert groups, or other widths",
             )
+        if parameter not in differ and holders[parameter] != own.data:
+            raise UserError(
+                f"parameter {name} to shard",
+                got=f"a gradient group of {group_size(holders[parameter])} ranks",
+                expected=f"the ranks with different tokens, or the {ranks} that hold the same experts",
+                do="leave fsdp() out, or give fully_shard that parameter among its ignored_params",
+            )
+
+    along: list[Any] = [Shard(0), Shard(1)]
+    if differ and not _same_ranks(mesh, own.replica):
+        along = placements_over(mesh_of_experts(own, kind), [0, 1])
 
     def placement(parameter: nn.Parameter) -> Any:
-        return over_replicas if parameter in experts else None
+        return along[parameter in experts] if parameter in differ else None
 
     for module in (*_units(model), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)

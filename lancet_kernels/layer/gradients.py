@@ -86,9 +86,9 @@ def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
     return Groups.around(next(iter(present), None))
 
 
-def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
-    """For every parameter, trained or frozen, the group that holds the same values and sums its gradient; ""
-    for what FSDP shards. Raises: UserError for one of which that is not known."""
+def ranks_that_hold(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
+    """For every parameter, trained or frozen, the group that holds the same values; of what FSDP shards, the
+    ranks that share it. Raises: UserError for one of which that is not known."""
     experts = set(expert_parameters(model))
     group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
     marked: dict[nn.Parameter, str] = {}
@@ -96,9 +96,14 @@ def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]
         marks: Mapping[str, str] = getattr(module, _MARK, {})
         marked |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
     check_placement(model, experts | marked.keys())
-    group_of |= marked
-    # FSDP scatters the gradients of what it shards.
-    return {p: "" if isinstance(p, DTensor) else group for p, group in group_of.items()}
+    return group_of | marked
+
+
+def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
+    """For every parameter, trained or frozen, the group that sums its gradient, and holds the same values; ""
+    for what FSDP shards, whose gradients it scatters. Raises: UserError, as `ranks_that_hold`."""
+    holders = ranks_that_hold(model, groups)
+    return {p: "" if isinstance(p, DTensor) else group for p, group in holders.items()}
 
 
 def as_backward_finishes(

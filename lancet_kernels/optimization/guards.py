@@ -27,8 +27,9 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.graph.capture.trace import Assumptions
+from lancet_kernels.layer.gradients import ranks_that_hold
 from lancet_kernels.layer.layer_checks import check_data_parallel
-from lancet_kernels.layer.model_layers import expert_parameters, moe_layers
+from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import Groups, group_size
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -351,17 +352,15 @@ def check_model(model: nn.Module) -> None:
 
 def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: Groups) -> None:
     """Raise UserError for parameters that are sharded over other ranks than those that hold the same ones."""
-    experts = set(expert_parameters(model))
+    holders = ranks_that_hold(model, groups) if sharded else {}
     for one in sharded:
-        is_expert = one.parameter in experts
-        over = groups.replica if is_expert else groups.data
+        wanted = group_size(holders[one.parameter])
         ranks = group_size(one.group) * group_size(one.replicas)
-        if ranks != group_size(over):
+        if ranks != wanted:
             raise UserError(
                 f"model {type(model).__name__}",
                 got=f"{one.name} sharded over {ranks} ranks",
-                expected=f"the {group_size(over)} ranks that hold the same "
-                + ("experts" if is_expert else "parameters"),
+                expected=f"the {wanted} ranks that hold the same values",
                 do="shard the model with lancet_kernels.fsdp, or give optimize() the groups",
             )
 

@@ -11,10 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from lancet_kernels import Groups, MoELayer, UserError, ddp, expert_parameters, optimize, set_gradient_group
+from lancet_kernels import (
+    Groups,
+    MoELayer,
+    UserError,
+    ddp,
+    expert_parameters,
+    fsdp,
+    optimize,
+    set_gradient_group,
+)
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients, gradient_groups
 from tests.refusals import refusal
 
@@ -149,6 +160,61 @@ def test_a_parameter_that_a_subclass_adds_is_refused_until_its_ranks_are_said(po
         )
         assert "set_gradient_group" in text
         assert is_alone
+
+
+class Scaled(Biased):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.sum()
+
+
+def sharded_subclass() -> tuple[str, bool, float, float]:
+    """-> the refusal; is it the rank's own afterwards; distances of its gradient, without a plan and with."""
+    groups, rank = Groups.around(dist.group.WORLD), dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Scaled(D, F, E, groups=groups)).double()
+    model[1].scale.data.fill_(1.0 + rank)
+    plain = copy.deepcopy(model)
+    text = refusal(lambda: fsdp(copy.deepcopy(model)))
+    set_gradient_group(model[1], None, ["scale"])
+    fsdp(model)
+    kept = torch.equal(model[1].scale.to_local(), plain[1].scale)
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    plain(x).square().sum().backward()
+    distances = []
+    for planned in (False, True):
+        model.zero_grad()
+        whole = Loss(model)
+        (optimize(whole, (x,)) if planned else whole)(x).backward()
+        distances.append(float((model[1].scale.grad.to_local() - plain[1].scale.grad / 2).abs().max()))
+    return text, kept, *distances
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().sum()
+
+
+def test_fsdp_leaves_each_rank_what_a_subclass_adds(pool):
+    for text, kept, *distances in pool.run(sharded_subclass, ranks=2):
+        assert text.startswith("parameter scale of 1: got a Scaled that adds it to an MoELayer")
+        assert kept
+        assert max(distances) < 1e-12
+
+
+def tensor_parallel() -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = nn.Sequential(nn.Linear(D, D), MoELayer(D, F, E))
+    parallelize_module(model[0], mesh, ColwiseParallel())
+    return refusal(lambda: ddp(model))
+
+
+def test_ddp_of_tensor_parallel_parameters_is_refused(pool):
+    for text in pool.run(tensor_parallel, ranks=2):
+        assert text.startswith("data parallelism of Sequential: got 0.weight as a DTensor, expected plain")
 
 
 # ---- state dicts

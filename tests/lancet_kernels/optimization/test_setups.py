@@ -345,6 +345,36 @@ def checkpointed_blocks(_setup: Setup) -> None:
         assert own.ready.plan.report.recomputation is not None
 
 
+class Undecided(Model):
+    """Logits are noise alone, which is drawn anew when the checkpointed block runs again."""
+
+    checkpointed = True
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            logits = 0 * self.input(x)[..., :4] + 1e-9 * torch.rand(*x.shape[:2], 4, dtype=x.dtype)
+            return x + self.layer(torch.tanh(self.input(x)), logits_TE=logits.flatten(0, 1))
+
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        h = checkpoint(block, x, **options) if self.checkpointed else block(x)
+        return (self.output(h) - target).square().mean()
+
+
+def checkpointed_ties(_setup: Setup) -> None:
+    """Activation checkpointing of a router that chooses otherwise when it runs again."""
+    own = Setup(Undecided())
+
+    def loss_of(module: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        return module(*batch(1))
+
+    own.compare_calls(loss_of)
+    checkpointed = outcome(own.model, loss_of(own.model), reduced=False)
+    with changed(own.model, checkpointed=False):
+        plain = outcome(own.model, loss_of(own.model), reduced=False)
+    assert checkpointed.distance(plain) < BOUND
+
+
 def reentrant_checkpoints_that_are_tried(_setup: Setup) -> None:
     """`strategy="auto"` around `use_reentrant=True`: trials run it; on several ranks, only plans."""
     x, target = batch()
@@ -512,6 +542,7 @@ WORKS = (
     part_of_a_layer_trained,
     tied_weights,
     checkpointed_blocks,
+    checkpointed_ties,
     reentrant_checkpoints_that_are_tried,
     frozen_below_adapters,
     adapters_of_experts,
@@ -996,6 +1027,7 @@ SLOW = {
     "adapters_of_experts",
     "batches_of_other_sizes",
     "checkpointed_blocks",
+    "checkpointed_ties",
     "clipping",
     "clipping_by_torch",
     "data_parallel_that_sums_experts",
