@@ -23,7 +23,7 @@ from lancet_kernels.transformers.experts import (
     has_interface,
     reason_against,
 )
-from lancet_kernels.transformers.routers import keep_choices
+from lancet_kernels.transformers.routers import keep_choices, keep_float32
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def convert(
         own = type(experts).__name__
         block = model.get_submodule(name.rpartition(".")[0])
         keep_choices(block)
+        keep_float32(model, name.rpartition(".")[0])
         if own in ADAPTERS:
             block.__class__ = derived(ADAPTERS[own].block, type(block))
         layer = expert_parallel(experts, groups, backend, capacity_factor, _kind(experts))

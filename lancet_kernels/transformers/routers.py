@@ -1,4 +1,5 @@
-"""Routers of transformers models in blocks that `torch.utils.checkpoint` runs again.
+"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, and
+their state that stays float32.
 
 A router need not choose twice alike (`layer.moe_layer`). The experts module gets choices and their weights:
 if the choices alone were those of the first run, the weights would belong to others, and so would the
@@ -11,6 +12,7 @@ the like give the indices of the first run, and the values that lie there now.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.moe_layer import CheckpointedRun, checkpointed_run
+from lancet_kernels.transformers.experts import Derived, derived
 
 _DIMENSION = {"topk": 2, "sort": 1, "max": 1}
 """Functions that give values and indices -> where their dimension stands among the arguments."""
@@ -61,6 +65,38 @@ class _ChoicesAsAtFirst(TorchFunctionMode):
     def _first(self, index: Tensor) -> Tensor:
         first: Tensor = self.run.as_at_first(self.block, index.int())
         return first.to(index.dtype)
+
+
+class KeepsFloat32(Derived):
+    """Base of the classes of modules with state that follows no other dtype: a correction bias, of which
+    updates of 1e-3 are lost in 16 bits."""
+
+    float32_names: frozenset[str]
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        state = {name: getattr(self, name) for name in self.float32_names}
+        before = {name: tensor.data for name, tensor in state.items()}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            tensor = getattr(self, name)
+            if tensor.dtype.itemsize < data.dtype.itemsize:
+                tensor.data = data.to(tensor.device)
+        return self
+
+
+def keep_float32(model: nn.Module, block: str) -> None:
+    """Let what transformers keeps in float32 when it loads a model stay so under `model.to(torch.bfloat16)`.
+
+    Args: block: the name of the one that has the router.
+    """
+    lists = (getattr(part, "_keep_in_fp32_modules_strict", None) or () for part in model.modules())
+    names = {re.escape(name) for of_part in lists for name in of_part}
+    pattern = re.compile(rf"(^|\.)({'|'.join(sorted(names))})($|\.)")
+    for path, part in model.get_submodule(block).named_modules(prefix=block):
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        kept = frozenset(name for name, _ in own if names and pattern.search(f"{path}.{name}"))
+        if kept and not isinstance(part, ExpertLayer):
+            part.__class__, part.float32_names = derived(KeepsFloat32, type(part)), kept
 
 
 def _gathered(name: str, args: tuple, kwargs: dict[str, Any], index: Tensor) -> Tensor:

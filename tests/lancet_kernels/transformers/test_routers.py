@@ -131,3 +131,19 @@ def test_values_and_indices_of_every_call() -> None:
         assert indices.flatten().tolist() == [1]
         assert values.dim() == indices.dim()
         assert x.grad.tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_a_correction_bias_keeps_small_updates(family: str) -> None:
+    """1 + 1e-4 is 1 in bfloat16; the rest of the model becomes bfloat16, and the model runs and is copied."""
+    model = tiny_model(family, torch.float32)
+    name = next(name for name, _ in model.state_dict().items() if name.endswith("correction_bias"))
+    convert(model, strict=True)
+    model.state_dict()[name].fill_(1 + 1e-4)
+    for changed in (model.to(torch.bfloat16), copy.deepcopy(model).half().float().bfloat16()):
+        bias = changed.state_dict()[name]
+        assert bias.dtype == torch.float32
+        assert bool((bias == torch.tensor(1 + 1e-4)).all())
+        assert changed.get_input_embeddings().weight.dtype == torch.bfloat16
+        changed(tiny_batch()).logits.float().sum().backward()
+    assert model.to(torch.float64).state_dict()[name].dtype == torch.float64
