@@ -307,12 +307,16 @@ class Profiler:
         buffers.
         """
         communication = self.communication(program, width, again)
-        return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
+        device_costs = self._of_device(module, inputs, program, again)
+        return MeasuredCosts(device_costs, communication, self._where_with_link)
 
-    def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
-        """The device costs from the cache file; missing ones are measured."""
+    def _of_device(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, again: bool
+    ) -> DeviceCosts:
+        """The device costs from the cache file; missing ones are measured, or all of them again."""
         cuts = cuts_to_measure(program)
-        costs = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
+        saved = None if again else self._device_costs.get(self.device_model, torch.__version__)
+        costs = self._from_first(saved)
         missing = [cut for cut in cuts if costs is None or cut.key not in costs.shares]
         if costs is not None and not missing:
             return costs

@@ -69,8 +69,8 @@ class Step(nn.Module):
 
 
 def test_times_of_a_busy_machine_are_not_kept(tmp_path, caplog) -> None:
-    """A file in which one op, and the step when it was timed, took 1000 times as long: the op is named, and
-    has its time now."""
+    """Files in which one op, the step when it was timed, and a launch took 1000 times as long: the op is
+    named, and all have their times now."""
     file, inputs = tmp_path / "times.json", (torch.randn(512, 256),)
     optimize(Step(), inputs, strategy="none", times=file)
     content = json.loads(file.read_text())
@@ -80,11 +80,16 @@ def test_times_of_a_busy_machine_are_not_kept(tmp_path, caplog) -> None:
     (step,) = [key for key in times if key.startswith("step ")]
     times |= {slow: 1000 * times[slow], step: 1000 * times[step]}
     file.write_text(json.dumps(content))
+    device_costs = tmp_path / "device_costs.json"
+    costs = json.loads(device_costs.read_text())
+    costs["devices"][0]["launch_ms"] += 1000.0
+    device_costs.write_text(json.dumps(costs))
     with caplog.at_level(logging.WARNING):
         planned = optimize(Step(), inputs, strategy="none", times=file)
     assert f"of {slow}" in caplog.text
     mended = json.loads(file.read_text())["milliseconds"]
     assert mended[slow] < 100 * quiet[slow]
+    assert json.loads(device_costs.read_text())["devices"][0]["launch_ms"] < 1000.0
     assert planned.plan.report.predicted.iteration_ms < 100 * quiet[step]
 
 
