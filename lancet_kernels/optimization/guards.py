@@ -352,9 +352,9 @@ def check_model(model: nn.Module) -> None:
 
 def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: Groups) -> None:
     """Raise UserError for parameters that are sharded over other ranks than those that hold the same ones."""
-    holders: dict[Tensor, str] = {**ranks_that_hold(model, groups)} if sharded else {}
+    holders = ranks_that_hold(model, groups) if sharded else {}
     for one in sharded:
-        wanted = group_size(holders[one.parameter])
+        wanted = group_size(holders[model.get_parameter(one.name)])
         ranks = group_size(one.group) * group_size(one.replicas)
         if ranks != wanted:
             raise UserError(

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.optimized import optimized
-from tests.setups import Model, Plain, batch
+from tests.setups import Model, batch
 
 MOST_MB = 16.0
 """By so much memory may grow behind the warm-up: what the allocator keeps differs by some MB. A leak of a
@@ -59,19 +58,25 @@ def of_steps(times: int) -> tuple[Use, Use]:
     return grown(step, 20, times)
 
 
-def of_plans(times: int, kind: Callable[[], nn.Module] = Plain) -> tuple[Use, Use]:
+def of_plans(times: int) -> tuple[Use, Use]:
     """`optimize` and a step with it, each time of a new model."""
 
     def plan(number: int) -> None:
-        optimized(kind(), batch(), "none")(*batch(number)).backward()
+        optimized(Model(), batch(), "lancet-dw")(*batch(number)).backward()
         torch.compiler.reset()
 
-    return grown(plan, 2, times)
+    return grown(plan, 10, times)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.long
-@pytest.mark.parametrize(("what", "times"), [(of_steps, 40), (of_steps, 2000), (of_plans, 20)])
+@pytest.mark.parametrize(
+    ("what", "times"),
+    [
+        (of_steps, 40),
+        pytest.param(of_steps, 2000, marks=pytest.mark.long),
+        pytest.param(of_plans, 20, marks=pytest.mark.long),
+    ],
+)
 def test_level(pool, what: Callable, times: int) -> None:
     for before, after in pool.run(what, times, timeout_s=3600, collective_timeout_s=120):
         print(what.__name__, times, before, after)
