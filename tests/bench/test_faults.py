@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.cpu.faults import Fault, faults
 from tests.processes import BENCH, printed
 
 SAID = {
@@ -36,6 +37,8 @@ def test_ended_and_named(tmp_path: Path, kind: str, place: str) -> None:
 
 def test_the_table_is_of_all_faults() -> None:
     ends = json.loads((BENCH / "results" / "faults-2-core-cpu.json").read_text())["ends"]
-    assert all(end["same"] for end in ends)
+    assert {Fault(**end["fault"]) for end in ends} == {*faults()}
     for end in ends:
+        assert end["same"]
+        assert (end["after_s"] is None) == (end["fault"]["kind"] == "10 s late")
         assert SAID.get(end["fault"]["kind"], "") in end["said"]
