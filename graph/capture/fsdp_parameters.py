@@ -283,6 +283,15 @@ def copies_of_shard(parameter: Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
+def group_of_copies(parameter: Tensor) -> str:
+    """The ranks that hold the same shard of a DTensor (HSDP); "" for one rank, and for any other tensor."""
+    if copies_of_shard(parameter) == 1:
+        return ""
+    mesh = cast(DTensor, parameter).device_mesh
+    along = [dim for dim, p in enumerate(cast(DTensor, parameter).placements) if p.is_replicate()]
+    return group_name(mesh.get_group(along[0])) if len(along) == 1 else ""
+
+
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
 _WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
 _HOOKS = (_BEFORE, _BEHIND, _WITH_KWARGS)

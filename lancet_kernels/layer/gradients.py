@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard
+from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard, group_of_copies
 from lancet_kernels.layer.model_layers import (
     check_placement,
     expert_buffers,
@@ -153,8 +153,11 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients that there are; of sharded ones, those of this rank's shards."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return [_local(p.grad) for p in parameters if p.grad is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
@@ -194,14 +197,16 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """Compares the parameters that several ranks hold in one of `every` calls, with the result in the next.
+    """Compares the parameters that several ranks hold, copies of shards (HSDP) among them, in one of `every`
+    calls, with the result in the next.
 
     A digest reads each parameter once; 16 bytes of each travel, beside the step.
     """
 
     def __init__(self, module: nn.Module, groups: Groups, every: int) -> None:
         over = gradient_groups(module, groups)
-        self._parameters = [(name, p, over[p]) for name, p in module.named_parameters() if over[p]]
+        held_by = {p: group or group_of_copies(p) for p, group in over.items()}
+        self._parameters = [(name, p, held_by[p]) for name, p in module.named_parameters() if held_by[p]]
         self._groups, self._every, self._calls = groups, every, 0
         self._on_gpu = any(p.is_cuda for _, p, _ in self._parameters)
         self._pending: list[Pending[list[int]]] = []
@@ -220,7 +225,7 @@ class Replicas:
     def _start(self, group: str) -> Pending[list[int]]:
         """Start to compare the parameters of one group. -> the places of those that differ."""
         places = [i for i, (_, _, other) in enumerate(self._parameters) if other == group]
-        digests = torch.stack([digest(self._parameters[i][1]) for i in places])
+        digests = torch.stack([digest(_local(self._parameters[i][1])) for i in places])
         # The largest digest, and by its complement the smallest: equal if all are.
         extremes, process_group = torch.cat([digests, ~digests]), group_of(group)
         with waiting(_WHAT, process_group):
@@ -242,7 +247,7 @@ class Replicas:
         if int(first) == nowhere:
             return
         name, parameter, group = self._parameters[int(first)]
-        own = sorted(dist.get_process_group_ranks(group_of(group))), int(digest(parameter))
+        own = sorted(dist.get_process_group_ranks(group_of(group))), int(digest(_local(parameter)))
         of_ranks = values_of_ranks(own, self._groups.data, _WHAT)
         by_rank = dict(zip(dist.get_process_group_ranks(data), of_ranks, strict=True))
         others = [r for r, (ranks, own) in sorted(by_rank.items()) if own != by_rank[ranks[0]][1]]

@@ -112,7 +112,7 @@ class OptimizedModule(nn.Module):
         others = [one for one in candidates if one[0].order != plan.order or one[0].blocking != plan.blocking]
         self._staleness = Staleness(self._step, [(plan, timeline), *others], compare_every)
         self._replicas: Replicas | None = None
-        if step.reduces_gradients:
+        if step.reduction:
             self._replicas = Replicas(step.model, step.groups, compare_every)
         self._signature = inspect.signature(self.module.forward)
         self._guards = step.guards

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from lancet_kernels import Groups, MoELayer, UserError
+from lancet_kernels import Groups, MoELayer, UserError, fsdp
 from lancet_kernels.layer import gradients
 from lancet_kernels.layer.gradients import (
     Replicas,
@@ -288,6 +289,8 @@ def drift_on_rank(name: str, every: int) -> list[str]:
     """What four ranks, of which two share experts, say of a parameter that one of them changes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
     model = Step(Groups.from_mesh(mesh, expert="expert", replica="replica"))
+    if name == "input.weight":
+        fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
     step = optimized(model, (torch.randn(2, 4),), "none", compare_every=every)
     said = []
     for number in range(7):
@@ -297,16 +300,20 @@ def drift_on_rank(name: str, every: int) -> list[str]:
             return [*said, str(error)]
         said.append("")
         if number == 1 and dist.get_rank() == 3:
-            model.get_parameter(name).data.view(-1)[-1] *= 1.0001
+            parameter = model.get_parameter(name).data
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            own.view(-1)[-1] *= 1.0001
     return said
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "every"), few_of([("layer.w1", 2), ("input.bias", 1), ("frozen", 3), ("layer.w1", 0)])
+    ("name", "every"),
+    few_of([("layer.w1", 2), ("input.bias", 1), ("frozen", 3), ("layer.w1", 0), ("input.weight", 1)]),
 )
 def test_a_parameter_that_differs_is_named_on_all_ranks(pool, name: str, every: int) -> None:
-    """In the call behind the comparison, which is the one behind the change or a later one."""
+    """In the call behind the comparison, which is the one behind the change or a later one. `input.weight` is
+    sharded over two ranks, and two have the same shard."""
     by_rank = pool.run(drift_on_rank, name, every, ranks=4)
     assert all(said == by_rank[0] for said in by_rank)
     calls = {0: None, 1: 3, 2: 4, 3: 3}[every]
