@@ -157,7 +157,7 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels import MoELayer, moe_losses
+from lancet_kernels import Groups, MoELayer, fsdp, moe_losses
+from lancet_kernels.ops.comm.link import emulate_link
 
 TOKENS = (0, 1, 7, 64)
 D, F, E = 6, 10, 8
@@ -81,3 +82,26 @@ def test_each_rank_has_the_capacity_of_its_own_tokens(pool):
             torch.testing.assert_close(got["y"], alone, rtol=1e-9, atol=1e-11)
         assert got["y"].shape == dy.shape
     assert all(0 < got["dropped"] < 1 for got, _ in by_rank)
+
+
+def sharded_on_rank(gbps: float | None) -> dict[str, Tensor]:
+    """Two steps under FSDP, in each of which another of two ranks has no tokens."""
+    groups = Groups.around(dist.group.WORLD)
+    torch.manual_seed(0)
+    layer = MoELayer(D, F, E, top_k=2, gate="topk", capacity_factor=None, groups=groups, dtype=torch.float64)
+    model = fsdp(torch.nn.Sequential(torch.nn.Linear(D, D, dtype=torch.float64), layer))
+    emulate_link(gbps)
+    try:
+        for step in range(2):
+            x = batch(step)[0][: 9 * (step == dist.get_rank())]
+            model(x).square().sum().backward()
+    finally:
+        emulate_link(None)
+    return {name: p.grad.to_local() for name, p in model.named_parameters()}
+
+
+def test_a_rank_without_tokens_on_an_emulated_link_under_fsdp(pool):
+    """The same bits as without the link; Gbit/s low enough that messages wait."""
+    for paced, unpaced in zip(pool.run(sharded_on_rank, 0.01), pool.run(sharded_on_rank, None), strict=True):
+        assert all(bool(gradient.any()) for gradient in paced.values())
+        assert all(torch.equal(paced[name], unpaced[name]) for name in unpaced)
