@@ -201,6 +201,7 @@ def test_measured_times_survive_and_merge(tmp_path):
         "",
         "{",
         "[]",
+        "[" * 100_000,
         "\x00\xff",
         '{"format": "else", "version": 1, "milliseconds": {}}',
         '{"format": "lancet-measured-times", "version": 99, "milliseconds": {}}',

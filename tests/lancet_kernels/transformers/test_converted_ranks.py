@@ -168,7 +168,8 @@ def sharded_and_saved(family: str, expert_ranks: int, replicated: bool, folder: 
             (family, ranks, expert_ranks, replicated)
             for family in ("Mixtral", "OLMoE", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3")
             for ranks, expert_ranks, replicated in (
-                (2, 2, False), (2, 1, False), (4, 2, False), (4, 2, True), (4, 1, True), (4, 4, False)
+                (2, 2, False), (2, 1, False), (4, 2, False), (4, 2, True), (4, 1, True), (4, 4, False),
+                (1, 1, False),
             )
         ],
         0,
