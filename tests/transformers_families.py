@@ -81,7 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip
 """By family, sizes in addition."""
-FLOAT32 = ("beam", "inkling2", "nemotron_h", "openai_privacy_filter")
+FLOAT32 = ("beam", "inkling2", "muse_spark", "nemotron_h", "openai_privacy_filter")
 """Families that compute in float32 in a float64 model, or cannot be one."""
 _ENDINGS = ("ForCausalLM", "TextModel", "Model", "ForTokenClassification", "ForConditionalGeneration")
 

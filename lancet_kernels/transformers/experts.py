@@ -5,6 +5,7 @@ the classes of their experts say how the weights lie (`use_experts_implementatio
 
     has_gate       gate_up_proj; else up_proj      is_transposed    [E, in, out]; else as nn.Linear has them
     has_bias       ..._bias [E, out]               _apply_gate      [R, 2F] -> [R, F]
+    has_post_expert_norm    post_expert_norm, of what each expert gives, before it is weighted
 
 The module stays, with its names, hooks and the layout of its parameters, of which it keeps the rows of this
 rank's experts. Its class becomes one derived from its own, in which only the computation differs: rows,
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ class ConvertedExperts(ExpertLayer, Derived):
     """Base of the classes that `expert_parallel` makes."""
 
     down_proj: Tensor
+    equal_on_all_ranks: ClassVar[tuple[str, ...]] = ("post_expert_norm",)
 
     def expert_names(self) -> list[str]:
         return [*_weights(self), *_biases(self)]
@@ -86,12 +88,29 @@ class ConvertedExperts(ExpertLayer, Derived):
         check_data_parallel(self)
         if not torch.compiler.is_compiling():
             enter_layer(self.name)
+        if _flag(self, "has_post_expert_norm"):
+            return self._normed(hidden_states, top_k_index, top_k_weights)
+        return self._weighted(hidden_states, top_k_index, top_k_weights)
+
+    def _normed(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The norm is the same for all experts, so each choice comes back as a token of its own: as many rows
+        travel, with the same capacity."""
+        choices = top_k_index.shape[1]
+        rows, ones = hidden_states.repeat_interleave(choices, 0), torch.ones_like(top_k_weights)
+        y = self._weighted(rows, top_k_index.view(-1, 1), ones.view(-1, 1), choices)
+        y_TKD = self.post_expert_norm(y).view(*top_k_index.shape, -1)
+        return (y_TKD * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _weighted(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows_of_token: int = 1
+    ) -> Tensor:
+        """The sum of what the experts of each row give."""
         expert_TK, dtype = top_k_index.to(torch.int64), self._present("down_proj").dtype
         mask, run = now.padding_mask, checkpointed_run(hidden_states)
         # Experts that get other tokens than those of the batch treat all alike, as transformers does.
         real_T1 = None
-        if mask is not None and mask.numel() == len(expert_TK):
-            real_T1 = mask.reshape(-1, 1).to(torch.bool)
+        if mask is not None and mask.numel() * rows_of_token == len(expert_TK):
+            real_T1 = mask.reshape(-1, 1).to(torch.bool).repeat_interleave(rows_of_token, 0)
         if run is not None:
             first_TK, real_T1 = run.as_at_first(self, (expert_TK.int(), real_T1))
             expert_TK = first_TK.long()
@@ -132,9 +151,8 @@ def has_interface(module: nn.Module) -> bool:
 
 def reason_against(experts: Any, kind: type[ConvertedExperts] = ConvertedExperts) -> str:
     """Why such experts cannot be converted; "" if they can."""
-    if _flag(experts, "has_post_expert_norm"):
-        return "a norm behind each expert"
-    parameters = dict(experts.named_parameters())
+    norm = "post_expert_norm." if _flag(experts, "has_post_expert_norm") else "-"
+    parameters = {name: p for name, p in experts.named_parameters() if not name.startswith(norm)}
     if parameters.keys() != {*kind.expert_names(experts)}:
         return f"its parameters are {', '.join(sorted(parameters)) or 'none'}"
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.dtype not in DTYPES}

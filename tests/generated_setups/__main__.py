@@ -2,16 +2,22 @@
 and why.
 
     python -m tests.generated_setups --ranks 2 --first 0 --count 500
+    python -m tests.generated_setups --ranks 4 --count 100 --json bench/results/drawn-set-ups-4-ranks.json
+
+The files in bench/results are shown in docs/explanation/proof.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import time
 from collections import Counter
+from datetime import date
+from pathlib import Path
 from random import Random
 
 os.environ |= {"OMP_NUM_THREADS": "1", "LANCET_CHECK": "1"}
@@ -25,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("--ranks", 2), ("--first", 0), ("--count", 500)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--json", type=Path, help="file in which the ends and reasons are kept")
     given = parser.parse_args()
     ends, reasons, begin = Counter[str](), Counter[str](), time.monotonic()
     # Told to stop, it says what it has seen.
@@ -44,6 +51,9 @@ def main() -> None:
     print(", ".join(f"{count} {kind}" for kind, count in ends.most_common()))
     for reason, count in reasons.most_common():
         print(f"{count:5} {reason}")
+    if given.json:
+        kept = {"date": str(date.today()), "ranks": given.ranks, "ends": ends, "reasons": reasons}
+        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

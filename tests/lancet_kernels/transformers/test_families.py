@@ -18,6 +18,7 @@ PROPERTIES = {
     "inkling2": "softcapped",
     "lfm2_moe": "silu as a function",
     "llama4": "scores that multiply the experts' inputs, with zeros for experts that are not chosen",
+    "muse_spark": "a norm behind each expert",
     "minimax_m3_vl": "the formula of GPT-OSS, concatenated",
     "nemotron_h": "ungated, squared relu",
     "openai_privacy_filter": "biases, concatenated",
