@@ -8,6 +8,7 @@ an exit code that is not 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import signal
 import sys
@@ -15,19 +16,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lancet_kernels import __version__
-from lancet_kernels.cli import (
-    bench,
-    check,
-    environment,
-    explain,
-    kernels,
-    plan_command,
-    selftest,
-    train,
-    tune,
-)
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.measure.launch import report_errors, under_launcher
+
+_COMMANDS = {
+    "train": "train", "plan": "plan_command", "bench": "bench", "explain": "explain", "check": "check",
+    "env": "environment", "selftest": "selftest", "tune": "tune", "kernels": "kernels",
+}  # fmt: skip
+"""Their modules; those of every day first, the last two are for authors of kernels."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = _parser()
+    parser = _parser(*(name for name in argv[:1] if name in _COMMANDS))
     arguments = parser.parse_args(argv)
     return arguments.run(parser, arguments, argv)
 
@@ -59,12 +55,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*names: str) -> argparse.ArgumentParser:
+    """The parser of these commands, whose modules alone are imported; without names of all."""
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    # Those of every day first; the last two are for authors of kernels.
-    daily = (train, plan_command, bench, explain, check, environment, selftest)
-    for command in (*daily, tune, kernels):
-        command.add_parser(commands)
+    for name in names or _COMMANDS:
+        importlib.import_module(f"lancet_kernels.cli.{_COMMANDS[name]}").add_parser(commands)
     return parser
