@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OVERLAP = "bench/results/overlap-{}.json"
 FAULTS = "bench/results/faults-2-core-cpu.json"
+DRAWN = "bench/results/drawn-set-ups-{}-ranks.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
@@ -228,6 +230,28 @@ def faults() -> str:
     return "\n".join(_table(("rank 1", "two ranks share", "ended after", "said", "lost"), rows))
 
 
+def drawn() -> str:
+    """What became of the set-ups that `tests.generated_setups` draws, and for which reasons."""
+    runs = [json.loads((ROOT / DRAWN.format(ranks)).read_text(encoding="utf-8")) for ranks in (2, 4)]
+    columns = [Counter[str](run["ends"]) for run in runs]
+    for run, column in zip(runs, columns, strict=True):
+        for reason, count in run["reasons"].items():
+            column[_kind_of_reason(reason)] += count
+    names = {"right": "as the plain module, by its plan", "without its plan": "so, in part without a plan"}
+    first = ["right", "without its plan", "refused", "failed"]
+    others = [kind for kind, _ in (columns[0] + columns[1]).most_common() if kind not in first]
+    rows = [(_escaped(names.get(k, k)), *(str(column[k]) for column in columns)) for k in (*first, *others)]
+    return "\n".join(_table(("what", *(f"{run['ranks']} ranks, {run['date']}" for run in runs)), rows))
+
+
+def _kind_of_reason(reason: str) -> str:
+    """Without what it was found at: `refused, expected nn.Parameter`, `without its plan, no longer so`."""
+    end, _, why = reason.partition(": ")
+    if end == "refused":
+        return f"{end}: expected {why.partition(', expected ')[2].partition(';')[0]}"
+    return f"{end}: {re.sub(r'^rank N: ', '', why).partition(':')[0]}"
+
+
 def first_run(folder: Path = ROOT / "bench" / "results") -> str:
     """Each committed first run on a GPU: the outcome of its steps, and their figures."""
     texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("first-run-*.jsonl"))]
@@ -271,6 +295,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "stand_ins": stand_ins,
     "first_run": first_run,
     "faults": faults,
+    "drawn": drawn,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lancet_kernels import MoELayer
-from lancet_kernels.cli.main import main, selftest
+from lancet_kernels.cli import selftest
+from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.measure.launch import Rank
 from tests.processes import run
