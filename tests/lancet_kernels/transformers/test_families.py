@@ -40,7 +40,8 @@ SAVED = json.loads(RESULTS.read_text(encoding="utf-8"))
 )
 @pytest.mark.parametrize("family", SAVED["families"])
 def test_family_is_as_in_the_table(pool: RankPool, family: str) -> None:
-    assert one_family(pool, family) == SAVED["families"][family]
+    saved = {name: value for name, value in SAVED["families"][family].items() if name != "mixins"}
+    assert one_family(pool, family) == saved
 
 
 @pytest.mark.parametrize("family", ["jetmoe", "longcat_flash"])
