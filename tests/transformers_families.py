@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lancet_kernels.transformers.causal_lm import _record_outputs
+
 VOCABULARY, TOKENS = 64, 6
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "moe_intermediate_size": 12,
@@ -134,17 +136,22 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class FamilyStep(nn.Module):
-    """Token ids [B, S] -> a loss: cross entropy of the next token; of a headless model the mean sine."""
+    """Token ids [B, S] -> a loss: cross entropy of the next token, and the load-balance loss of the routers
+    where the model has one; of a headless model the mean sine."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        has_option = "output_router_logits" in inspect.signature(model.forward).parameters
+        self.options = {"output_router_logits": True} if has_option else {}
+        _record_outputs(model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        output = self.model(input_ids=input_ids, use_cache=False)
+        output = self.model(input_ids=input_ids, use_cache=False, **self.options)
         if "logits" not in output:
             return output.last_hidden_state.sin().mean()
-        return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+        return loss + output.aux_loss if "aux_loss" in output else loss
 
 
 def tiny_batch(rank: int = 0) -> Tensor:

@@ -121,6 +121,7 @@ def support() -> str:
 WAYS = {
     "converted": "`convert`", "optimize": "`optimize`", "expert parallel": "EP", "plan --hf": "`plan --hf`",
 }  # fmt: skip
+RIGHT = {"": "yes", "not cut": "yes, not cut"}
 FAMILIES = "bench/results/transformers-families.json"
 
 
@@ -129,8 +130,8 @@ def families() -> str:
     by_family = json.loads((ROOT / FAMILIES).read_text(encoding="utf-8"))["families"]
     rows, reasons = [], []
     for family, results in by_family.items():
-        refused = {way: results[way] for way in WAYS if results.get(way)}
-        cells = ["no" if way in refused else "yes" if way in results else "" for way in WAYS]
+        refused = {way: results[way] for way in WAYS if results.get(way) not in (None, *RIGHT)}
+        cells = [RIGHT.get(results[way], "no") if way in results else "" for way in WAYS]
         mixins = results.get("mixins", {})
         passed = [f"{of['of'] - len(of['failed'])} of {of['of']}" for of in mixins.values()]
         tests = [next(iter(passed[i : i + 1]), "") for i in range(2)]

@@ -2,6 +2,7 @@
 
 import json
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,9 @@ from tests.ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.lancet_kernels.transformers.all_families import RESULTS, converted, one_family
+from tests.lancet_kernels.transformers import all_families
+from tests.lancet_kernels.transformers.all_families import NOT_CUT, RESULTS, converted, one_family
+from tests.transformers_families import FamilyStep, tiny_batch
 
 PROPERTIES = {
     "aria": "transposed",
@@ -29,6 +32,24 @@ PROPERTIES = {
 @pytest.mark.parametrize("family", PROPERTIES)
 def test_every_property_of_experts(family: str) -> None:
     assert converted(family, planned=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranges", "fallbacks", "cell"),
+    [([1], {}, ""), ([], {}, NOT_CUT), ([1], {"a mode": 2}, "runs without its plan: a mode")],
+)
+def test_what_a_plan_did_is_told(
+    monkeypatch: pytest.MonkeyPatch, ranges: list[int], fallbacks: dict[str, int], cell: str
+) -> None:
+    """With right gradients, too, those of the load-balance loss included."""
+
+    def unplanned(step: FamilyStep, _: tuple) -> FamilyStep:
+        assert "aux_loss" in step.model(tiny_batch(), **step.options)
+        step.plan, step.fallbacks = SimpleNamespace(ranges=ranges), fallbacks
+        return step
+
+    monkeypatch.setattr(all_families, "optimized", unplanned)
+    assert converted("mixtral", planned=True) == cell
 
 
 SAVED = json.loads(RESULTS.read_text(encoding="utf-8"))
