@@ -15,6 +15,20 @@ class UserError(ValueError):
         super().__init__(f"{what}: got {got}, expected {expected}; {do}")
 
 
+def class_name(module: object) -> str:
+    """The name of a module's class as the user wrote it.
+
+    FSDP and `convert` derive classes from it: `FSDPMixtralExperts`, `LancetMixtralExperts`.
+    """
+    own = type(module)
+    while len(own.__bases__) == 2:
+        made_of = own.__bases__[1]
+        if own.__name__ not in (f"FSDP{made_of.__name__}", f"Lancet{made_of.__name__}"):
+            break
+        own = made_of
+    return own.__name__
+
+
 def check_name(what: str, value: object, names: Collection[str], do: str = "check the name") -> None:
     """Raise UserError unless `value` is one of the names."""
     if value not in names:

@@ -80,24 +80,27 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "step3p7": {"layer_types": ["full_attention"] * 2, "share_expert_dim": 12, "sliding_window": 4},
+    "vitpose_backbone": {"part_features": 4},
     "zaya": {"router_hidden_size": 8, "num_experts_per_tok": 1},
 }  # fmt: skip
 """By family, sizes in addition."""
 FLOAT32 = ("beam", "inkling2", "muse_spark", "nemotron_h", "openai_privacy_filter")
 """Families that compute in float32 in a float64 model, or cannot be one."""
-_ENDINGS = ("ForCausalLM", "TextModel", "Model", "ForTokenClassification", "ForConditionalGeneration")
+_ENDINGS = (
+    "ForCausalLM", "TextModel", "Model", "ForTokenClassification", "ForConditionalGeneration", "Backbone",
+)  # fmt: skip
 
 
 def families() -> Iterator[str]:
     """The families whose code has experts."""
     root = Path(inspect.getfile(importlib.import_module("transformers.models"))).parent
     for file in sorted(root.glob("*/modeling_*.py")):
-        if re.search(r"class \w*Experts\(nn.Module", file.read_text(encoding="utf-8")):
+        if re.search(r"self\.experts\b", file.read_text(encoding="utf-8")):
             yield file.parent.name
 
 
 def model_class(family: str) -> type[nn.Module]:
-    """The language model of a family, with a head if there is one."""
+    """The language model of a family, with a head if there is one; of one for images its backbone."""
     from transformers import PreTrainedModel
 
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -106,7 +109,8 @@ def model_class(family: str) -> type[nn.Module]:
         for name, c in vars(module).items()
         if inspect.isclass(c) and issubclass(c, PreTrainedModel) and c.__module__ == module.__name__
     }
-    ranked = [(k, n) for k, end in enumerate(_ENDINGS) for n in own if n.endswith(end) and "Vision" not in n]
+    named = [name for name in own if not re.search("Vision|PreTrained", name)]
+    ranked = [(k, name) for k, ending in enumerate(_ENDINGS) for name in named if name.endswith(ending)]
     return own[min(ranked)[1]]
 
 

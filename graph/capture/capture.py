@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from lancet_kernels import ops
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import (
     output_node,
     set_value,
@@ -315,7 +315,7 @@ def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -
     else:
         lines = [(f.filename, f.lineno, f.line) for f in getattr(error, "real_stack", None) or ()]
     return CaptureError(
-        f"capture of {type(module).__name__}",
+        f"capture of {class_name(module)}",
         got=f"{_hook(module, error, lines)}{_line_of_user(lines)}{type(error).__name__}: {reason}",
         expected="a module that torch.compile(fullgraph=True) accepts",
         do="remove what it names, or train without optimize()",

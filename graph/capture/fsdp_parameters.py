@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.ops.comm.groups import (
     EXPERT_GROUP,
     FORWARD_OF,
@@ -240,7 +240,7 @@ def _outermost(model: nn.Module) -> list[Any]:
 
 def _refusal(model: nn.Module, got: str, do: str) -> UserError:
     return UserError(
-        f"model {type(model).__name__}",
+        f"model {class_name(model)}",
         got=got,
         expected="parameters that fully_shard has sharded over one mesh dimension",
         do=f"use {do}, or train without optimize()",

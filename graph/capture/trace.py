@@ -48,7 +48,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.fsdp_parameters import Twin
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.meta import REGION
@@ -83,7 +83,7 @@ def _check_adapters(model: nn.Module) -> None:
         if isinstance(wrapper, kind) and not getattr(wrapper.get_base_layer(), "takes_weights", False):
             raise UserError(
                 f"adapters of {wrapper.parameter_name}",
-                got=f"a {type(wrapper.get_base_layer()).__name__}, which is no layer of lancet_kernels",
+                got=f"a {class_name(wrapper.get_base_layer())}, which is no layer of lancet_kernels",
                 expected="experts that are",
                 do='call convert(model) before PEFT, or model.set_experts_implementation("lancet")',
             )
@@ -212,9 +212,7 @@ class PlainTensors:
         traced.recompile()
 
     def _refuse(self, got: str, expected: str, do: str) -> UserError:
-        return UserError(
-            f"forward of {type(self._module).__name__}", got=got, expected=expected, do=f"use {do}"
-        )
+        return UserError(f"forward of {class_name(self._module)}", got=got, expected=expected, do=f"use {do}")
 
     def values(self) -> dict[str, Tensor]:
         """The tensors as they are now, by name."""
@@ -371,7 +369,7 @@ def trace(
         if writes:
             names = ", ".join(sorted({function.plain(source) for source in writes}))
             raise UserError(
-                f"forward of {type(module).__name__}",
+                f"forward of {class_name(module)}",
                 got=f"a forward that writes {names}",
                 expected="a forward without side effects: a plan would not repeat them",
                 do="return the value instead, change tensors in place (add_), or train without optimize()",

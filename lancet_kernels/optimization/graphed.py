@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 
@@ -39,7 +39,7 @@ class GraphedStep:
 
     def __init__(self, step: OptimizedModule, inputs: Sequence[object]) -> None:
         check_capturable(step)
-        name = type(step.module).__name__
+        name = class_name(step.module)
         self.step = step
         self._inputs = pytree.tree_map_only(Tensor, torch.clone, tuple(inputs))
         self._device = next(step.module.parameters()).device

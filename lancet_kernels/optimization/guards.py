@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.graph.capture.trace import Assumptions
@@ -67,7 +67,7 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
 
     Raises: UserError if they do not fit the signature of the forward.
     """
-    signature, name = inspect.signature(model.forward), type(model).__name__
+    signature, name = inspect.signature(model.forward), class_name(model)
     return to_trace(bind(signature, name, *as_arguments(example_inputs)))
 
 
@@ -162,7 +162,7 @@ class Guards:
         kinds: Sequence[str] = ("_modules", "_parameters"),
     ) -> None:
         self.inputs = PlannedInputs(arguments)
-        self._name, self._by = f"the {by}d {type(module).__name__}", f"{by}()"
+        self._name, self._by = f"the {by}d {class_name(module)}", f"{by}()"
         self._module, self._assumptions, self._sums_gradients = ref(module), assumptions, sums_gradients
         self._training = module.training
         self._devices = {"cpu", next(module.parameters()).device.type}
@@ -221,7 +221,7 @@ class Guards:
         if module is None:
             return ""
         if _own_calls(module) != self._own:
-            return f"the hooks or the forward of {type(module).__name__} itself"
+            return f"the hooks or the forward of {class_name(module)} itself"
         if not self._assumptions.hold(module):
             return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
         return ""
@@ -323,7 +323,7 @@ def _autocast_text(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
 def check_model(model: nn.Module) -> None:
     """Raise UserError for a model that no plan can train: without parameters, with parameters that no
     gradient can reach, or distributed over ranks by a wrapper."""
-    name = f"model {type(model).__name__}"
+    name = f"model {class_name(model)}"
     parameters = dict(model.named_parameters())
     if not parameters:
         raise UserError(
@@ -358,7 +358,7 @@ def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: 
         ranks = group_size(one.group) * group_size(one.replicas)
         if ranks != wanted:
             raise UserError(
-                f"model {type(model).__name__}",
+                f"model {class_name(model)}",
                 got=f"{one.name} sharded over {ranks} ranks",
                 expected=f"the {wanted} ranks that hold the same values",
                 do="shard the model with lancet_kernels.fsdp, or give optimize() the groups",
@@ -371,7 +371,7 @@ def refuse_sharded(module: nn.Module) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    name_of_model = type(module).__name__
+    name_of_model = class_name(module)
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise UserError(

@@ -27,7 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.measure import run_as_a_whole
@@ -307,7 +307,7 @@ class OptimizedModule(nn.Module):
         for number, (inputs, by_name) in enumerate(batches):
             with contextlib.nullcontext() if number == len(batches) - 1 else self.no_sync():
                 result = self(*inputs, **by_name)
-                loss_of(result, type(self.module).__name__).mul(scale).backward()
+                loss_of(result, class_name(self.module)).mul(scale).backward()
             results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return results
 
@@ -322,7 +322,7 @@ class OptimizedModule(nn.Module):
 
     @property
     def _name(self) -> str:
-        return f"the optimized {type(self.module).__name__}"
+        return f"the optimized {class_name(self.module)}"
 
     @cached_property
     def _pairs(self) -> PairedMicrobatches:
@@ -361,7 +361,7 @@ class OptimizedModule(nn.Module):
 
     def _cannot(self, what: str, instead: str) -> UserError:
         return UserError(
-            f"optimized {type(self.module).__name__}",
+            f"optimized {class_name(self.module)}",
             got=f"a module to be {what}",
             expected="none: its plan holds compiled graphs and communicators of this process",
             do=f"use {instead}",

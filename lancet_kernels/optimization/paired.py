@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, output_node
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
@@ -45,7 +45,7 @@ class PairedMicrobatches:
     def __init__(self, step: ModelStep, plan: Plan) -> None:
         model, captured = step.model, step.captured
         self._captured, self._accumulation = captured, step.accumulation
-        self._name = type(model).__name__
+        self._name = class_name(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         first = captured.forward_outputs
         results = output_node(step.module).args[0]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.ops.comm.groups import group_name, group_of, group_rank, values_of_ranks
 from lancet_kernels.ops.comm.waiting import waiting
@@ -109,7 +109,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UserError(
             "model to save",
-            got=type(model).__name__,
+            got=class_name(model),
             expected="a model of transformers",
             do="give the model inside of it, or save model.state_dict() with torch.distributed.checkpoint",
         )
@@ -133,7 +133,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     if writes:
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        own.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        own.config.architectures = [class_name(model)]
         own.config.save_pretrained(folder)
         if own.can_generate():
             own.generation_config.save_pretrained(folder)
@@ -188,7 +188,7 @@ def load_safetensors(
         wrong += [f"no {name}" for name in info.missing_keys if name.rpartition(".")[0] in experts]
         if wrong := sorted([*wrong, *info.conversion_errors]):
             raise UserError(
-                f"checkpoint {folder}", got=wrong[0], expected=f"the weights of a {type(model).__name__}",
+                f"checkpoint {folder}", got=wrong[0], expected=f"the weights of a {class_name(model)}",
                 do="check that it is a checkpoint of this model",
             )  # fmt: skip
         info = own._finalize_model_loading(own, config, info)
@@ -248,7 +248,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
     if by_name.get("state_dict") is None:
         raise UserError(
-            f"save_pretrained of a converted {type(model).__name__}",
+            f"save_pretrained of a converted {class_name(model)}",
             got="experts that are on several ranks",
             expected="state_dict=, with all of them",
             do="call save_safetensors(model, folder) on every rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.comm.groups import AnyGroups
@@ -70,7 +71,7 @@ def convert(
     for name, experts in experts_of(model):
         why = _reason(experts)
         if why:
-            report.left_alone[name] = f"{type(experts).__name__}: {why}"
+            report.left_alone[name] = f"{class_name(experts)}: {why}"
         else:
             _refuse_sharded(name, experts)
             chosen[name] = experts
@@ -78,14 +79,14 @@ def convert(
         left = "; ".join(dict.fromkeys(report.left_alone.values()))
         raise UserError(
             "model to convert",
-            got=left or f"a {type(model).__name__} without MoE blocks",
+            got=left or f"a {class_name(model)} without MoE blocks",
             expected="experts that can be converted and no others",
             do="convert with strict=False to leave the others alone",
         )
     for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
         expert_parallel(copy.copy(experts), groups, backend, capacity_factor, _kind(experts))
     for name, experts in chosen.items():
-        own = type(experts).__name__
+        own = class_name(experts)
         block = model.get_submodule(name.rpartition(".")[0])
         keep_choices(block)
         keep_float32(model, name.rpartition(".")[0])
@@ -115,11 +116,11 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_adapter(module: nn.Module) -> bool:
-    return type(module).__name__ in ADAPTERS
+    return class_name(module) in ADAPTERS
 
 
 def _kind(experts: nn.Module) -> type[ConvertedExperts]:
-    return ADAPTERS[type(experts).__name__].experts if _has_adapter(experts) else ConvertedExperts
+    return ADAPTERS[class_name(experts)].experts if _has_adapter(experts) else ConvertedExperts
 
 
 def _reason(experts: nn.Module) -> str:
@@ -127,7 +128,9 @@ def _reason(experts: nn.Module) -> str:
     if has_interface(experts) or _has_adapter(experts):
         return reason_against(experts, _kind(experts))
     if isinstance(experts, nn.ModuleList):
-        return "a list of modules, as transformers before 5.0 has experts: install transformers>=5"
+        if getattr(sys.modules.get("transformers"), "__version__", "5").startswith("4."):
+            return "a list of modules, as transformers before 5.0 has experts: install transformers>=5"
+        return "a list of modules, one for each expert, and not one module with the weights of all"
     return "its class has no `use_experts_implementation` of transformers, which says how its weights lie"
 
 

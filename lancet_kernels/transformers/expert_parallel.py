@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.trace import BEFORE_A_TRACE
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, Groups, group_name
@@ -105,7 +105,7 @@ class LancetEP(EPImplementation):
         """
         if self.why_own:
             raise UserError(
-                f"experts {type(self.experts).__name__}", got=self.why_own,
+                f"experts {class_name(self.experts)}", got=self.why_own,
                 expected="experts that run on the ops of lancet_kernels", do="train without optimize()",
             )  # fmt: skip
         return MethodType(type(self.experts).forward, experts)
@@ -179,7 +179,7 @@ def _alone(experts: Any) -> ConvertedExperts:
     why = "experts on several ranks" if experts._is_expert_parallel else reason_against(layer)
     if why:
         raise UserError(
-            f"experts_implementation={NAME!r} of {own.__name__}", got=why,
+            f"experts_implementation={NAME!r} of {class_name(layer)}", got=why,
             expected="plain weights of all experts on each rank",
             do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
         )  # fmt: skip

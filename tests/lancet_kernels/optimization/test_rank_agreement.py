@@ -150,13 +150,13 @@ def test_ranks_that_call_otherwise_are_named_on_all_of_them(pool: RankPool) -> N
             "2 microbatches on rank(s) 0 and 3 microbatches on rank(s) 1",
             "a call on rank(s) 0 and 2 microbatches on rank(s) 1",
             "a call on rank(s) 0 and a call without gradients on rank(s) 1",
-            "got an error on rank 1: parameters of the optimized FSDPSummed: got ",
+            "got an error on rank 1: parameters of the optimized Summed: got ",
         ),
         strict=True,
     ):
         assert words in text
     assert second[3].startswith(
-        "parameters of the optimized FSDPSummed: got head.weight with requires_grad=False"
+        "parameters of the optimized Summed: got head.weight with requires_grad=False"
     )
 
 

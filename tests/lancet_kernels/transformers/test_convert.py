@@ -1,6 +1,7 @@
 """Converted models of transformers on one process against the originals: outputs, gradients, weights."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -109,8 +110,11 @@ class Unknown(nn.Module):
         self.experts = nn.Linear(4, 4)
 
 
-def test_other_experts_are_named_and_left_alone() -> None:
+def test_other_experts_are_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleDict({"known": tiny_model("Mixtral"), "old": Listed(), "other": Unknown()})
+    with pytest.raises(UserError, match=r"got ModuleList: .*not one module with .*; Linear: its cl"):
+        convert(model, strict=True)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(UserError, match=r"got ModuleList: .*transformers>=5; Linear: its cl"):
         convert(model, strict=True)
     assert not moe_layers(model)

@@ -139,6 +139,9 @@ def sharded_and_saved(family: str, expert_ranks: int, replicated: bool, folder: 
     convert(model, groups, strict=True)
     shape = (2, ranks // 2) if replicated else (ranks,)
     fsdp(model, init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :]), groups)
+    assert type(model).__name__ == f"FSDP{kind.__name__}"
+    if expert_ranks > 1:
+        assert f"a converted {kind.__name__}: got" in refusal(lambda: model.save_pretrained(folder))
     after = export_state_dict(model)
     assert after.keys() == before.keys()
     assert all(type(after[name]) is Tensor for name in before)

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.lancet_kernels.transformers import all_families
 from tests.lancet_kernels.transformers.all_families import NOT_CUT, RESULTS, converted, one_family
-from tests.transformers_families import FamilyStep, tiny_batch
+from tests.transformers_families import FamilyStep, families, tiny_batch
 
 PROPERTIES = {
     "aria": "transposed",
@@ -55,10 +55,18 @@ def test_what_a_plan_did_is_told(
 SAVED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
-@pytest.mark.long
-@pytest.mark.skipif(
+of_its_version = pytest.mark.skipif(
     version("transformers") != SAVED["transformers"], reason="the table is of another version"
 )
+
+
+@of_its_version
+def test_every_family_is_in_the_table() -> None:
+    assert sorted(SAVED["families"]) == [*families()]
+
+
+@pytest.mark.long
+@of_its_version
 @pytest.mark.parametrize("family", SAVED["families"])
 def test_family_is_as_in_the_table(pool: RankPool, family: str) -> None:
     saved = {name: value for name, value in SAVED["families"][family].items() if name != "mixins"}
@@ -68,3 +76,7 @@ def test_family_is_as_in_the_table(pool: RankPool, family: str) -> None:
 @pytest.mark.parametrize("family", ["jetmoe", "longcat_flash"])
 def test_experts_outside_of_the_interface_are_named(family: str) -> None:
     assert "has no `use_experts_implementation` of transformers" in converted(family, planned=False)
+
+
+def test_a_list_of_experts_is_named() -> None:
+    assert "VitPoseNaiveMoe: a list of modules, one for" in converted("vitpose_backbone", planned=False)

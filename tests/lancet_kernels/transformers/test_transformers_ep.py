@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lancet_kernels import CausalLMStep, moe_layers
 from lancet_kernels.transformers import routers
@@ -201,10 +202,13 @@ def refusal_of_a_plan() -> str:
 
     experts, alone = OwnExperts(), DeviceMesh("cpu", [dist.get_rank()])
     layer = LancetEP(experts, init_device_mesh("cpu", (2,)), alone)
+    fully_shard(experts)
+    assert type(experts) is not OwnExperts
     return refusal(lambda: layer.forward_of(experts))
 
 
 def test_other_experts_are_not_planned(pool):
+    """And named by their own class, not by FSDP's."""
     message, other = pool.run(refusal_of_a_plan)
     assert message == other
     assert "experts OwnExperts: got no `use_experts_implementation`" in message
