@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OVERLAP = "bench/results/overlap-{}.json"
@@ -125,11 +126,15 @@ RIGHT = {"": "yes", "not cut": "yes, not cut"}
 FAMILIES = "bench/results/transformers-families.json"
 
 
+def by_family() -> Mapping[str, Mapping[str, Any]]:
+    """What was tried of each family of transformers."""
+    return json.loads((ROOT / FAMILIES).read_text(encoding="utf-8"))["families"]
+
+
 def families() -> str:
     """What becomes of each family of transformers, and of transformers' own tests; then why not."""
-    by_family = json.loads((ROOT / FAMILIES).read_text(encoding="utf-8"))["families"]
     rows, reasons = [], []
-    for family, results in by_family.items():
+    for family, results in by_family().items():
         refused = {way: results[way] for way in WAYS if results.get(way) not in (None, *RIGHT)}
         cells = [RIGHT.get(results[way], "no") if way in results else "" for way in WAYS]
         mixins = results.get("mixins", {})
@@ -299,10 +304,13 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "drawn": drawn,
 }
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CONVERTED = re.compile(r"\d+( families\]\([\w./]*families\.md\))")
 
 
 def filled(page: str) -> str:
-    """A page with its generated parts as they should be."""
+    """A page with its generated parts as they should be, and the number of families that `convert` takes."""
+    converted = sum(results["converted"] == "" for results in by_family().values())
+    page = _CONVERTED.sub(rf"{converted}\1", page)
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]().strip()}\n{part[3]}", page)
 
 
