@@ -223,8 +223,6 @@ def _text_of_search(found: Found) -> str:
 
 
 def _text(result: Answer) -> str:
-    from lancet_kernels.predict.answer import ASSUMED
-
     lines = [f"Simulated, nothing was run: {result.question.describe()}", ""]
     lines.append(
         f"{'strategy':12} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
@@ -246,4 +244,4 @@ def _text(result: Answer) -> str:
     lines += ["", f"Best: {result.best}, which {fits} into {result.memory_limit_gib:.1f} GiB ({memory})."]
     captured, planned = result.seconds["capture"], result.seconds["plan"]
     lines += [f"Captured in {captured:.1f} s, planned in {planned:.1f} s.", "", "Assumed:"]
-    return "\n".join([*lines, *(f"- {text}" for text in ASSUMED)])
+    return "\n".join([*lines, *(f"- {text}" for text in result.assumed)])

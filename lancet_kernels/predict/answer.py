@@ -18,7 +18,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import LAUNCHES, KernelCosts, collective_of, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.predict.attention import is_attention
-from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model
+from lancet_kernels.predict.config import Depths, depths, layers_and_experts
 from lancet_kernels.predict.microbatch import (
     GRADIENTS,
     OPTIMIZER,
@@ -74,7 +74,6 @@ ASSUMED = (
     "microbatches: the backward of a microbatch and the forward of the next, in the best order",
     "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
     "megatron-dw: with delayed weight gradients",
-    "of a multimodal model only the text model is trained, on text",
     "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
 )
 
@@ -159,6 +158,14 @@ class Answer:
     """Wall time of capturing and of planning."""
 
     @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the figures stand on, a line each."""
+        config = self.question.config
+        if not config.part_of:
+            return ASSUMED
+        return f"of {config.part_of} only its text model, {config.model_type}, is planned, on text", *ASSUMED
+
+    @property
     def memory_limit_gib(self) -> float:
         return gib(self.question.hardware.memory_gb * 1e9)
 
@@ -212,7 +219,7 @@ class Answer:
             "memory_limit_gib": self.memory_limit_gib,
             "strategies": named,
             "impossible": dict(self.impossible),
-            "assumed": list(ASSUMED),
+            "assumed": list(self.assumed),
             "seconds": dict(self.seconds),
         }
 
@@ -220,7 +227,7 @@ class Answer:
 @lru_cache(maxsize=16)
 def depths_of(hf: str) -> Depths:
     """The depths at which a model is captured. Args: hf: as of `Question`."""
-    return depths(kinds_of_layers(meta_model(load_config(hf))))
+    return depths(layers_and_experts(hf)[0])
 
 
 @lru_cache(maxsize=16)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import nn
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.layer.model_layers import moe_layers
+from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.predict import attention
+from lancet_kernels.transformers.convert import convert
 
 LAYERS = ("layers", "blocks")
 """What the lists of layers are called in models."""
@@ -44,23 +49,37 @@ def load_config(path: str | Path) -> Any:
             for name in data.get("architectures") or ():
                 if own := getattr(transformers, name, None):
                     data["model_type"] = own.config_class.model_type
-        return AutoConfig.for_model(**data).get_text_config()
+        if data.get("model_type") not in CONFIG_MAPPING:
+            # transformers lists all that it knows.
+            raise ValueError(f"its model_type {data.get('model_type')!r} is none of this transformers")
+        whole = AutoConfig.for_model(**data)
+        config = whole.get_text_config()
+        config.part_of = "" if config is whole else whole.model_type
+        return config
     except Exception as error:  # the checks of fields raise what is no ValueError
-        # transformers lists all models that it knows.
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = shorten(str(error), 100, placeholder=" ...") or type(error).__name__
         raise UserError(
             "--hf", got=f"{path} ({text})", expected="the config.json of a model of transformers",
             do="give the file of the model's repository",
         ) from error  # fmt: skip
 
 
-def number_of_experts(config: Any) -> int:
-    """Experts in all of an MoE layer; 0: a dense model."""
-    for part in (config, getattr(config, "ffn_config", None)):  # DBRX has a part of its own for them
-        for name in ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"):
-            if getattr(part, name, None):
-                return int(getattr(part, name))
-    return 0
+@lru_cache(maxsize=16)
+def layers_and_experts(hf: str) -> tuple[list[int], int]:
+    """The kinds of layers of a model, and how many experts in all an MoE layer has; 0: a dense model.
+
+    Args: hf: as of `Question`.
+    Raises: UserError for a model that is no decoder with a list of layers, and for experts that cannot be
+        converted.
+    """
+    model = meta_model(load_config(hf))
+    kinds = kinds_of_layers(model)
+    for why in convert(model, Groups()).left_alone.values():
+        raise UserError(
+            "--hf", got=f"{model.config.model_type}, which cannot be converted: {why}",
+            expected="a family that `convert` takes", do="plan your own step with --module",
+        )  # fmt: skip
+    return kinds, next((layer.num_experts for layer in moe_layers(model)), 0)
 
 
 def check_experts(experts: int, ranks: int) -> None:
@@ -132,7 +151,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if name.rpartition(".")[2] in LAYERS and isinstance(module, nn.ModuleList):
             return module
     raise UserError(
-        "--hf", got=f"{type(model).__name__}, whose decoder has no `{'` or `'.join(LAYERS)}`",
+        "--hf", got=f"{model.config.model_type}, whose decoder has no `{'` or `'.join(LAYERS)}`",
         expected="a decoder with a list of layers of that name", do="plan your own step with --module",
     )  # fmt: skip
 

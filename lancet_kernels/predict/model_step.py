@@ -6,6 +6,7 @@ The model may have fewer layers than its config says (`config.depths`); `answer`
 from __future__ import annotations
 
 import os
+from textwrap import shorten
 from unittest import mock
 
 import torch
@@ -25,7 +26,7 @@ from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.predict.tensor_parallel import name_group, slice_model
-from lancet_kernels.transformers.convert import convert, experts_of
+from lancet_kernels.transformers.convert import convert
 
 _SCANNED_TOKENS = 64
 
@@ -50,7 +51,7 @@ class _Loss(nn.Module):
 def model_step(question: Question, layers: int) -> ModelStep:
     """The step of one microbatch of the first `layers` layers, without costs.
 
-    Raises: UserError for experts that the ranks do not divide, and for blocks that cannot be converted.
+    Raises: UserError for experts that the ranks do not divide, and for what cannot be traced.
     """
     check_experts(question.experts, question.expert_ranks)
     config = shortened(load_config(question.hf), layers)  # a configuration of its own
@@ -59,20 +60,8 @@ def model_step(question: Question, layers: int) -> ModelStep:
         layout = question.gpus, question.expert_ranks, question.tensor_ranks
         groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
         model = meta_model(config)
-        if not question.experts and any(experts_of(model)):
-            raise UserError(
-                "--hf", got=f"{type(model).__name__}, whose config.json does not say how many experts it has",
-                expected="num_experts, num_local_experts or n_routed_experts", do="name it like that",
-            )  # fmt: skip
         _check_scans(model, question.sequence)
-        if question.experts:
-            report = convert(model, groups)
-            if report.left_alone or not report.converted:
-                why = next(iter(report.left_alone.values()), "no experts that it knows")
-                raise UserError(
-                    "--hf", got=f"{type(model).__name__}, which cannot be converted: {why}",
-                    expected="a family that `convert` takes", do="plan your own step with --module",
-                )  # fmt: skip
+        convert(model, groups)
         tensor_group = ""
         if question.tensor_ranks > 1:
             tensor_group = slice_model(model, question.tensor_ranks, question.microbatch)
@@ -100,8 +89,9 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite
             )
         except CaptureError as error:
+            reason = shorten(str(error.got), 140, placeholder=" ...")
             raise UserError(
-                "--hf", got=f"{config.model_type}, which torch cannot trace: {error.got}",
+                "--hf", got=f"{config.model_type}, which torch cannot trace: {reason}",
                 expected="a model that torch.compile(fullgraph=True) accepts",
                 do="plan your own step with --module",
             ) from error  # fmt: skip

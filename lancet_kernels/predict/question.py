@@ -10,7 +10,7 @@ from typing import Any
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import KernelCosts
-from lancet_kernels.predict.config import check_experts, load_config, number_of_experts
+from lancet_kernels.predict.config import check_experts, layers_and_experts, load_config
 from lancet_kernels.predict.routing import BALANCED, Load, Routing
 
 RECOMPUTE = ("none", "full", "selective", "attention", "experts", "alternate")
@@ -123,8 +123,8 @@ class Question:
 
     @property
     def experts(self) -> int:
-        """Experts in all; 0: a dense model."""
-        return number_of_experts(self.config)
+        """Experts in all; 0: a dense model. Raises: UserError as `layers_and_experts`."""
+        return layers_and_experts(self.hf)[1]
 
     @property
     def possible_expert_ranks(self) -> list[int]:

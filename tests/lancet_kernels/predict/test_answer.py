@@ -17,7 +17,7 @@ from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import capture_step
-from lancet_kernels.predict.answer import STRATEGIES, answer, check_fits, depths_of, microbatches
+from lancet_kernels.predict.answer import STRATEGIES, Answer, answer, check_fits, depths_of, microbatches
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.microbatch import Microbatch
@@ -271,8 +271,25 @@ def test_chosen_keys_cost_what_a_window_of_as_many_does(tmp_path):
 
 def test_an_indexer_that_loops_over_queries_is_named_by_its_line(tmp_path):
     tiny_config("qwen4_exp").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"modeling_qwen4_exp\.py, line \d+, .if num_complete_blocks > 0"):
+    with pytest.raises(
+        UserError, match=r"modeling_qwen4_exp\.py, line \d+, .if num_complete_blocks > 0"
+    ) as caught:
         microbatches(Question(str(tmp_path), "dgx-h100", 8, 8, sequence=8))
+    assert len(str(caught.value)) < 300
+
+
+def test_of_a_multimodal_model_the_answer_says_that_it_is_the_text_model(tmp_path):
+    texts = []
+    for config in ({"model_type": "ernie4_5_vl_moe"}, DENSE):
+        (tmp_path / config["model_type"]).mkdir()
+        asked = Question(written(tmp_path / config["model_type"], config), "dgx-h100", 8)
+        texts.append(Answer(asked, {}, {}, 0.0).assumed)
+    multimodal, dense = texts
+    assert (
+        multimodal[0] == "of ernie4_5_vl_moe only its text model, ernie4_5_vl_moe_text, is planned, on text"
+    )
+    assert multimodal[1:] == dense
+    assert not any("text model" in line for line in dense)
 
 
 def test_microbatches_that_differ_only_in_number_scale_tokens(question):
@@ -330,7 +347,7 @@ def test_a_model_that_cannot_be_traced_is_one_line_of_its_own(tmp_path, monkeypa
         r"expected a model .* accepts; plan your own step with --module",
         str(caught.value),
     )
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 300
 
 
 def test_layers_computed_token_by_token_are_refused():

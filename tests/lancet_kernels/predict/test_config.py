@@ -5,8 +5,16 @@ import sys
 import pytest
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.predict.config import Depths, depths, kinds_of_layers, load_config, meta_model
-from tests.lancet_kernels.predict.small_models import DEEPSEEK, written
+from lancet_kernels.predict.config import (
+    Depths,
+    depths,
+    kinds_of_layers,
+    layers_and_experts,
+    load_config,
+    meta_model,
+)
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, written
+from tests.transformers_families import tiny_config
 
 pytest.importorskip("transformers")
 
@@ -39,7 +47,7 @@ def test_layers_alike_are_of_one_kind(tmp_path):
 
 def test_a_decoder_without_layers_is_one_line(tmp_path):
     config = written(tmp_path, {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4})
-    with pytest.raises(UserError, match="GPT2LMHeadModel, whose decoder has no `layers` or `blocks`"):
+    with pytest.raises(UserError, match="got gpt2, whose decoder has no `layers` or `blocks`"):
         kinds_of_layers(meta_model(load_config(config)))
 
 
@@ -49,9 +57,9 @@ def test_no_such_config():
 
 
 def test_unknown_model(tmp_path):
-    with pytest.raises(UserError, match=r"--hf: got .*config\.json") as error:
+    with pytest.raises(UserError, match=r"--hf: got .*config\.json \(its model_type 'no-such-m") as error:
         load_config(written(tmp_path, {"model_type": "no-such-model"}))
-    assert len(str(error.value)) < 500
+    assert len(str(error.value)) < 300
 
 
 def test_a_model_with_code_of_its_own_is_the_class_that_it_names(tmp_path):
@@ -72,12 +80,35 @@ def test_values_that_a_configuration_refuses(tmp_path):
     with pytest.raises(UserError, match=r"--hf: got .*config\.json \(.*'num_hidden_layers'") as error:
         load_config(config)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 def test_a_text_model_without_an_auto_class_gets_a_head(tmp_path):
     model = meta_model(load_config(written(tmp_path, {"model_type": "ernie4_5_vl_moe"})))
     assert type(model.model).__name__ == "Ernie4_5_VLMoeTextModel"
     assert model.lm_head.out_features == model.config.vocab_size
+
+
+@pytest.mark.parametrize("family", ["dbrx", "deepseek_v3", "gemma4", "llama4", "qwen3_vl_moe"])
+def test_experts_are_those_of_the_model(tmp_path, family):
+    """Whatever its configuration calls their number."""
+    tiny_config(family).save_pretrained(tmp_path)
+    assert layers_and_experts(str(tmp_path))[1] == 8
+
+
+def test_a_dense_model_has_no_experts_whatever_its_configuration_says(tmp_path):
+    assert layers_and_experts(written(tmp_path, DENSE, num_experts=8))[1] == 0
+    config = tiny_config("gemma4")
+    config.enable_moe_block = False
+    config.save_pretrained(tmp_path / "gemma4")
+    assert layers_and_experts(str(tmp_path / "gemma4"))[1] == 0
+
+
+def test_experts_that_cannot_be_converted_are_refused(tmp_path):
+    tiny_config("jetmoe").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--hf: got jetmoe, which cannot be converted: JetMoeMoA: ") as error:
+        layers_and_experts(str(tmp_path))
+    assert len(str(error.value)) < 300
 
 
 def test_without_transformers(monkeypatch):
