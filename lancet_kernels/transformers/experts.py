@@ -96,7 +96,8 @@ class ConvertedExperts(ExpertLayer, Derived):
         """The norm is the same for all experts, so each choice comes back as a token of its own: as many rows
         travel, with the same capacity."""
         choices = top_k_index.shape[1]
-        rows, ones = hidden_states.repeat_interleave(choices, 0), torch.ones_like(top_k_weights)
+        rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
+        ones = torch.ones_like(top_k_weights)
         y = self._weighted(rows, top_k_index.view(-1, 1), ones.view(-1, 1), choices)
         y_TKD = self.post_expert_norm(y).view(*top_k_index.shape, -1)
         return (y_TKD * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
