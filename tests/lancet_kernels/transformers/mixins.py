@@ -44,6 +44,8 @@ class _Now:
 
     pool: RankPool
     implementation = "lancet"
+    in_float32 = False
+    """Is the model on one device, with which bfloat16 gradients are compared, computed in float32?"""
 
 
 def own_module(name: str) -> ModuleType:
@@ -81,20 +83,33 @@ def _on_ranks(ranks: int, function: Callable[..., Any], arguments: tuple, by_nam
 
     module = function.__module__.rpartition(".")[2]
     _Now.pool.run(
-        mixins.one_rank, _Now.implementation, module, function.__name__, arguments, by_name,
+        mixins.one_rank, _Now.implementation, _Now.in_float32, module, function.__name__, arguments, by_name,
         ranks=ranks, timeout_s=900, collective_timeout_s=600,
     )  # fmt: skip
 
 
-def one_rank(implementation: str, module: str, name: str, arguments: tuple, by_name: dict) -> None:
+def one_rank(
+    implementation: str, in_float32: bool, module: str, name: str, arguments: tuple, by_name: dict
+) -> None:
     """A function of one of their modules, with an implementation of expert parallelism as "auto"."""
+    import transformers
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
     import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
 
     own, rank, of_name = own_module(module), dist.get_rank(), EPImplementationInterface._global_mapping
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    with mock.patch.dict(os.environ, environment), mock.patch.dict(of_name, auto=of_name[implementation]):
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def in_wider_dtype(folder: str, **options: Any) -> torch.nn.Module:
+        return load(folder, **options if "distributed_config" in options else {"torch_dtype": torch.float32})
+
+    loads = {"from_pretrained": in_wider_dtype} if in_float32 else {}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.dict(of_name, auto=of_name[implementation]),
+        mock.patch.multiple(transformers.AutoModelForCausalLM, **loads),
+    ):
         if hasattr(own, "_set_determinism"):
             own._set_determinism(own.SEED)
         try:
@@ -169,19 +184,28 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", default=[*tested_families()])
     parser.add_argument("--implementation", default="lancet")
+    parser.add_argument(
+        "--float32-reference",
+        action="store_true",
+        help="compare bfloat16 gradients with those of one device in float32; prints, saves nothing",
+    )
     options = parser.parse_args()
-    pool = RankPool(RANKS)
+    pool, names = RankPool(RANKS), test_names()
+    if options.float32_reference:
+        _Now.in_float32, names = True, [name for name in names if "bf16_grads" in name]
     for family in options.families:
         failed = {}
-        for name in test_names():
+        for name in names:
             if line := failure(pool, family, name, options.implementation):
                 failed[name] = line
                 print(family, name, line, flush=True)
+        if options.float32_reference:
+            continue
         saved = json.loads(RESULTS.read_text(encoding="utf-8"))
         own = saved["families"].setdefault(family, {}).setdefault("mixins", {})
-        own[options.implementation] = {"of": len(test_names()), "failed": failed}
+        own[options.implementation] = {"of": len(names), "failed": failed}
         RESULTS.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-        print(family, len(test_names()) - len(failed), "of", len(test_names()), flush=True)
+        print(family, len(names) - len(failed), "of", len(names), flush=True)
     pool.close()
     return 0
 
