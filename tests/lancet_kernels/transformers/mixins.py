@@ -101,14 +101,15 @@ def one_rank(
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     load = transformers.AutoModelForCausalLM.from_pretrained
 
-    def in_wider_dtype(folder: str, **options: Any) -> torch.nn.Module:
-        return load(folder, **options if "distributed_config" in options else {"torch_dtype": torch.float32})
+    def loaded(folder: str, **options: Any) -> torch.nn.Module:
+        on_one_device = "distributed_config" not in options
+        wider = {"torch_dtype": torch.float32} if in_float32 and on_one_device else {}
+        return load(folder, **options | wider)
 
-    loads = {"from_pretrained": in_wider_dtype} if in_float32 else {}
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.dict(of_name, auto=of_name[implementation]),
-        mock.patch.multiple(transformers.AutoModelForCausalLM, **loads),
+        mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained", loaded),
     ):
         if hasattr(own, "_set_determinism"):
             own._set_determinism(own.SEED)
