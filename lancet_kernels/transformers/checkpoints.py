@@ -189,7 +189,7 @@ def load_safetensors(
         if wrong := sorted([*wrong, *info.conversion_errors]):
             raise UserError(
                 f"checkpoint {folder}", got=wrong[0], expected=f"the weights of a {class_name(model)}",
-                do="check that it is a checkpoint of this model",
+                do="check that it is a checkpoint of this model"
             )  # fmt: skip
         info = own._finalize_model_loading(own, config, info)
     finally:
@@ -219,7 +219,7 @@ def _files(folder: Path) -> list[str]:
                 if (dtype := opened.get_slice(key).get_dtype()) in _QUANTIZED:
                     raise UserError(
                         f"{key} in the checkpoint", got=f"{dtype}, quantized", expected="unquantized weights",
-                        do="load it with from_pretrained and dequantize it, then convert the model",
+                        do="load it with from_pretrained and dequantize it, then convert the model"
                     )  # fmt: skip
     return [str(folder / name) for name in names]
 
