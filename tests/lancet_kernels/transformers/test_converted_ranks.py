@@ -22,6 +22,7 @@ from lancet_kernels import (
     moe_layers,
     save_safetensors,
 )
+from lancet_kernels.ops.moe import fused_experts
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
@@ -74,6 +75,25 @@ def all_families(families: list[str]) -> None:
 @pytest.mark.long
 def test_every_family(pool: RankPool) -> None:
     pool.run(all_families, list(FAMILIES), timeout_s=240)
+
+
+def fused() -> int:
+    """-> how many passes through experts were fused launches."""
+    model = tiny_model("Mixtral", torch.float32)
+    original = copy.deepcopy(model)
+    convert(model, backend="fused", strict=True)
+    with mock.patch.object(fused_experts, "fused_experts", wraps=fused_experts.fused_experts) as launched:
+        loss = CausalLMStep(model)(**tiny_batch(dist.get_rank()))
+    loss.backward()
+    sum_gradients(model)
+    compare(model, loss, original, "fused", 1e-6)
+    return launched.call_count
+
+
+@pytest.mark.parametrize(("ranks", "launches"), [(1, 0), (2, 2)])
+def test_fused_layers_equal_the_original(pool: RankPool, ranks: int, launches: int) -> None:
+    """One rank has nothing to overlap, and launches what backend="torch" does."""
+    assert pool.run(fused, ranks=ranks, timeout_s=240) == [launches] * ranks
 
 
 def saved_and_loaded(folder: str) -> str:
