@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -346,6 +348,37 @@ def test_a_planted_fault_is_named(compare, fault: Callable) -> None:
     assert all(what in ranks[rank] for rank, what in whats.items()), ranks
     if len(whats) == 1 and kind != "missing sum":
         assert [*ranks] == [*whats]
+
+
+class NoSum:
+    """In place of FSDP's reduce-scatter: every rank keeps what it has of its own shard."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: Any) -> None:
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def missing_sum_in_transformers(folder: str) -> tuple[nn.Module, object]:
+    """Gradients of experts are not summed over the ranks that have shards of the same ones."""
+    model, inputs = of_transformers("lancet", folder, torch.float32)
+    model.model.layers[1].mlp.experts.set_custom_reduce_scatter(NoSum())
+    return model, inputs
+
+
+def test_a_missing_sum_in_expert_parallelism_of_transformers_is_named(compare, tmp_path) -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    pytest.importorskip("accelerate")
+    folder = str(tmp_path / "model")
+    right = functools.partial(of_transformers, "lancet", folder, torch.float32)
+    first, ranks = first_of(compare(right, functools.partial(missing_sum_in_transformers, folder), 4))
+    assert (first.step, first.phase, first.kind) == (1, "gradient", "missing sum"), first
+    assert first.place == "model.layers.1.mlp.experts.down_proj"
+    lacks = {1: "2, 3", 2: "0, 1", 3: "0, 1"}  # rank 0 that of 3: no token of rank 2 chose its experts
+    assert all(ranks[rank] == f"without the part of rank(s) {others}" for rank, others in lacks.items()), (
+        ranks
+    )
 
 
 def test_random_numbers_are_refused() -> None:
