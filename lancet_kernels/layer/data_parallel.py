@@ -28,6 +28,7 @@ from lancet_kernels.graph.capture.fsdp_parameters import (
     placements_over,
     set_divisor,
 )
+from lancet_kernels.layer.expert_states import adapter_tensors
 from lancet_kernels.layer.gradients import (
     broadcast_replicated,
     gradient_groups,
@@ -146,13 +147,16 @@ def fsdp(
     experts, holders = set(expert_parameters(model)), ranks_that_hold(model, own)
     # Experts, and what was said to differ as they do.
     differ = {p for p, group in holders.items() if p in experts or group == own.replica != own.data}
+    # Along a dimension without experts, of those whose size must be a multiple.
+    columns = {tensor for _, tensor, place in adapter_tensors(model) if place.form == "columns"}
+    dim_of = {p: int(p in experts and p not in columns) for p in differ}
     ranks = group_size(own.replica)
     for name, parameter in model.named_parameters():
-        if parameter in experts and (parameter.dim() < 2 or parameter.shape[1] % ranks):
+        if parameter in experts and (parameter.dim() < 2 or parameter.shape[dim_of[parameter]] % ranks):
             raise UserError(
                 "experts to shard",
                 got=f"parameters {tuple(parameter.shape)} over {ranks} ranks that hold the same experts",
-                expected=f"a multiple of {ranks} as their second dimension",
+                expected=f"a multiple of {ranks} as their {('first', 'second')[dim_of[parameter]]} dimension",
                 do="use larger expert groups, or other widths",
             )
         if parameter not in differ and holders[parameter] != own.data:
@@ -168,7 +172,7 @@ def fsdp(
         along = placements_over(mesh_of_experts(own, kind), [0, 1])
 
     def placement(parameter: nn.Parameter) -> Any:
-        return along[parameter in experts] if parameter in differ else None
+        return along[dim_of[parameter]] if parameter in dim_of else None
 
     for module in (*_units(model), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)

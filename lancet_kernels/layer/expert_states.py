@@ -9,20 +9,29 @@
 Experts of converted models keep transformers' names: in state dicts their parameters are such DTensors, too.
 So torch.distributed.checkpoint saves the experts and an optimizer's state of them, and loads both at any
 number of ranks. Every optimizer is told in its first step.
+
+Adapters around a layer, as PEFT's are, keep their names, and are such DTensors, too (`Place`):
+
+    PEFT's lora_A [L * r, I]    [E * r, I]
+    PEFT's lora_B [O, r * L]    [O, r, E]          the expert is the inner index, so it needs a dimension
+    any other [L, ...]          [E, ...]
+    what is left [...]          [W, ...]           this rank's own: loads on as many ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -31,6 +40,7 @@ from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.shards import shard_of
 
 State = dict[str, Any]
+Form = Literal["", "rows", "columns", "own"]
 _OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 
 
@@ -59,12 +69,14 @@ class ShardedExperts(nn.Module):
         raise NotImplementedError
 
     def expert_tensors(self) -> dict[str, Tensor]:
-        """The parameters of experts by name; in place of a parametrized one, those it is computed from."""
+        """The parameters of experts by name; in place of a parametrized one, what it is computed from, with
+        its buffers."""
         tensors: dict[str, Tensor] = {}
         for name in self.expert_names():
             if is_parametrized(self, name):
                 path = f"parametrizations.{name}"
-                tensors |= {f"{path}.{n}": p for n, p in self.get_submodule(path).named_parameters()}
+                states = self.get_submodule(path).state_dict(keep_vars=True)
+                tensors |= {f"{path}.{n}": t for n, t in states.items() if isinstance(t, Tensor)}
             else:
                 tensors[name] = self.get_parameter(name)
         return tensors
@@ -149,13 +161,13 @@ def _with_shards(layer: ShardedExperts, state_dict: State, prefix: str, _metadat
     for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
         value = state_dict[prefix + name]
         _check_rows(layer, value, prefix + name)
-        state_dict[prefix + name] = _as_shard(value, tensor, layer)
+        state_dict[prefix + name] = _as_shard(value, tensor, Place(layer))
 
 
 def _with_own_rows(layer: ShardedExperts, state_dict: State, prefix: str, *_: object) -> None:
     for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
         if (key := prefix + name) in state_dict:
-            state_dict[key] = _own(state_dict[key], tensor, layer)
+            state_dict[key] = _own(state_dict[key], tensor, Place(layer))
 
 
 def _check_rows(layer: ShardedExperts, value: Tensor, name: str) -> None:
@@ -197,6 +209,113 @@ class _Experts:
         return of_expert
 
 
+class Place(NamedTuple):
+    """How this rank's part of a tensor lies in that of all ranks of an expert group."""
+
+    layer: ShardedExperts
+    form: Form = "rows"
+    """"rows": the expert is the outer index of dimension 0. "columns": [O, n * L], where it is the inner
+    index of dimension 1. "own": no dimension of experts."""
+    of_adapter: bool = False
+
+    def form_of(self, value: object, parameter: Tensor) -> Form:
+        """The form of a state of a parameter, which may have another shape; "": the same on all ranks."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return ""
+        if not self.of_adapter:
+            return "rows" if self.layer.has_rows(value, self.layer.local_experts) else ""
+        return self.form if value.shape == parameter.shape else "own"
+
+    def laid(self, part: Tensor, form: Form) -> Tensor:
+        """A rank's part with a dimension along which the parts of all ranks follow each other; a view."""
+        if form == "columns":
+            return part.unflatten(1, (-1, self.layer.local_experts))
+        return part.unsqueeze(0) if form == "own" else part
+
+    def part(self, laid: Tensor, form: Form) -> Tensor:
+        """The inverse of `laid`."""
+        if form == "columns":
+            return laid.flatten(1)
+        return laid.squeeze(0) if form == "own" else laid
+
+
+def _dimension(form: Form) -> int:
+    """Along which the parts of all ranks follow each other."""
+    return 2 if form == "columns" else 0
+
+
+def layer_below(module: nn.Module) -> nn.Module:
+    """What adapters lie around; a module that is no adapter itself."""
+    while (below := module._modules.get("base_layer")) is not None:
+        module = below
+    return module
+
+
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+    """Name, tensor and place of all parameters and buffers of adapters around the layers of a model."""
+    for path, module in model.named_modules():
+        for name, tensor, place in _around(module):
+            yield f"{path}.{name}" if path else name, tensor, place
+
+
+def _around(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+    """The same of one adapter; of any other module, and where one rank has all experts, nothing."""
+    layer, adapted = layer_below(module), getattr(module, "parameter_name", "")
+    if layer is module or not isinstance(layer, ShardedExperts) or adapted not in layer.expert_names():
+        return
+    # Experts that transformers has divided are in no state dict of ours.
+    if layer not in ShardedExperts.layers or not layer.expert_group:
+        return
+    # PEFT takes a parameter of two dimensions for one matrix, whose adapter belongs to all of its rows.
+    is_by_expert = getattr(layer, adapted).dim() == 3
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        kind = name.partition(".")[0]
+        if kind == "base_layer":
+            continue
+        form: Form = "rows" if layer.has_rows(tensor, layer.local_experts) else "own"
+        if kind in ("lora_A", "lora_B"):
+            form = "own" if not is_by_expert else "rows" if kind == "lora_A" else "columns"
+        yield name, tensor, Place(layer, form, of_adapter=True)
+
+
+class _Adapter:
+    """The hook of an adapter around a layer, which its copies have, too."""
+
+    adapters: ClassVar[WeakSet[_Adapter]] = WeakSet()
+    """All that there are in this process."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)
+        self.adapters.add(self)
+
+    def __getstate__(self) -> nn.Module | None:
+        return self.module()
+
+    def __setstate__(self, module: nn.Module) -> None:
+        self.__init__(module)  # type: ignore[misc]
+
+    def __call__(self, module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
+        for name, tensor, place in _around(module):
+            if (key := prefix + name) in state_dict:
+                state_dict[key] = _as_shard(state_dict[key], tensor, place)
+
+
+def _with_own_adapters(module: nn.Module, state_dict: State, prefix: str, *_: object) -> None:
+    for name, tensor, place in _around(module):
+        if (key := prefix + name) in state_dict:
+            state_dict[key] = _own(state_dict[key], tensor, place)
+
+
+def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """An adapter is made after its layer, by code that knows nothing of experts."""
+    if name == "base_layer" and child is not None and isinstance(layer_below(child), ShardedExperts):
+        module.register_state_dict_post_hook(_Adapter(module))
+        module.register_load_state_dict_pre_hook(_with_own_adapters)
+
+
+register_module_module_registration_hook(_is_put_around)
+
+
 def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> None:
     if torch.compiler.is_compiling() or optimizer in _OPTIMIZERS:
         return
@@ -204,24 +323,28 @@ def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> 
     optimizer.register_state_dict_post_hook(partial(_changed, change=_as_shard))
     optimizer.register_load_state_dict_pre_hook(partial(_changed, change=_own))
     # What was loaded before the first step.
-    for parameter, layer in _layers(optimizer).items():
+    for parameter, place in _places(optimizer).items():
         state = optimizer.state.get(parameter, {})
-        state.update({key: _own(value, parameter, layer) for key, value in state.items()})
+        state.update({key: _own(value, parameter, place) for key, value in state.items()})
 
 
 register_optimizer_step_pre_hook(_before_step)
 
 
-def _layers(optimizer: Optimizer) -> dict[Tensor, ShardedExperts]:
-    """The layers whose experts an optimizer updates, by parameter; where one rank has all experts, none."""
+def _places(optimizer: Optimizer) -> dict[Tensor, Place]:
+    """By parameter, the places of all that an optimizer updates of experts; where one rank has all experts,
+    none."""
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {
-        parameter: layer
+    places = {
+        parameter: Place(layer)
         for layer in ShardedExperts.layers
         if layer.expert_group
         for parameter in layer.expert_tensors().values()
-        if parameter in given
     }
+    for adapter in _Adapter.adapters:
+        if (module := adapter.module()) is not None:
+            places |= {tensor: place for _, tensor, place in _around(module)}
+    return {parameter: place for parameter, place in places.items() if parameter in given}
 
 
 def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
@@ -229,59 +352,86 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
 
     torch checks afterwards whether the state dict is one of this optimizer.
     """
-    layers, states = _layers(optimizer), dict(state_dict["state"])
+    places, states = _places(optimizer), dict(state_dict["state"])
     for group, named in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for parameter, name in zip(group["params"], named["params"], strict=False):
-            if parameter in layers and isinstance(states.get(name), Mapping):
-                layer = layers[parameter]
-                states[name] = {key: change(value, parameter, layer) for key, value in states[name].items()}
+            if parameter in places and isinstance(states.get(name), Mapping):
+                place = places[parameter]
+                states[name] = {key: change(value, parameter, place) for key, value in states[name].items()}
     return {**state_dict, "state": states}
 
 
-def _as_shard(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
-    """A tensor with a row for each expert of this rank as the shard of one with a row for each expert."""
-    if not isinstance(value, Tensor) or not layer.has_rows(value, layer.local_experts):
+def _as_shard(value: object, parameter: Tensor, place: Place) -> object:
+    """A tensor of this rank's experts as the shard of that of all experts."""
+    form = place.form_of(value, parameter)
+    if not form:
         return value
+    assert isinstance(value, Tensor)
     if isinstance(value, DTensor):  # sharded over the ranks that hold the same experts, too
-        mesh, placements = _with_experts(value)
-        return DTensor.from_local(value.to_local(), mesh, placements, run_check=False)
+        mesh, placements = _with_experts(value, form)
+        return DTensor.from_local(place.laid(value.to_local(), form), mesh, placements, run_check=False)
     kind = "cpu" if value.is_meta else value.device.type
-    mesh = DeviceMesh.from_group(group_of(layer.expert_group), kind)
-    return DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+    mesh = DeviceMesh.from_group(group_of(place.layer.expert_group), kind)
+    return DTensor.from_local(place.laid(value, form), mesh, [Shard(_dimension(form))], run_check=False)
 
 
-def _own(value: object, parameter: Tensor, layer: ShardedExperts) -> object:
+def _own(value: object, parameter: Tensor, place: Place) -> object:
     """This rank's part of such a tensor. Collective over the ranks of a DTensor that is sharded otherwise."""
     if isinstance(parameter, DTensor):
-        return _own_shard(value, parameter, layer)
+        return _own_shard(value, parameter, place)
     if isinstance(value, DTensor):
-        if value.placements == (Shard(0),) and layer.has_rows(value.to_local(), layer.local_experts):
-            return value.to_local()
+        for form in _forms(place):
+            own = place.part(value.to_local(), form)
+            if value.placements == (Shard(_dimension(form)),) and form == place.form_of(own, parameter):
+                return own
         value = value.full_tensor()
-    if isinstance(value, Tensor) and layer.has_rows(value, layer.num_experts):
-        return shard_of(value, 0, layer.expert_group)
-    return value
+    part = _part_of_whole(value, parameter, place)
+    return value if part is None else part
 
 
-def _own_shard(value: object, parameter: DTensor, layer: ShardedExperts) -> object:
+def _own_shard(value: object, parameter: DTensor, place: Place) -> object:
     """The same for experts that are sharded over the ranks that hold the same ones."""
-    mesh, placements = _with_experts(parameter)
+    mesh, placements = _with_experts(parameter, place.form)
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
-        own = value.to_local()
+        own = place.part(value.to_local(), place.form)
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if not isinstance(whole, Tensor) or not layer.has_rows(whole, layer.num_experts):
+        part = _part_of_whole(whole, parameter, place)
+        if part is None:
             return value
-        of_rank = shard_of(whole, 0, layer.expert_group)
-        own = distribute_tensor(of_rank, parameter.device_mesh, parameter.placements).to_local()
+        own = distribute_tensor(part, parameter.device_mesh, parameter.placements).to_local()
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-def _with_experts(shard: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def _forms(place: Place) -> tuple[Form, ...]:
+    """Those that states of a parameter may have."""
+    return (place.form, "own") if place.of_adapter else ("rows",)
+
+
+def _part_of_whole(whole: object, parameter: Tensor, place: Place) -> Tensor | None:
+    """This rank's part of a tensor of all experts; None if it is none."""
+    if not isinstance(whole, Tensor) or not whole.dim():
+        return None
+    layer, dim = place.layer, _dimension(place.form)
+    if place.of_adapter:
+        shape = [*place.laid(parameter, place.form).shape]
+        shape[dim] *= layer.num_experts // layer.local_experts
+        if whole.numel() != math.prod(shape):
+            return None
+        whole = whole.reshape(shape)  # from that of PEFT, too
+    elif not layer.has_rows(whole, layer.num_experts):
+        return None
+    return place.part(shard_of(whole, dim, layer.expert_group), place.form)
+
+
+def _with_experts(shard: DTensor, form: Form) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The mesh of all ranks and the placements of the tensor of all experts of which this is a part."""
     mesh = shard.device_mesh
     root = mesh._get_root_mesh()
     (name,) = mesh.mesh_dim_names or ("",)
-    of_dimension = {name: shard.placements[0]}
+    (placement,) = shard.placements
+    if form == "own" and isinstance(placement, Shard):
+        placement = Shard(placement.dim + 1)
+    of_dimension = {name: placement}
     names = root.mesh_dim_names or ()
-    return root, tuple(of_dimension.get(other, Shard(0)) for other in names)
+    return root, tuple(of_dimension.get(other, Shard(_dimension(form))) for other in names)

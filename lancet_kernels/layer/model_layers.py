@@ -11,6 +11,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.dropout_layer import Dropout
 from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.layer.expert_states import layer_below
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.router import RoutingSums
@@ -49,9 +50,7 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
     norm is one, and adapters around the layer that have it as their `parameter_name`, as PEFT's have.
     """
     for module in model.modules():
-        innermost = module
-        while (below := innermost._modules.get("base_layer")) is not None:
-            innermost = below
+        innermost = layer_below(module)
         names = _expert_names(innermost)
         if innermost is module:
             for name in names:

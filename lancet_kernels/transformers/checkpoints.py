@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
-from lancet_kernels.ops.comm.groups import group_name, group_of, group_rank, values_of_ranks
+from lancet_kernels.layer.expert_states import adapter_tensors
+from lancet_kernels.ops.comm.groups import group_name, group_rank, values_of_ranks
 from lancet_kernels.ops.comm.waiting import waiting
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
@@ -50,38 +51,17 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Args: model: after `convert`; any other one gives what `model.state_dict()` gives, whole.
     Raises: CommunicationError.
     """
-    adapted = _adapted_experts(model)
+    places = {name: place for name, _, place in adapter_tensors(model)}
+    for name, place in places.items():
+        if place.form == "own":
+            raise UserError(
+                f"export of {name}",
+                got=f"an adapter of the {place.layer.local_experts} experts of this rank together",
+                expected="adapters with a part for each expert",
+                do="merge it into the experts first: model.merge_and_unload()",
+            )
     whole = {name: _whole(name, value) for name, value in model.state_dict().items()}
-    return {n: _of_all_experts(n, v, adapted[n]) if n in adapted else v for n, v in whole.items()}
-
-
-def _adapted_experts(model: nn.Module) -> dict[str, ExpertLayer]:
-    """By name, the matrices of PEFT's adapters of experts, and the layer that these belong to."""
-    adapted: dict[str, ExpertLayer] = {}
-    for path, module in model.named_modules():
-        layer: nn.Module = module
-        while (below := layer._modules.get("base_layer")) is not None:
-            layer = below
-        if layer is module or not isinstance(layer, ExpertLayer) or layer.ranks == 1:
-            continue
-        if getattr(module, "parameter_name", None) in layer.expert_names():
-            names = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
-            adapted |= {f"{path}.{name}": layer for name in names}
-    return adapted
-
-
-def _of_all_experts(name: str, value: Tensor, layer: ExpertLayer) -> Tensor:
-    """A matrix of an adapter with its parts for the experts of all ranks, E of which L are on this one.
-
-    lora_A [L * r, I] -> [E * r, I]; lora_B [O, r * L] -> [O, r * E], where the expert is the inner index.
-    """
-    of_each = value.unflatten(-1, (-1, layer.local_experts)) if "lora_B" in name else value
-    own = (of_each.movedim(-1, 0) if "lora_B" in name else of_each).contiguous()
-    of_ranks = [torch.empty_like(own) for _ in range(layer.ranks)]
-    with waiting(f"export of {name}", group_of(layer.expert_group)):
-        dist.all_gather(of_ranks, own, group=group_of(layer.expert_group))
-    whole = torch.cat(of_ranks)
-    return whole.movedim(0, -1).flatten(-2) if "lora_B" in name else whole
+    return whole | {name: place.part(whole[name], place.form) for name, place in places.items()}
 
 
 def _whole(name: str, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -27,6 +28,7 @@ from lancet_kernels import (
     set_gradient_group,
 )
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients, gradient_groups
+from lancet_kernels.layer.model_layers import expert_buffers
 from tests.refusals import refusal
 
 E, D, F, RANK = 4, 8, 12, 2
@@ -265,7 +267,33 @@ def test_states_of_two_ranks_load_where_one_has_all_experts(pool):
     whole = Step(Groups())
     expected = copy.deepcopy(whole.state_dict())
     with torch.no_grad():
-        for parameter in expert_parameters(whole):
-            parameter.zero_()
+        for tensor in (*expert_parameters(whole), *expert_buffers(whole)):
+            tensor.zero_()
     whole.load_state_dict(first | second | {"moe.router": expected["moe.router"]}, strict=False)
     assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())
+
+
+def wrapped_states(folder: str) -> list[dict[str, Tensor]]:
+    """An adapter around a layer in a state dict, gathered, before and after it is loaded again."""
+    layer = MoELayer(D, F, E, groups=Groups.around(dist.group.WORLD))
+    model = nn.Sequential(Wrapper(layer, layer.expert_ids()))
+    state, gathered = model.state_dict(), []
+    checkpoint.save(state, checkpoint_id=folder)
+    for is_loaded in (False, True):
+        if is_loaded:
+            with torch.no_grad():
+                for value in state.values():
+                    value.zero_()
+            checkpoint.load(state, checkpoint_id=folder)
+            model.load_state_dict(state)
+            state = model.state_dict()
+        gathered.append({name: value.full_tensor() for name, value in state.items() if "lora" in name})
+    return gathered
+
+
+def test_adapters_around_a_layer_are_shards_in_a_state_dict(pool, tmp_path):
+    wanted = {f"0.lora.{name}": value for name, value in LowRank(range(E)).state_dict().items()}
+    for gathered in pool.run(wrapped_states, str(tmp_path), ranks=2):
+        for found in gathered:
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -5,12 +5,17 @@ Gradients on two ranks, with a plan and without, beside those of one process tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels import (
     CausalLMStep,
@@ -24,6 +29,7 @@ from lancet_kernels import (
 )
 from tests.grids import few_of
 from tests.optimized import optimized
+from tests.refusals import refusal
 from tests.setups import refused
 from tests.transformers_models import BOUND, LORA, LORA_WAYS, tiny_batch, tiny_model
 
@@ -295,3 +301,110 @@ def trained_and_saved(folder: str) -> float:
 @pytest.mark.long
 def test_trained_adapters_are_loaded_by_transformers_and_peft(pool, tmp_path) -> None:
     assert max(pool.run(trained_and_saved, str(tmp_path), timeout_s=600, collective_timeout_s=120)) < BOUND
+
+
+# ---- torch.distributed.checkpoint
+
+
+class Run:
+    """A model whose experts have adapters, with other values for each rank of an expert group, and their
+    optimizer. Args: sharing: how many ranks share experts."""
+
+    def __init__(self, sharing: int, is_sharded: bool, targets: list[str]) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // sharing, sharing), mesh_dim_names=("replica", "expert")
+        )
+        groups = Groups.from_mesh(mesh, "expert", "replica")
+        model = tiny_model("GPT-OSS")
+        model.config.output_router_logits = False
+        convert(model, groups)
+        torch.manual_seed(dist.get_rank() % sharing)
+        config = LoraConfig(r=RANK, init_lora_weights=False, target_modules=[], target_parameters=targets)
+        # A copy has hooks and places of its own.
+        self.model = copy.deepcopy(get_peft_model(model, config))
+        if is_sharded:
+            fsdp(self.model, groups=groups)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.01)
+
+    def values(self) -> dict[str, Tensor]:
+        """The adapters of this rank, and what the optimizer keeps of them."""
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        averages = {f"exp_avg of {n}": self.optimizer.state[p]["exp_avg"] for n, p in named.items()}
+        return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in (named | averages).items()}
+
+
+def saved_by_dcp(folder: str, sharing: int, is_sharded: bool, targets: list[str]) -> dict[str, Tensor]:
+    run = Run(sharing, is_sharded, targets)
+    for _ in range(2):
+        CausalLMStep(run.model)(**tiny_batch()).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return run.values()
+
+
+def loaded_by_dcp(folder: str, sharing: int, is_sharded: bool, targets: list[str]) -> dict[str, Tensor]:
+    run = Run(sharing, is_sharded, targets)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=folder)
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(run.model, run.optimizer, **states)
+    return run.values()
+
+
+def whole_adapters(by_rank: list[dict[str, Tensor]], sharing: int) -> dict[str, Tensor]:
+    """The adapters of all experts, as PEFT has them in one process, from those of each rank."""
+    whole = {}
+    for name in by_rank[0]:
+        parts = [values[name] for values in by_rank]
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, parts[rank % sharing]), "replicas"
+        if "lora_B" in name:
+            of_each = [part.unflatten(1, (RANK, -1)) for part in parts[:sharing]]
+            whole[name] = torch.cat(of_each, 2).flatten(1)
+        else:
+            whole[name] = torch.cat(parts[:sharing])
+    return whole
+
+
+PLACES = (
+    ((2, 2, False), ((2, 2, False), (4, 4, False))),
+    ((4, 2, True), ((4, 4, False), (4, 2, False), (4, 2, True))),
+    ((2, 2, False), ((4, 2, True), (2, 2, True))),
+)
+"""Ranks, how many share experts, and whether FSDP shards the model: where it is saved, and where loaded."""
+
+
+@pytest.mark.parametrize(("here", "elsewhere"), few_of(PLACES))
+def test_adapters_of_experts_go_through_a_checkpoint(pool, tmp_path, here: tuple, elsewhere: tuple) -> None:
+    targets = LORA["experts"]["target_parameters"]
+    ranks, sharing, is_sharded = here
+    saved = pool.run(saved_by_dcp, str(tmp_path), sharing, is_sharded, targets, ranks=ranks)
+    wanted = whole_adapters(saved, sharing)
+    assert len(wanted) == 16
+    for ranks, sharing, is_sharded in elsewhere:
+        loaded = pool.run(loaded_by_dcp, str(tmp_path), sharing, is_sharded, targets, ranks=ranks)
+        found = whole_adapters(loaded, sharing)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def saved_and_exported(folder: str, targets: list[str]) -> tuple[dict[str, Tensor], str]:
+    values = saved_by_dcp(folder, 2, False, targets)
+    return values, refusal(lambda: export_state_dict(Run(2, False, targets).model))
+
+
+def test_adapters_without_a_part_for_each_expert_stay_this_ranks_own(pool, tmp_path) -> None:
+    """PEFT takes the biases [L, D] for one matrix."""
+    targets = ["experts.down_proj_bias"]
+    saved = pool.run(saved_and_exported, str(tmp_path), targets)
+    loaded = pool.run(loaded_by_dcp, str(tmp_path), 2, False, targets)
+    for (values, told), found in zip(saved, loaded, strict=True):
+        assert len(values) == 8
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        assert "an adapter of the 4 experts of this rank together" in told
+    assert not any(torch.equal(saved[0][0][name], saved[1][0][name]) for name in saved[0][0])
