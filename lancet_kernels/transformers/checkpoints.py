@@ -6,14 +6,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
@@ -49,10 +50,9 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     transformers loads. With several ranks call export_state_dict on all of them, save_pretrained on one.
 
     Args: model: after `convert`; any other one gives what `model.state_dict()` gives, whole.
-    Raises: CommunicationError.
+    Raises: CommunicationError, UserError for adapters that are no matrices for each expert.
     """
-    places = {name: place for name, _, place in adapter_tensors(model)}
-    for name, place in places.items():
+    for name, _, place in adapter_tensors(model):
         if place.form == "own":
             raise UserError(
                 f"export of {name}",
@@ -61,6 +61,12 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 do="merge it into the experts first: model.merge_and_unload()",
             )
     whole = {name: _whole(name, value) for name, value in model.state_dict().items()}
+    return _as_peft_has_it(model, whole)
+
+
+def _as_peft_has_it(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with PEFT's layout of the adapters of all experts."""
+    places = {name: place for name, _, place in adapter_tensors(model) if name in whole}
     return whole | {name: place.part(whole[name], place.form) for name, place in places.items()}
 
 
@@ -83,9 +89,16 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     ranks, of which the first one writes.
 
     Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: is made.
-    Raises: UserError for another model, CommunicationError.
+    Raises: UserError for another model, and for one with adapters; CommunicationError.
     """
     own = cast(Any, model)
+    if hasattr(model, "get_base_model") or any("base_layer" in m._modules for m in model.modules()):
+        raise UserError(
+            "model to save",
+            got=f"a {type(model).__name__} with adapters",
+            expected="a model of transformers without any",
+            do=f"save model.merge_and_unload(), or the adapters: {_OF_ADAPTERS}",
+        )
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UserError(
             "model to save",
@@ -217,20 +230,61 @@ def _into_own_memory(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
             module.register_parameter(own, old)
 
 
+_OF_ADAPTERS = (
+    "call state = export_state_dict(model) on every rank, and "
+    "model.save_pretrained(folder, state_dict=state) on one"
+)
+
+
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Let `save_pretrained` of a converted model refuse to write a part of the experts."""
+    """Let `save_pretrained` and `push_to_hub` of a converted model refuse to write a part of the experts."""
     for module in model.modules():
-        has_experts = any(isinstance(m, ExpertLayer) and m.ranks > 1 for m in module.modules())
-        if has_experts and hasattr(type(module), "save_pretrained"):
-            cast(Any, module).save_pretrained = MethodType(_save_pretrained, module)
+        for child in module.children():
+            _guard(module, "", child)
+
+
+def _guard(module: nn.Module, _name: str, child: nn.Module | None) -> None:
+    """The same for one module around experts: `get_peft_model` makes it after `convert`."""
+    if child is None or not hasattr(type(module), "save_pretrained"):
+        return
+    if any(isinstance(layer, ExpertLayer) and layer.ranks > 1 for layer in child.modules()):
+        own = cast(Any, module)
+        own.save_pretrained, own.push_to_hub = partial(_save_pretrained, own), partial(_push_to_hub, own)
+
+
+register_module_module_registration_hook(_guard)
 
 
 def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
-    if by_name.get("state_dict") is None:
-        raise UserError(
-            f"save_pretrained of a converted {class_name(model)}",
-            got="experts that are on several ranks",
-            expected="state_dict=, with all of them",
-            do="call save_safetensors(model, folder) on every rank",
-        )
+    state = by_name.get("state_dict")
+    if state is None or any(isinstance(value, DTensor) for value in state.values()):
+        _refuse_parts(model, "save_pretrained", "state_dict=, with all of them")
+    else:  # whole, as torch.distributed.checkpoint.state_dict gathers it, say
+        by_name["state_dict"] = _as_peft_has_it(model, state)
     return type(model).save_pretrained(model, *arguments, **by_name)
+
+
+def _push_to_hub(model: Any, *arguments: Any, **by_name: Any) -> Any:
+    _refuse_parts(model, "push_to_hub", "a folder with all of them", "; upload the folder")
+    return type(model).push_to_hub(model, *arguments, **by_name)
+
+
+def _refuse_parts(model: Any, method: str, expected: str, then: str = "") -> None:
+    """Raise UserError if a method would write a part of the experts, or of their adapters."""
+    what, do = "experts", "call save_safetensors(model, folder) on every rank"
+    if hasattr(model, "get_base_model"):  # PEFT writes its adapters alone
+        from peft import get_peft_model_state_dict
+
+        written = [
+            get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            for name in model.peft_config
+        ]
+        if not any(isinstance(value, DTensor) for state in written for value in state.values()):
+            return
+        what, do = "adapters", _OF_ADAPTERS
+    raise UserError(
+        f"{method} of a converted {class_name(model)}",
+        got=f"{what} that are on several ranks",
+        expected=expected,
+        do=f"{do}{then}",
+    )

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +31,7 @@ from lancet_kernels import (
     export_state_dict,
     fsdp,
     prepare_data_parallel,
+    save_safetensors,
 )
 from tests.grids import few_of
 from tests.optimized import optimized
@@ -301,6 +307,59 @@ def trained_and_saved(folder: str) -> float:
 @pytest.mark.long
 def test_trained_adapters_are_loaded_by_transformers_and_peft(pool, tmp_path) -> None:
     assert max(pool.run(trained_and_saved, str(tmp_path), timeout_s=600, collective_timeout_s=120)) < BOUND
+
+
+def refused_and_saved(folder: str) -> list[str]:
+    """What saving on one rank says. Then all adapters are saved, and loaded on experts of this rank."""
+    from peft import PeftModel
+
+    model, rank = copy.deepcopy(adapted("Qwen3-MoE", "both", "", None)), dist.get_rank()
+    own = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
+    nowhere = f"{folder}/nowhere"
+    told = [
+        refusal(lambda: model.save_pretrained(nowhere)),
+        refusal(lambda: model.save_pretrained(nowhere, state_dict=model.state_dict())),
+        refusal(lambda: model.push_to_hub("nobody/nothing")),
+        refusal(lambda: save_safetensors(model, nowhere)),
+        refusal(lambda: save_safetensors(model.get_base_model(), nowhere)),
+    ]
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, state in (("exported", export_state_dict(model)), ("gathered", whole)):
+        if rank == 0:
+            model.save_pretrained(f"{folder}/{name}", state_dict=state)
+    dist.barrier()
+    base = tiny_model("Qwen3-MoE")
+    convert(base)
+    loaded = dict(PeftModel.from_pretrained(base, f"{folder}/exported").named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+    of_attention = adapted("Qwen3-MoE", "attention", "", None)
+    of_attention.save_pretrained(f"{folder}/attention{rank}")
+    merged = model.merge_and_unload()
+    save_safetensors(merged, f"{folder}/merged")
+    return told
+
+
+def test_adapters_of_all_experts_are_saved_or_none(pool, tmp_path) -> None:
+    from safetensors.torch import load_file
+
+    for message, *others in pool.run(refused_and_saved, str(tmp_path)):
+        assert message == (
+            "save_pretrained of a converted PeftModel: got adapters that are on several ranks, expected "
+            "state_dict=, with all of them; call state = export_state_dict(model) on every rank, and "
+            "model.save_pretrained(folder, state_dict=state) on one"
+        )
+        assert others[0] == message
+        assert "push_to_hub of a converted PeftModel" in others[1]
+        assert "got a PeftModel with adapters, expected a model of transformers without any" in others[2]
+        assert "got a Qwen3MoeForCausalLM with adapters" in others[3]
+    folders = {"exported", "gathered", "attention0", "attention1", "merged"}
+    assert {path.name for path in tmp_path.iterdir()} == folders
+    model = adapted_alone("Qwen3-MoE", "both", "", Groups())
+    wanted = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora" in n}
+    for name in ("exported", "gathered"):
+        found = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[n], value) for n, value in wanted.items())
 
 
 # ---- torch.distributed.checkpoint
