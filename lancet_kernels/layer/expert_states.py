@@ -21,8 +21,10 @@ Adapters around a layer, as PEFT's are, keep their names, and are such DTensors,
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakSet, ref
@@ -161,13 +163,34 @@ def _with_shards(layer: ShardedExperts, state_dict: State, prefix: str, _metadat
     for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
         value = state_dict[prefix + name]
         _check_rows(layer, value, prefix + name)
-        state_dict[prefix + name] = _as_shard(value, tensor, Place(layer))
+        state_dict[prefix + name] = _never_pickled(prefix + name, _as_shard(value, tensor, Place(layer)))
 
 
 def _with_own_rows(layer: ShardedExperts, state_dict: State, prefix: str, *_: object) -> None:
     for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
         if (key := prefix + name) in state_dict:
             state_dict[key] = _own(state_dict[key], tensor, Place(layer))
+
+
+def _never_pickled(name: str, value: object) -> object:
+    """The value, which refuses to be pickled (`torch.save`) if it is a shard: a file has one rank's."""
+    if isinstance(value, DTensor):
+        value.__reduce_ex__ = partial(_refuse_pickle, name)  # type: ignore[method-assign]
+    return value
+
+
+# Processes of this rank may get them: `async_save` has one.
+ForkingPickler.register(DTensor, lambda shard: DTensor.__reduce_ex__(shard, pickle.DEFAULT_PROTOCOL))
+
+
+def _refuse_pickle(name: str, _protocol: object) -> None:
+    raise UserError(
+        f"{name} to pickle",
+        got="a state dict whose experts are on several ranks",
+        expected="one with all experts",
+        do="use torch.distributed.checkpoint, or save_safetensors(model, folder) or export_state_dict(model) "
+        "of lancet_kernels on every rank",
+    )
 
 
 def _check_rows(layer: ShardedExperts, value: Tensor, name: str) -> None:
@@ -297,7 +320,7 @@ class _Adapter:
     def __call__(self, module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
         for name, tensor, place in _around(module):
             if (key := prefix + name) in state_dict:
-                state_dict[key] = _as_shard(state_dict[key], tensor, place)
+                state_dict[key] = _never_pickled(key, _as_shard(state_dict[key], tensor, place))
 
 
 def _with_own_adapters(module: nn.Module, state_dict: State, prefix: str, *_: object) -> None:

@@ -1,8 +1,11 @@
 """Converted models on two ranks, each with its own batch, against the originals with all experts on each."""
 
 import copy
+import io
 import json
+import pickle
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from unittest import mock
 
 import pytest
@@ -10,7 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels import (
     CausalLMStep,
@@ -129,6 +138,48 @@ def test_state_dicts_and_checkpoints(pool: RankPool, tmp_path) -> None:
     state = alone.state_dict()
     checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
     assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def pickled(folder: str, is_sharded: bool) -> list[str]:
+    """A state dict of this rank's experts goes to processes and checkpoints. -> what other ways say."""
+    model = tiny_model("Mixtral")
+    before = copy.deepcopy(model.state_dict())
+    convert(model, strict=True)
+    if is_sharded:
+        fsdp(model)
+    state, copied = model.state_dict(), copy.deepcopy(model.state_dict())
+    told = [refusal(lambda given=given: torch.save(given, io.BytesIO())) for given in (state, copied)]
+    told.append(refusal(lambda: model.push_to_hub("nobody/nothing")))
+    name = "model.layers.1.mlp.experts.down_proj"
+    (sent,) = pickle.loads(ForkingPickler.dumps([state[name]]))  # to a process of this rank
+    assert isinstance(sent, DTensor)
+    assert torch.equal(sent.full_tensor(), before[name])
+    whole = copy.deepcopy(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    torch.save(whole, io.BytesIO())
+    checkpoint.async_save(state, checkpoint_id=folder).result()
+    for given in (copied, whole, None):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        if given is None:
+            given = get_model_state_dict(model)
+            checkpoint.load(given, checkpoint_id=folder)
+        set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=given is whole))
+        after = export_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    return told
+
+
+@pytest.mark.parametrize("is_sharded", few_of([False, True]))
+def test_a_part_of_the_experts_is_not_pickled(pool: RankPool, tmp_path, is_sharded: bool) -> None:
+    for first, second, of_hub in pool.run(pickled, str(tmp_path), is_sharded):
+        assert first.startswith(
+            "model.layers.0.mlp.experts.gate_up_proj to pickle: got a state dict whose exp"
+        )
+        for way in ("torch.distributed.checkpoint", "save_safetensors", "export_state_dict"):
+            assert way in first
+        assert second == first
+        assert "MixtralForCausalLM: got experts that are on several ranks, expected a folder with" in of_hub
 
 
 def loaded_from_files(folder: str) -> None:
