@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
@@ -74,9 +75,18 @@ def _whole(name: str, value: Tensor) -> Tensor:
     """A tensor of which each rank has a part, gathered; others as they are."""
     if not isinstance(value, DTensor):
         return value
-    mesh = value.device_mesh
+    mesh, placements = value.device_mesh, value.placements
     with waiting(f"export of {name}", mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD):
-        return value.full_tensor()
+        is_cut = any(p.is_shard(1) and ranks > 1 for p, ranks in zip(placements, mesh.shape, strict=True))
+        if value.dim() < 3 or not is_cut:
+            return value.full_tensor()
+        # Experts that FSDP has cut: `full_tensor` holds such a parameter twice, so an expert at a time.
+        own = value.to_local()
+        whole = own.new_empty(value.shape)
+        for row, part in enumerate(own.split(1)):
+            of_ranks = DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
+            whole.unflatten(0, (-1, len(own)))[:, row] = of_ranks
+        return whole
 
 
 @torch.no_grad()
@@ -120,6 +130,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             gathered = _whole(name, value)
             if writes:
                 whole[name] = gathered.cpu()
+            del gathered
         if writes:
             file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
             weight_map |= dict.fromkeys(_write(own, whole, folder / file), file)
@@ -142,14 +153,42 @@ def _layer_of(name: str) -> str:
 
 def _write(model: Any, whole: dict[str, Tensor], path: Path) -> list[str]:
     """Write the tensors as the original's files have them. -> their names there."""
-    from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
+    with _Views():
+        tensors = revert_weight_conversion(model, whole)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Parts of a fused tensor are views of it.
-    tensors = {name: value.clone() for name, value in revert_weight_conversion(model, whole).items()}
-    save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
+    _write_file(tensors, path)
     return list(tensors)
+
+
+class _Views(TorchFunctionMode):
+    """Parts of a tensor stay views of it, which are copied when they are written."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), by_name: Any = None) -> Any:
+        return arguments[0] if function is Tensor.contiguous else function(*arguments, **(by_name or {}))
+
+
+def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """As `safetensors.torch.save_file`, which needs contiguous copies of all of them at once."""
+    from safetensors.torch import _TYPES
+
+    dtypes = {dtype: name for name, dtype in _TYPES.items()}
+    # The widest first: each is aligned then.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered.items():
+        start, end = end, end + tensor.nbytes
+        own = {"dtype": dtypes[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+        header[name] = own
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered.values():
+            for part in [tensor] if tensor.is_contiguous() else tensor:
+                file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def load_safetensors(
