@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,11 +157,23 @@ def _write(model: Any, whole: dict[str, Tensor], path: Path) -> list[str]:
     """Write the tensors as the original's files have them. -> their names there."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    with _Views():
+    with _Views(), _whole_parameters(model, whole):
         tensors = revert_weight_conversion(model, whole)
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_file(tensors, path)
     return list(tensors)
+
+
+@contextmanager
+def _whole_parameters(model: Any, whole: Mapping[str, Tensor]) -> Iterator[None]:
+    """Conversions ask the model for shapes of parameters, of which it has a part."""
+    model.get_parameter = lambda name: (
+        whole[name] if name in whole else type(model).get_parameter(model, name)
+    )
+    try:
+        yield
+    finally:
+        del model.get_parameter
 
 
 class _Views(TorchFunctionMode):
@@ -298,9 +312,11 @@ def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
     state = by_name.get("state_dict")
     if state is None or any(isinstance(value, DTensor) for value in state.values()):
         _refuse_parts(model, "save_pretrained", "state_dict=, with all of them")
-    else:  # whole, as torch.distributed.checkpoint.state_dict gathers it, say
-        by_name["state_dict"] = _as_peft_has_it(model, state)
-    return type(model).save_pretrained(model, *arguments, **by_name)
+        return type(model).save_pretrained(model, *arguments, **by_name)
+    # Whole, as torch.distributed.checkpoint.state_dict gathers it, say.
+    by_name["state_dict"] = _as_peft_has_it(model, state)
+    with _whole_parameters(model, state):
+        return type(model).save_pretrained(model, *arguments, **by_name)
 
 
 def _push_to_hub(model: Any, *arguments: Any, **by_name: Any) -> Any:

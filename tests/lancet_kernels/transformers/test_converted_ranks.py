@@ -38,7 +38,15 @@ from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
 from tests.refusals import refusal
-from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
+from tests.transformers_models import (
+    BOUND,
+    COMMON,
+    FAMILIES,
+    distance,
+    exported_gradients,
+    tiny_batch,
+    tiny_model,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -198,6 +206,35 @@ def loaded_from_files(folder: str) -> None:
 def test_ranks_load_their_own_experts(pool: RankPool, tmp_path) -> None:
     tiny_model("Mixtral").save_pretrained(tmp_path)
     pool.run(loaded_from_files, str(tmp_path))
+
+
+def asked_for_shapes(folder: str) -> None:
+    """Qwen3-VL's files have transposed experts or not, by whether the model's have the same shape."""
+    import transformers
+
+    text = COMMON | {"hidden_size": 16, "moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    before = copy.deepcopy(model.state_dict())
+    convert(model, strict=True)
+    save_safetensors(model, f"{folder}/layers")
+    state = export_state_dict(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{folder}/whole", state_dict=state)
+    dist.barrier()
+    for name in ("layers", "whole"):
+        loaded = type(model).from_pretrained(f"{folder}/{name}").state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in before.items())
+
+
+def test_conversions_that_ask_for_shapes(pool: RankPool, tmp_path) -> None:
+    pool.run(asked_for_shapes, str(tmp_path))
 
 
 class LiveMemory(TorchDispatchMode):
