@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 from multiprocessing.reduction import ForkingPickler
+from unittest import mock
 
 import pytest
 import torch
