@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,36 @@ def tiny_batch(rank: int = 0) -> dict[str, Tensor]:
     """Token ids and labels [2, 7], another batch for each rank; transformers shifts the labels itself."""
     ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(rank))
     return {"input_ids": ids, "labels": ids}
+
+
+def quantized_gpt_oss(folder: Path) -> dict[str, Tensor]:
+    """Write a tiny GPT-OSS as it is published, with experts in MXFP4. -> the weights that it stands for."""
+    import transformers
+    from safetensors.torch import save_file
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": E, "head_dim": 8}
+    config = transformers.GptOssConfig(**COMMON | sizes, layer_types=["full_attention"] * 2)
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).to(torch.bfloat16)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values, written = torch.cat((magnitudes, -magnitudes)), {}
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in whole.items():
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            written[name] = value
+            continue
+        experts, width, outputs = value.shape
+        # Two numbers a byte, the first one in its low half; 32 numbers have one scale, a power of 2.
+        codes = torch.randint(0, 16, (experts, outputs, width // 32, 32))
+        scales = torch.randint(120, 130, (experts, outputs, width // 32))
+        written[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        written[f"{name}_scales"] = scales.to(torch.uint8)
+        numbers = values[codes] * 2.0 ** (scales - 127).unsqueeze(-1)
+        whole[name] = numbers.flatten(2).transpose(1, 2).to(torch.bfloat16)
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(folder)
+    return whole
 
 
 def distance(own: Tensor, other: Tensor) -> float:

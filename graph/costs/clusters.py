@@ -376,7 +376,7 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
         if not isinstance(named, dict):
             raise UserError(
                 f"{group} in cluster file {source}", got=repr(named), expected=f"tables [{group}.NAME]",
-                do="write its keys below such a heading"
+                do="write its keys below such a heading",
             )  # fmt: skip
         tables |= {f"{group}.{name}": table for name, table in named.items()}
     # In TOML, what follows a table's heading belongs to the table.
@@ -389,7 +389,7 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
     if strays:
         raise UserError(
             f"cluster file {source}", got=f"key {', '.join(strays)}", expected="it above the first table",
-            do="move it up"
+            do="move it up",
         )  # fmt: skip
     cluster: Cluster = _from_table(Cluster, data, f"cluster file {source}")
     numbers = {f.name: data[f.name] for f in fields(Cluster) if f.type in ("int", "float")}

@@ -222,7 +222,7 @@ class KernelCosts:
         if self.cluster.kernels is None:
             raise UserError(
                 f"cluster {self.cluster.name}", got="no table [kernels]", expected="efficiencies of kernels",
-                do="use dgx-h100, or add the table"
+                do="use dgx-h100, or add the table",
             )  # fmt: skip
         has = f"{self.cluster.name} has these"
         check_name("dispatch", self.dispatcher, self.cluster.dispatchers, do=has)

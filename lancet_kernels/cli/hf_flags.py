@@ -122,7 +122,7 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
         if getattr(arguments, unsupported):
             raise UserError(
                 "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
-                do="plan your own step with --module to save a plan that runs"
+                do="plan your own step with --module to save a plan that runs",
             )  # fmt: skip
     measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()

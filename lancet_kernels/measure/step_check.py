@@ -179,7 +179,7 @@ def _check_deterministic(model: nn.Module, inputs: Inputs, buffers: Mapping[str,
         raise UserError(
             "the step", got=f"a loss of {losses[0]:.6g}, then of {losses[1]:.6g} with another seed",
             expected="a step without random numbers, or ranks draw others than one rank",
-            do="set dropout to 0, or return the model in eval mode"
+            do="set dropout to 0, or return the model in eval mode",
         )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _loss(output: object) -> Tensor:
             return loss
     raise UserError(
         "output of the module", got=f"a {type(output).__name__} without a scalar tensor", expected="a loss",
-        do="return the loss, alone or first, or with labels as transformers' models do"
+        do="return the loss, alone or first, or with labels as transformers' models do",
     )  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def _own_part(name: str, parameter: nn.Parameter, expert_rank: int | None, whole
         raise UserError(
             f"parameter {name}", got=f"{list(shape)} on each of several ranks, {list(whole.shape)} on one",
             expected="the same, or equal parts along one dimension",
-            do="let make_step build the same model for any number of ranks"
+            do="let make_step build the same model for any number of ranks",
         )  # fmt: skip
     for dim in cut:
         number = expert_rank if expert_rank is not None else dist.get_rank() % parts[dim]
@@ -337,7 +337,7 @@ def _load(parameters: Mapping[str, nn.Parameter], of_whole: Mapping[str, Any], w
         own, other = sorted(parameters.keys() - wholes.keys()), sorted(wholes.keys() - parameters.keys())
         raise UserError(
             "parameters of several ranks", got=f"{own[0]}, which one rank lacks" if own else f"no {other[0]}",
-            expected="those of one rank", do="let make_step build the same model for any number of ranks"
+            expected="those of one rank", do="let make_step build the same model for any number of ranks",
         )  # fmt: skip
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

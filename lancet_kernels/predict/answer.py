@@ -500,5 +500,5 @@ def check_fits(answer: Answer) -> None:
         raise UserError(
             "memory", got=f"{need:.1f} GiB per GPU with {best}",
             expected=f"at most {answer.memory_limit_gib:.1f} GiB of {answer.question.hardware.device}",
-            do="shard more, recompute, or take more GPUs (--search tries)"
+            do="shard more, recompute, or take more GPUs (--search tries)",
         )  # fmt: skip

@@ -77,7 +77,7 @@ def layers_and_experts(hf: str) -> tuple[list[int], int]:
     for why in convert(model, Groups()).left_alone.values():
         raise UserError(
             "--hf", got=f"{model.config.model_type}, which cannot be converted: {why}",
-            expected="a family that `convert` takes", do="plan your own step with --module"
+            expected="a family that `convert` takes", do="plan your own step with --module",
         )  # fmt: skip
     return kinds, next((layer.num_experts for layer in moe_layers(model)), 0)
 
@@ -87,7 +87,7 @@ def check_experts(experts: int, ranks: int) -> None:
     if ranks > 1 and (not experts or experts % ranks):
         raise UserError(
             "--experts-over", got=f"{ranks} ranks for {experts or 'no'} experts",
-            expected="a divisor of the number of experts", do="choose another number of ranks"
+            expected="a divisor of the number of experts", do="choose another number of ranks",
         )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def meta_model(config: Any) -> Any:
     if own is None:
         raise UserError(
             "--hf", got=f"model type {config.model_type}", expected="a causal language model",
-            do="give the config of one"
+            do="give the config of one",
         )  # fmt: skip
     with torch.device("meta"):
         model = own._from_config(config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)
@@ -152,7 +152,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
             return module
     raise UserError(
         "--hf", got=f"{model.config.model_type}, whose decoder has no `{'` or `'.join(LAYERS)}`",
-        expected="a decoder with a list of layers of that name", do="plan your own step with --module"
+        expected="a decoder with a list of layers of that name", do="plan your own step with --module",
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def _check_scans(model: nn.Module, sequence: int) -> None:
             raise UserError(
                 "--hf", got=f"{type(module).__name__}, computed token by token, with --sequence {sequence}",
                 expected=f"at most {_SCANNED_TOKENS} tokens of such layers",
-                do="plan a shorter sequence, or your own step, whose scan is one op, with --module"
+                do="plan a shorter sequence, or your own step, whose scan is one op, with --module",
             )  # fmt: skip
 
 

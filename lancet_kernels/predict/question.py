@@ -57,12 +57,12 @@ class Question:
             if self.gpus % ranks:
                 raise UserError(
                     option, got=f"{ranks} of {self.gpus} GPUs",
-                    expected="a divisor of the number of GPUs", do="choose another number of ranks"
+                    expected="a divisor of the number of GPUs", do="choose another number of ranks",
                 )  # fmt: skip
         if self.sequence % self.tensor_ranks:
             raise UserError(
                 "--tensor", got=f"{self.tensor_ranks} ranks for {self.sequence} tokens",
-                expected="a divisor of the tokens of a sequence", do="choose another number of ranks"
+                expected="a divisor of the tokens of a sequence", do="choose another number of ranks",
             )  # fmt: skip
 
     @cached_property
@@ -83,7 +83,7 @@ class Question:
         if self.expert_ranks > node and self.expert_ranks % node:
             raise UserError(
                 "--experts-over", got=self.expert_ranks, expected=f"up to {node}, or a multiple of it",
-                do="use whole nodes"
+                do="use whole nodes",
             )  # fmt: skip
         config = self.config
         per_token = getattr(config, "num_experts_per_tok", 1) or 1

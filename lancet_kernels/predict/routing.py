@@ -98,7 +98,7 @@ def _read(path: str, experts: int) -> list[list[float]]:
     if not layers or any(len(layer) != experts or min(layer) < 0 or not sum(layer) for layer in layers):
         raise UserError(
             "--routing", got=f"{path} with {sorted({len(layer) for layer in layers})} experts in its layers",
-            expected=f"counts of {experts} experts in each", do="count with this model"
+            expected=f"counts of {experts} experts in each", do="count with this model",
         )  # fmt: skip
     return layers
 

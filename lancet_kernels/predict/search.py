@@ -167,12 +167,12 @@ def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:
         return UserError(
             "--search-seconds", got=f"{seconds:g} without a layout that fits",
             expected=f"more time: {len(untried)} layouts may fit ({least:.0f} of {limit:.1f} GiB)",
-            do="give more seconds or more GPUs"
+            do="give more seconds or more GPUs",
         )  # fmt: skip
     least = min(one.peak_memory_gib if one.strategy else one.least_gib for one in others)
     return UserError(
         "layouts", got=f"at least {least:.1f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",
-        do=f"free {least - limit:.1f} GiB: take more GPUs, shorter sequences, or --states bfloat16"
+        do=f"free {least - limit:.1f} GiB: take more GPUs, shorter sequences, or --states bfloat16",
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
         if sum(1 for _ in layer.named_modules()) == before:
             raise UserError(
                 "--tensor", got=f"{type(model).__name__}, whose layers have no {' or '.join(_BY_INPUT)}",
-                expected="attention and dense layers of these names", do="plan it without tensor parallelism"
+                expected="attention and dense layers of these names", do="plan it without tensor parallelism",
             )  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -121,7 +121,7 @@ def _check_divides(size: int, ranks: int, what: str) -> None:
     if size % ranks:
         raise UserError(
             "--tensor", got=f"{ranks} ranks for {what} of {size}", expected=f"a divisor of {size}",
-            do="choose another number of ranks"
+            do="choose another number of ranks",
         )  # fmt: skip
 
 

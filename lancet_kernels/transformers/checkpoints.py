@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,8 @@ from lancet_kernels.ops.comm.waiting import waiting
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 """Dtypes in safetensors files. Their scales are tensors of their own, which no parameter takes."""
+_PACKED = {"weight_packed": "compressed-tensors", "qweight": "GPTQ or AWQ"}
+"""How tensors are named that hold several weights in each number, and what names them so."""
 
 
 @dataclass(frozen=True)
@@ -214,18 +216,22 @@ def load_safetensors(
     complete in the memory of one rank. What the checkpoint lacks (a new head) is initialized as transformers
     does: seed the ranks alike. Not collective.
 
+    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype, a parameter at a time.
+
     Args: folder: as save_pretrained writes it, or a download. device: for parameters on the meta device.
     Returns: what was not in the checkpoint, and what is in it and in no parameter.
-    Raises: UserError (no such folder, quantized weights, shapes that differ, experts that are missing).
+    Raises: UserError (no such folder, other quantized weights, shapes that differ, experts that are missing).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
-    files, own = _files(Path(folder)), cast(Any, model)
+    own, dequantized = cast(Any, model), _dequantizing(model)
+    mapping: list[Any] = [*get_model_conversion_mapping(own), *dequantized]
+    files = _files(Path(folder), {name for converter in dequantized for name in converter.source_patterns})
     before = dict(model.named_parameters(remove_duplicate=False))
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder), device_map={"": device},
-        weight_mapping=cast(Any, get_model_conversion_mapping(own)), ignore_mismatched_sizes=True,
+        weight_mapping=mapping, ignore_mismatched_sizes=True,
     )  # fmt: skip
     try:
         info, _ = own._load_pretrained_model(own, None, files, config)
@@ -235,16 +241,51 @@ def load_safetensors(
         if wrong := sorted([*wrong, *info.conversion_errors]):
             raise UserError(
                 f"checkpoint {folder}", got=wrong[0], expected=f"the weights of a {class_name(model)}",
-                do="check that it is a checkpoint of this model"
+                do="check that it is a checkpoint of this model",
             )  # fmt: skip
         info = own._finalize_model_loading(own, config, info)
+        if any(converter.was_used() for converter in dequantized):  # it is saved as it is now
+            own._weight_conversions = [c for c in own._weight_conversions if c not in dequantized]
+            own.config.__dict__.pop("quantization_config", None)
     finally:
         _into_own_memory(model, before)
     return LoadReport(tuple(sorted(info.missing_keys)), tuple(sorted(info.unexpected_keys)))
 
 
-def _files(folder: Path) -> list[str]:
-    """The safetensors files of a checkpoint. Raises: UserError for none, and for quantized weights."""
+def _dequantizing(model: nn.Module) -> list[Any]:
+    """What reads the experts of a model from MXFP4, as transformers does; nothing where these have another
+    layout, or transformers cannot do it."""
+    try:
+        from transformers.core_model_loading import WeightConverter
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    except ImportError:
+        return []
+    layers = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
+    if not layers or not all(getattr(layer, "is_transposed", False) for layer in layers):
+        return []
+    operation = cast(Any, _Dequantized(convert_moe_packed_tensors))
+    names = sorted({name for layer in layers for name in layer.expert_names() if name.endswith("_proj")})
+    return [WeightConverter([f"{n}_blocks", f"{n}_scales"], n, [operation]) for n in names]
+
+
+@dataclass(frozen=True)
+class _Dequantized:
+    """An operation of transformers' loader: blocks [L, H, G, 16] of two numbers a byte, and their scales
+    [L, H, G], to [L, G * 32, H]. Its own operation is for models that a quantizer has made."""
+
+    function: Callable[..., Tensor]
+
+    def convert(
+        self, tensors: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, **_: object
+    ) -> dict[str, Tensor]:
+        (blocks,), (scales,) = (tensors[name] for name in sorted(tensors))
+        dtype = model.get_parameter(full_layer_name).dtype
+        return {full_layer_name: self.function(blocks, scales, dtype=dtype)}
+
+
+def _files(folder: Path, dequantized: set[str]) -> list[str]:
+    """The safetensors files of a checkpoint. Args: dequantized: what the names of those end with that may be
+    quantized. Raises: UserError for none, and for other quantized weights."""
     from safetensors import safe_open
 
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -262,12 +303,24 @@ def _files(folder: Path) -> list[str]:
     for name in names:
         with safe_open(folder / name, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (it is no dict)
-                if (dtype := opened.get_slice(key).get_dtype()) in _QUANTIZED:
+                dtype, own = opened.get_slice(key).get_dtype(), key.rpartition(".")[2]
+                if own not in dequantized and (dtype in _QUANTIZED or own in _PACKED):
+                    by = _quantization(folder) or _PACKED.get(own, "")
                     raise UserError(
-                        f"{key} in the checkpoint", got=f"{dtype}, quantized", expected="unquantized weights",
-                        do="load it with from_pretrained and dequantize it, then convert the model"
+                        f"{key} in the checkpoint", got=f"{dtype}, quantized{f' by {by}' if by else ''}",
+                        expected="unquantized weights",
+                        do="load it with from_pretrained and dequantize it, then convert the model",
                     )  # fmt: skip
     return [str(folder / name) for name in names]
+
+
+def _quantization(folder: Path) -> str:
+    """The method and the format that the configuration of a checkpoint names."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()).get("quantization_config") if path.exists() else None
+    return (
+        ", ".join(str(config[key]) for key in ("quant_method", "format") if key in config) if config else ""
+    )
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ class LancetEP(EPImplementation):
         if self.why_own:
             raise UserError(
                 f"experts {class_name(self.experts)}", got=self.why_own,
-                expected="experts that run on the ops of lancet_kernels", do="train without optimize()"
+                expected="experts that run on the ops of lancet_kernels", do="train without optimize()",
             )  # fmt: skip
         return MethodType(type(self.experts).forward, experts)
 
@@ -181,7 +181,7 @@ def _alone(experts: Any) -> ConvertedExperts:
         raise UserError(
             f"experts_implementation={NAME!r} of {class_name(layer)}", got=why,
             expected="plain weights of all experts on each rank",
-            do=f"leave it out; for several ranks there is ep_implementation={NAME!r}"
+            do=f"leave it out; for several ranks there is ep_implementation={NAME!r}",
         )  # fmt: skip
     expert_parallel(layer, Groups())._parameters = {}
     experts.__dict__ |= {_ALONE: layer, "takes_weights": True}

@@ -1,6 +1,7 @@
 """Converted models of transformers on one process against the originals: outputs, gradients, weights."""
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +10,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels import UserError, convert, export_state_dict, load_safetensors, moe_layers
+from lancet_kernels import (
+    UserError,
+    convert,
+    export_state_dict,
+    load_safetensors,
+    moe_layers,
+    save_safetensors,
+)
 from lancet_kernels.transformers.convert import experts_of
 from tests.grids import few_of
-from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
+from tests.transformers_models import (
+    BOUND,
+    FAMILIES,
+    distance,
+    exported_gradients,
+    quantized_gpt_oss,
+    tiny_batch,
+    tiny_model,
+)
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -268,4 +284,68 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     state = {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2, dtype=torch.uint8)}
     safetensors.save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"gate_up_proj_blocks in the checkpoint: got U8, quantized, exp"):
+        load_safetensors(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        (
+            "experts.0.down_proj.weight_packed",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            r"got I32, quantized by compressed-tensors, pack-quantized, expected unq.*; .* and dequantize it",
+        ),
+        ("experts.0.down_proj.weight_packed", {}, "got I32, quantized by compressed-tensors, expected"),
+        ("experts.0.down_proj.qweight", {"quant_method": "gptq"}, "got I32, quantized by gptq, expected"),
+    ],
+)
+def test_weights_of_four_bits_are_named(name: str, config: dict, told: str, tmp_path) -> None:
+    state = {f"model.layers.0.mlp.{name}": torch.zeros(2, dtype=torch.int32)}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    model = tiny_model("OLMoE")
+    convert(model)
+    with pytest.raises(UserError, match=told):
+        load_safetensors(model, tmp_path)
+
+
+def test_files_with_the_experts_of_a_layer_together(tmp_path) -> None:
+    """As the model has them, not expert by expert as Mixtral's are published."""
+    expected = tiny_model("Mixtral").state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+    safetensors.save_file(expected, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = FAMILIES["Mixtral"]().double()
+    convert(model, strict=True)
+    assert str(load_safetensors(model, tmp_path)) == "all weights loaded"
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_gpt_oss_is_loaded_as_it_is_published(tmp_path) -> None:
+    pytest.importorskip("transformers.integrations.mxfp4")
+    expected = quantized_gpt_oss(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(tmp_path), dtype=dtype
+            )
+        convert(model, strict=True)
+        assert str(load_safetensors(model, tmp_path)) == "all weights loaded"
+        assert all(torch.equal(v, expected[name].to(v.dtype)) for name, v in model.state_dict().items())
+        assert model.lm_head.weight.dtype == dtype
+    # Saved, it is no quantized model.
+    save_safetensors(model, tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved", dtype=dtype)
+    assert all(torch.equal(v, expected[name].to(v.dtype)) for name, v in loaded.state_dict().items())
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+def test_quantized_gpt_oss_is_refused_where_transformers_cannot_dequantize_it(tmp_path, monkeypatch) -> None:
+    quantized_gpt_oss(tmp_path)
+    model = tiny_model("GPT-OSS")
+    convert(model)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mxfp4", None)
+    with pytest.raises(
+        UserError, match=r"down_proj_blocks in the checkpoint: got U8, quantized by mxfp4, exp"
+    ):
         load_safetensors(model, tmp_path)

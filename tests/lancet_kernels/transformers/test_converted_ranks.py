@@ -45,11 +45,13 @@ from tests.transformers_models import (
     FAMILIES,
     distance,
     exported_gradients,
+    quantized_gpt_oss,
     tiny_batch,
     tiny_model,
 )
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 PLANNED_BOUND = 2e-6
@@ -204,9 +206,42 @@ def loaded_from_files(folder: str) -> None:
     assert all(torch.equal(after[name], value) for name, value in original.state_dict().items())
 
 
-def test_ranks_load_their_own_experts(pool: RankPool, tmp_path) -> None:
-    tiny_model("Mixtral").save_pretrained(tmp_path)
+@pytest.mark.parametrize("together", [False, True])
+def test_ranks_load_their_own_experts(pool: RankPool, tmp_path, together: bool) -> None:
+    """From files with each expert for itself, or those of a layer together."""
+    model = tiny_model("Mixtral")
+    if together:
+        safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
     pool.run(loaded_from_files, str(tmp_path))
+
+
+def dequantized(folder: str) -> dict[str, Tensor]:
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    convert(model, strict=True)
+    load_safetensors(model, folder)
+    own = {name: value.detach() for name, value in model.named_parameters()}
+    save_safetensors(model, f"{folder}/saved")
+    return own
+
+
+def test_ranks_dequantize_their_own_experts(pool: RankPool, tmp_path) -> None:
+    pytest.importorskip("transformers.integrations.mxfp4")
+    expected = quantized_gpt_oss(tmp_path)
+    for rank, own in enumerate(pool.run(dequantized, str(tmp_path))):
+        for name, value in own.items():
+            whole = expected[name]
+            assert torch.equal(value, whole.chunk(2)[rank] if ".experts." in name else whole), name
+    saved = {}
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        saved |= safetensors.load_file(file)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
 def asked_for_shapes(folder: str) -> None:
