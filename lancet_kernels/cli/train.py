@@ -225,7 +225,7 @@ def read_config(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(
             "run", got=f"{run / _CONFIG} ({getattr(error, 'strerror', None) or error})",
-            expected="the JSON file of a run", do="name the folder of a run of lancet train"
+            expected="the JSON file of a run", do="name the folder of a run of lancet train",
         ) from error  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def load_config(path: str | Path) -> Any:
         text = shorten(str(error), 100, placeholder=" ...") or type(error).__name__
         raise UserError(
             "--hf", got=f"{path} ({text})", expected="the config.json of a model of transformers",
-            do="give the file of the model's repository"
+            do="give the file of the model's repository",
         ) from error  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
             raise UserError(
                 "--hf", got=f"{config.model_type}, which torch cannot trace: {reason}",
                 expected="a model that torch.compile(fullgraph=True) accepts",
-                do="plan your own step with --module"
+                do="plan your own step with --module",
             ) from error  # fmt: skip
 
 
