@@ -47,6 +47,7 @@ from torch._dynamo.source import TempLocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Source
 
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.fsdp_parameters import Twin
@@ -298,8 +299,9 @@ def _writes(paths: list[str]) -> Iterator[None]:
         variables = list(original(effects))
         for variable in variables:
             attributes = effects.store_attr_mutations.get(variable, {})
-            # A temporary source: an object that the forward itself builds, to return it, say.
-            if not isinstance(variable.source, (TempLocalSource, NoneType)):
+            # A temporary source: an object that the forward itself builds, to return it, say. A mere Source,
+            # which has no name: torch's stack of modes, one of which transformers enters for its masks.
+            if type(variable.source) not in (TempLocalSource, NoneType, Source):
                 changed = [
                     name for name, value in attributes.items() if not _as_before(variable, name, value)
                 ]

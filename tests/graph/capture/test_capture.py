@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
@@ -110,6 +111,19 @@ def test_a_write_that_is_undone_is_no_side_effect():
     with pytest.raises(UserError, match=r"a forward that writes .*FLAG\.value"):
         capture(WritesAFlag(restores=False), (x,))
     assert FLAG.value is False
+
+
+class InAMode(nn.Module):
+    """Enters and leaves a mode, of which torch keeps a stack: as transformers does for masks."""
+
+    def forward(self, x):
+        with TransformGetItemToIndex():
+            return x * 2
+
+
+def test_a_mode_that_is_left_is_no_side_effect():
+    captured = capture(InAMode(), (torch.randn(3, requires_grad=True),))
+    assert "aten.mul" in [i.op for i in program_from_fx(captured.joint).instructions]
 
 
 def test_the_code_of_a_copy_is_generated_when_it_runs_and_anew_after_a_change():
