@@ -129,7 +129,9 @@ class ConvertedExperts(ExpertLayer, Derived):
             count_WL = ops.kept_counts(used_E, capacity, self.ranks)
             is_dropless = self.capacity_factor is None and real_T1 is None
             y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, count_WL, capacity, is_dropless)
-        return y_TD.view(hidden_states.shape).to(hidden_states.dtype)
+        # A view that somebody writes into would lose the hook that FSDP puts on it.
+        y = y_TD if y_TD.shape == hidden_states.shape else y_TD.view(hidden_states.shape)
+        return y.to(hidden_states.dtype)
 
 
 def _flag(experts: nn.Module, name: str) -> bool:
