@@ -68,9 +68,9 @@ def kind_of_gradient(
     if shares is not None:
         return _kind_of_sum(shares)
     shares = _shares(own, [*slices, *before]) if before else None
-    if shares is not None:
-        now = any(abs(share) >= 0.05 for rank, share in shares.items() if rank < len(slices))
-        old = [rank - len(slices) for rank, share in shares.items() if rank >= len(slices) and share >= 0.05]
+    present = [rank for rank, share in (shares or {}).items() if abs(share) >= 0.05]
+    if old := [rank - len(slices) for rank in present if rank >= len(slices)]:
+        now = any(rank < len(slices) for rank in present)
         of_ranks = f"of rank(s) {', '.join(map(str, old))} in the step before"
         return Kind("stale", f"that {of_ranks} {'is still in it' if now else 'in its place'}")
     if swapped := _swapped(own, expected, whole):

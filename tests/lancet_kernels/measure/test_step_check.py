@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CausalLMStep, MoELayer, convert, ddp, fsdp, moe_losses, prepare_data_parallel
 from lancet_kernels.errors import UserError
+from lancet_kernels.measure.difference_kinds import Kind, kind_of_gradient
 from lancet_kernels.measure.step_check import Comparison, first_of, on_one_rank, on_this_rank, slice_of
 from lancet_kernels.ops.comm.groups import Groups
 from tests.grids import few_of
@@ -410,3 +411,14 @@ def other_model() -> tuple[nn.Module, object]:
 def test_another_model_is_refused(compare) -> None:
     with pytest.raises(RankError, match=r"parameter output.weight: got \[17, 16\] on each of several ranks"):
         compare(with_ddp, other_model)
+
+
+def test_a_share_of_an_earlier_gradient_that_is_subtracted_is_named() -> None:
+    """slice 0 + slice 1 - half of rank 1's gradient of the step before."""
+    generator = torch.Generator().manual_seed(0)
+    slices, before = (
+        [torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(2)] for _ in range(2)
+    )
+    mean = (slices[0] + slices[1]) / 2
+    kind = kind_of_gradient(mean - before[1] / 4, mean, slices, before, mean)
+    assert str(kind) == str(Kind("stale", "that of rank(s) 1 in the step before is still in it"))
