@@ -31,7 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CodeType, NoneType
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -301,11 +301,12 @@ def _writes(paths: list[str]) -> Iterator[None]:
             attributes = effects.store_attr_mutations.get(variable, {})
             # A temporary source: an object that the forward itself builds, to return it, say. A mere Source,
             # which has no name: torch's stack of modes, one of which transformers enters for its masks.
-            if type(variable.source) not in (TempLocalSource, NoneType, Source):
+            source = variable.source
+            if source is not None and type(source) not in (TempLocalSource, Source):
                 changed = [
                     name for name, value in attributes.items() if not _as_before(variable, name, value)
                 ]
-                written[str(variable.source.name)] = changed if attributes else None
+                written[str(source.name)] = changed if attributes else None
         return variables
 
     with (
