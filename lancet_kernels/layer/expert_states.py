@@ -331,7 +331,9 @@ def _with_own_adapters(module: nn.Module, state_dict: State, prefix: str, *_: ob
 
 def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """An adapter is made after its layer, by code that knows nothing of experts."""
-    if name == "base_layer" and child is not None and isinstance(layer_below(child), ShardedExperts):
+    if name != "base_layer" or child is None or not isinstance(layer_below(child), ShardedExperts):
+        return
+    if not any(isinstance(hook, _Adapter) for hook in module._state_dict_hooks.values()):
         module.register_state_dict_post_hook(_Adapter(module))
         module.register_load_state_dict_pre_hook(_with_own_adapters)
 

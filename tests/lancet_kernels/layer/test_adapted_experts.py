@@ -277,6 +277,7 @@ def wrapped_states(folder: str) -> list[dict[str, Tensor]]:
     """An adapter around a layer in a state dict, gathered, before and after it is loaded again."""
     layer = MoELayer(D, F, E, groups=Groups.around(dist.group.WORLD))
     model = nn.Sequential(Wrapper(layer, layer.expert_ids()))
+    model[0].base_layer = layer  # once more
     state, gathered = model.state_dict(), []
     checkpoint.save(state, checkpoint_id=folder)
     for is_loaded in (False, True):
