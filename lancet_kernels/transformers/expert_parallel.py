@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from itertools import count
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from lancet_kernels.transformers.experts import (
     has_interface,
     reason_against,
 )
-from lancet_kernels.transformers.routers import keep_choices
+from lancet_kernels.transformers.routers import keep_choices, keep_float32
 
 try:
     from transformers.distributed.expert_parallel import (
@@ -77,7 +77,7 @@ class LancetEP(EPImplementation):
         else:
             expert_parallel(experts, ep_mesh.get_group())
             experts.name = _layer_name(getattr(experts, "config", ep_mesh))
-            _keep_choices(experts)
+            _keep_routing(experts)
         setattr(experts, EXPERT_GROUP, group_name(ep_mesh.get_group()))
         setattr(experts, FORWARD_OF, self.forward_of)
 
@@ -129,17 +129,17 @@ def _why_own(experts: nn.Module) -> str:
     return reason_against(experts) if kernel in _ANY_KERNEL else f"experts_implementation={kernel!r}"
 
 
-def _keep_choices(experts: nn.Module) -> None:
-    """`keep_choices` of the block that has these experts. transformers gives us the experts alone; the block
-    is below the model, or is the module, that calls."""
+def _keep_routing(experts: nn.Module) -> None:
+    """`keep_choices` and `keep_float32` of the block that has these experts. transformers gives us the
+    experts alone; the block is below the model, or is the module, that calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         for caller in (frame.f_locals.get("model"), frame.f_locals.get("self")):
-            if isinstance(caller, nn.Module):
-                for block in caller.modules():
-                    if experts in block.children():
-                        keep_choices(block)
-                        return
+            for name, block in caller.named_modules() if isinstance(caller, nn.Module) else ():
+                if experts in block.children():
+                    keep_choices(block)
+                    keep_float32(cast(nn.Module, caller), name)
+                    return
         frame = frame.f_back
 
 
@@ -185,7 +185,7 @@ def _alone(experts: Any) -> ConvertedExperts:
         )  # fmt: skip
     expert_parallel(layer, Groups())._parameters = {}
     experts.__dict__ |= {_ALONE: layer, "takes_weights": True}
-    _keep_choices(experts)
+    _keep_routing(experts)
     return layer
 
 

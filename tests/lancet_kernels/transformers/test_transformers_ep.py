@@ -290,17 +290,21 @@ def other_layers(names: list[str]) -> str:
     return refusal(lambda: layer(torch.ones(3, 8), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
 
 
-def blocks_that_keep_choices(folder: str) -> list[str]:
+def what_is_kept(folder: str) -> tuple[list[str], set[torch.dtype]]:
+    """-> blocks that keep their choices; dtypes of correction biases of a model in bfloat16."""
     model = loaded(folder, "lancet", {"ep_size": 2, "fsdp_size": 2})
-    return [
-        name for name, block in model.named_modules() if routers._enter in block._forward_pre_hooks.values()
-    ]
+    blocks = model.named_modules()
+    names = [name for name, block in blocks if routers._enter in block._forward_pre_hooks.values()]
+    buffers = model.to(torch.bfloat16).named_buffers()
+    return names, {b.dtype for name, b in buffers if name.endswith("correction_bias")}
 
 
-def test_checkpointed_blocks_keep_their_choices(pool, saved):
+def test_routers_keep_choices_and_biases(pool, saved):
     """What they do with them: test_routers.py."""
-    names = ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert pool.run(blocks_that_keep_choices, str(saved(EXPERT_PARALLEL[0])), ranks=2) == [names, names]
+    for names, dtypes in pool.run(what_is_kept, str(saved("DeepSeek-V3")), ranks=2):
+        assert names == ["model.layers.1.mlp"]
+        assert dtypes
+        assert all(dtype.itemsize >= 4 for dtype in dtypes)
 
 
 def test_ranks_in_other_layers_are_named(pool):
