@@ -1,10 +1,13 @@
 """DistributedDataParallel around models with MoE layers, against one process with the whole batch."""
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from lancet_kernels import Groups, UserError, ddp
+from lancet_kernels import Groups, MoELayer, UserError, ddp, fsdp
 from tests.lancet_kernels.layer.test_expert_groups import (
     RANKS,
     Case,
@@ -64,3 +67,22 @@ def test_ddp_without_ranks():
         UserError, match="data parallelism: got no process group, expected one; call init_process_group"
     ):
         ddp(Step(Case(), Groups(), 1))
+
+
+def bias_under_mixed_precision() -> tuple[torch.dtype, float, torch.dtype]:
+    """-> dtype and first value of a correction bias after small updates; dtype of what the layer gives."""
+    groups = Groups.around(dist.group.WORLD)
+    layer = MoELayer(8, 8, 4, gate="sigmoid", top_k=2, capacity_factor=None, groups=groups)
+    model = fsdp(nn.Sequential(nn.Linear(8, 8), layer), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    layer.correction_bias.fill_(-1.0)
+    for _ in range(8):
+        y = model(torch.randn(5, 8))
+        y.float().sum().backward()
+        layer.update_correction_bias(torch.tensor([0, 8, 0, 0]), rate=1e-4)
+    return layer.correction_bias.dtype, float(layer.correction_bias[0]), y.dtype
+
+
+def test_a_correction_bias_under_mixed_precision_keeps_small_updates(pool):
+    for dtype, value, of_result in pool.run(bias_under_mixed_precision, ranks=2):
+        assert (dtype, of_result) == (torch.float32, torch.bfloat16)
+        assert value == pytest.approx(-1 + 8e-4, abs=1e-6)
