@@ -70,6 +70,10 @@ class CheckpointedRun:
     def __init__(self, first: list[Any], again: Any | None) -> None:
         self.first, self.again = first, again
 
+    def repeats(self, layer: nn.Module) -> bool:
+        """Is it a second run, and did the layer keep something in the first?"""
+        return self.again is not None and layer in (getattr(self.again, _KEPT, None) or {})
+
     def as_at_first(self, layer: nn.Module, value: T) -> T:
         """The value, or in a second run what stood in its place in the first one."""
         if self.again is not None:

@@ -114,7 +114,9 @@ def _enter(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         return
     x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     run = None if x is None else checkpointed_run(x)
-    mode = None if run is None else _ChoicesAsAtFirst(block, run).__enter__()
+    # The hooks may have been added in the first run: torch wants the second one to save as much.
+    is_kept = run is not None and (run.again is None or run.repeats(block))
+    mode = _ChoicesAsAtFirst(block, run).__enter__() if run is not None and is_kept else None
     block.__dict__.setdefault(_OPEN, []).append(mode)
 
 
