@@ -274,6 +274,12 @@ def layer_below(module: nn.Module) -> nn.Module:
     return module
 
 
+def tensors_around(adapter: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of an adapter by name, without those of what it lies around."""
+    tensors = [*adapter.named_parameters(), *adapter.named_buffers()]
+    return {name: tensor for name, tensor in tensors if name.partition(".")[0] != "base_layer"}
+
+
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     """Name, tensor and place of all parameters and buffers of adapters around the layers of a model."""
     for path, module in model.named_modules():
@@ -291,10 +297,8 @@ def _around(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
         return
     # PEFT takes a parameter of two dimensions for one matrix, whose adapter belongs to all of its rows.
     is_by_expert = getattr(layer, adapted).dim() == 3
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in tensors_around(module).items():
         kind = name.partition(".")[0]
-        if kind == "base_layer":
-            continue
         form: Form = "rows" if layer.has_rows(tensor, layer.local_experts) else "own"
         if kind in ("lora_A", "lora_B"):
             form = "own" if not is_by_expert else "rows" if kind == "lora_A" else "columns"

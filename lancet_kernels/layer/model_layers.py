@@ -11,7 +11,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.dropout_layer import Dropout
 from lancet_kernels.layer.expert_layer import ExpertLayer
-from lancet_kernels.layer.expert_states import layer_below
+from lancet_kernels.layer.expert_states import layer_below, tensors_around
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.router import RoutingSums
@@ -55,11 +55,12 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
         if innermost is module:
             for name in names:
                 if is_parametrized(module, name):
-                    yield from _tensors(module.get_submodule(f"parametrizations.{name}"))
+                    parametrized = module.get_submodule(f"parametrizations.{name}")
+                    yield from [*parametrized.parameters(), *parametrized.buffers()]
                 else:
                     yield module.get_parameter(name)
         elif getattr(module, "parameter_name", None) in names:
-            yield from _tensors(module, without=module.get_submodule("base_layer"))
+            yield from tensors_around(module).values()
 
 
 def _expert_names(module: nn.Module) -> list[str]:
@@ -69,12 +70,6 @@ def _expert_names(module: nn.Module) -> list[str]:
     if EXPERT_GROUP not in module.__dict__:
         return []
     return [*dict(module.named_parameters(recurse=False)), *getattr(module, "parametrizations", ())]
-
-
-def _tensors(module: nn.Module, without: nn.Module | None = None) -> Iterator[Tensor]:
-    """All parameters and buffers in a module, but those in one of its children."""
-    skipped = set() if without is None else {*without.parameters(), *without.buffers()}
-    yield from (tensor for tensor in [*module.parameters(), *module.buffers()] if tensor not in skipped)
 
 
 def check_placement(model: nn.Module, placed: Collection[nn.Parameter]) -> None:
