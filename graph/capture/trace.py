@@ -265,8 +265,8 @@ class Assumptions:
 
 
 def _id_ref(manager: CheckFunctionManager, guarded: object, _text: str) -> int:
-    """As torch's, without the finalizer that keeps the manager as long as the guarded object, a module of
-    torch, say: 0.6 MB for each plan (2-core CPU, 2026-11-28). It ends compiled code; there is none."""
+    """As torch's, without the finalizer that keeps the manager, and so each plan's guards, as long as the
+    guarded object, a module of torch, say. It ends compiled code; there is none."""
     with contextlib.suppress(TypeError):
         manager._weakrefs.setdefault(id(guarded), weakref.ref(guarded))
     return id(guarded)

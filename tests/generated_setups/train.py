@@ -37,8 +37,8 @@ BOUND = 1e-9
 """Largest difference in float64, relative to the largest value if that is over 1. Seen where all is right:
 1e-13."""
 BOUNDS = {"lower precision": 1e-2}
-"""By how FSDP holds the parameters: float32 computes there. Without a plan, set-up 415 is off by 4e-3 on one
-CPU and by less than 1e-4 on another; a sum that is missing is off by half."""
+"""By how FSDP holds the parameters: float32 computes there, and rounds otherwise on other CPUs; a sum that is
+missing is off by half."""
 LINK_GBPS = 1.0
 OVERFLOW_STEP = 1
 
@@ -64,7 +64,9 @@ def run_setup(setup: Setup) -> Outcome:
             torch.compiler.reset()
             emulate_link(LINK_GBPS if setup.link else None)
             found = _compared(setup)
-            dist.barrier()
+            # Not after a difference that one rank alone sees: its peer waits elsewhere.
+            if found.kind == "right":
+                dist.barrier()
         except Exception as error:
             one_line = "\n" not in str(error)
             refused = isinstance(error, (UserError, CaptureError)) and one_line

@@ -1,11 +1,14 @@
-"""Collectives of a graph know their layer when they run, forward and backward."""
+"""Collectives of a graph know their layer when they run, forward and backward; guards of a trace are freed."""
+
+import gc
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._dynamo.guards import CheckFunctionManager
 
 from lancet_kernels import ops
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
-from lancet_kernels.graph.capture.trace import announce_layers, layer_name
+from lancet_kernels.graph.capture.trace import announce_layers, layer_name, trace
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 
@@ -52,3 +55,19 @@ def test_a_graph_that_runs_enters_its_layers():
     assert current_layer() == "blocks.0.a"
     assert len(recorder.computed) == 4, "announcing a layer is no instruction"
     assert ops.all_to_all(rows, count, count, "", True).equal(rows)
+
+
+def test_guards_are_freed_with_their_owner():
+    """torch's finalizers would keep them as long as `torch.relu`, of which the trace takes note."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(one) is CheckFunctionManager for one in gc.get_objects())
+
+    before = alive()
+    _, _, assumptions = trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(2, 2),), {})
+    guards = assumptions()
+    assert alive() == before + 1
+    del guards, assumptions
+    torch.compiler.reset()
+    assert alive() == before

@@ -65,7 +65,7 @@ def of_plans(times: int) -> tuple[Use, Use]:
         optimized(Model(), batch(), "lancet-dw")(*batch(number)).backward()
         torch.compiler.reset()
 
-    return grown(plan, 10, times)
+    return grown(plan, 20, times)  # until then the allocator grows
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
