@@ -1,4 +1,4 @@
-"""Collectives of a graph know their layer when they run, forward and backward; guards of a trace are freed."""
+"""Collectives of a graph know their layer when they run, forward and backward; guards are freed."""
 
 import gc
 
