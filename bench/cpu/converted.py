@@ -31,7 +31,7 @@ from lancet_kernels import CausalLMStep, convert, ddp, optimize
 from lancet_kernels.cli.options import names_among
 from lancet_kernels.files import write_json_atomically
 from lancet_kernels.measure.launch import launch, report_errors, start_ranks, under_launcher
-from lancet_kernels.measure.step_bench import iteration
+from lancet_kernels.measure.step_bench import iteration_ms
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.report import PLAIN
 from lancet_kernels.timing import in_turn
@@ -92,7 +92,7 @@ def measured(name: str, width: int, which: Sequence[str], rounds: int) -> dict[s
     steps, batch = contenders_of(name, width, which)
 
     def one(kind: str) -> float:
-        elapsed_ms = torch.tensor(iteration(steps[kind], batch).iteration_ms)
+        elapsed_ms = torch.tensor(iteration_ms(steps[kind], batch))
         if dist.is_initialized():
             dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
         return float(elapsed_ms)

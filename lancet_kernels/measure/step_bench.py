@@ -195,12 +195,11 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
     _barrier()
     link.read()
     begin, cpu, without = time.perf_counter(), time.thread_time(), seconds_without_core()
-    if isinstance(module, OptimizedModule) and accumulate > 1:
-        module.microbatches([inputs] * accumulate)
-    else:
+    link.times_cores = True
+    try:
         _run(module, inputs, accumulate)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    finally:
+        link.times_cores = False
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
     no_core_ms, traffic = (seconds_without_core() - without) * 1e3, link.read()
     computing_ms, no_core_ms = cpu_ms - traffic.waiting_cpu_ms, no_core_ms - traffic.waiting_for_core_ms
@@ -218,6 +217,15 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
     )
 
 
+def iteration_ms(module: nn.Module, inputs: Inputs) -> float:
+    """How long an `iteration` takes, without the clocks that tell what of. Collective."""
+    module.zero_grad(set_to_none=True)
+    _barrier()
+    begin = time.perf_counter()
+    _run(module, inputs, 1)
+    return (time.perf_counter() - begin) * 1e3
+
+
 def _barrier() -> None:
     if dist.is_initialized():
         with waiting("barrier before an iteration"):
@@ -225,11 +233,16 @@ def _barrier() -> None:
 
 
 def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
-    no_sync = getattr(module, "no_sync", contextlib.nullcontext)
-    for number in range(accumulate):
-        with no_sync() if number < accumulate - 1 else contextlib.nullcontext():
-            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-            loss_of(result, "the step").backward()
+    if isinstance(module, OptimizedModule) and accumulate > 1:
+        module.microbatches([inputs] * accumulate)
+    else:
+        no_sync = getattr(module, "no_sync", contextlib.nullcontext)
+        for number in range(accumulate):
+            with no_sync() if number < accumulate - 1 else contextlib.nullcontext():
+                result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+                loss_of(result, "the step").backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4) -> float:

@@ -61,9 +61,9 @@ class Traffic:
     """By collective: how long the computing thread (CUDA: the compute stream) waited for it, gradient
     all-reduces and the exchange of counts included. On CUDA all-reduces only of an emulated link."""
     waiting_cpu_ms: float = 0.0
-    """CPU time of the computing thread while it waited."""
+    """CPU time of the computing thread while it waited, with `Link.times_cores`."""
     waiting_for_core_ms: float = 0.0
-    """Time for which it could have run while it waited, and had no core."""
+    """Time for which it could have run while it waited, and had no core, with `Link.times_cores`."""
 
 
 AnyTransfer: TypeAlias = "Transfer | CudaTransfer"
@@ -83,6 +83,8 @@ class Link:
         self._cuda_streams: dict[int, CudaStreams] = {}
         self.log: list[tuple[float, float]] | None = None
         """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
+        self.times_cores = False
+        """Are waits also timed by the clocks of cores? Two system calls, up to 25 us each in a sandbox."""
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
@@ -166,14 +168,18 @@ class Link:
     def waiting_for(self, collective: str) -> Iterator[None]:
         """A context in which the computing thread waits for a collective; without an error, its time
         counts."""
-        before = time.monotonic(), time.thread_time(), seconds_without_core()
+        before = self._clocks()
         yield
-        after = time.monotonic(), time.thread_time(), seconds_without_core()
-        wall, cpu, without = (1e3 * (end - begin) for begin, end in zip(before, after, strict=True))
+        wall, cpu, without = (1e3 * (e - b) for b, e in zip(before, self._clocks(), strict=True))
         ms = self._traffic.waited_ms
         ms[collective] = ms.get(collective, 0.0) + wall
         self._traffic.waiting_cpu_ms += cpu
         self._traffic.waiting_for_core_ms += without
+
+    def _clocks(self) -> tuple[float, float, float]:
+        if self.times_cores:
+            return time.monotonic(), time.thread_time(), seconds_without_core()
+        return time.monotonic(), 0.0, 0.0
 
     def _account(self, started: float, ended: float, waited: float) -> None:
         """A completed transfer: seconds on the monotonic clock, and how long computation waited."""

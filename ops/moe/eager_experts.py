@@ -4,7 +4,8 @@
     D  width                    E  experts in all          R  rows received
 
 Where nothing is traced, a small layer on a CPU spends most of its time between its ops. Here there is one
-node for autograd, rows are sorted once, and ends of groups are summed once. The ops that plans see give the
+node for autograd, rows are sorted once, and ends of groups are summed once. Rows are sorted while counts
+travel, and weight gradients are computed while those of the rows travel back. The ops that plans see give the
 same.
 """
 
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts, group_ends
+from lancet_kernels.ops.comm.all_to_all import (
+    all_to_all,
+    group_ends,
+    start_all_to_all,
+    start_exchange_counts,
+)
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
@@ -96,8 +102,9 @@ class _EagerExperts(torch.autograd.Function):
         count_E = expert_S.bincount(minlength=num_experts)
         count_WL = count_E.view(group_size(group), -1)
 
+        counts = start_exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, group)
         rows = x_TD.index_select(0, token_S)
-        received_WL = exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, group)
+        received_WL = counts.wait()
         if group:
             rows = all_to_all(rows, count_WL, received_WL, group, True)
         ends_L = group_ends(received_WL).int()
@@ -125,23 +132,26 @@ class _EagerExperts(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         activation, group = ctx.activation, ctx.group
         needs_x, _, needs_weight, needs_w1, needs_w2, *_ = ctx.needs_input_grad
-        dx = dweight = dw1 = dw2 = None
-        d = dy_TD.index_select(0, token_S)
-        if needs_weight:
-            dweight = (d * back).sum(1)[row_TK]
+        dx = dweight = dw1 = dw2 = to_ranks = None
+        enter_layer(ctx.layer)
+        dy_SD = dy_TD.index_select(0, token_S)
         if needs_x or needs_w1 or needs_w2:
-            d.mul_(weight_TK.reshape(-1)[choice_S].unsqueeze(1))
-            if group:
-                enter_layer(ctx.layer)
-                d = all_to_all(d, count_WL, received_WL, group, True)
-            dw2 = _times_rows(activated, d, ends_L, w2) if needs_w2 else None
+            weighted_SD = dy_SD * weight_TK.reshape(-1)[choice_S].unsqueeze(1)
+            to_experts = start_all_to_all(weighted_SD, count_WL, received_WL, group, True)
+        if needs_weight:
+            dweight = (dy_SD * back).sum(1)[row_TK]
+        if needs_x or needs_w1 or needs_w2:
+            d_RD = to_experts.wait()
         if needs_x or needs_w1:
-            d = _times_weights(d, w2.transpose(1, 2), ends_L)
-            d = expert_activation_backward.function(d, hidden, received_WL, activation)
-            dw1 = _times_rows(rows, d, ends_L, w1) if needs_w1 else None
+            d_RF = _times_weights(d_RD, w2.transpose(1, 2), ends_L)
+            d_RH = expert_activation_backward.function(d_RF, hidden, received_WL, activation)
         if needs_x:
-            d = _times_weights(d, w1.transpose(1, 2), ends_L)
-            if group:
-                d = all_to_all(d, received_WL, count_WL, group, False)
-            dx = torch.nn.functional.embedding_bag(row_TK, d, mode="sum")
+            dx_RD = _times_weights(d_RH, w1.transpose(1, 2), ends_L)
+            to_ranks = start_all_to_all(dx_RD, received_WL, count_WL, group, False)
+        if needs_w1:
+            dw1 = _times_rows(rows, d_RH, ends_L, w1)
+        if needs_w2:
+            dw2 = _times_rows(activated, d_RD, ends_L, w2)
+        if to_ranks is not None:
+            dx = torch.nn.functional.embedding_bag(row_TK, to_ranks.wait(), mode="sum")
         return dx, None, dweight, dw1, dw2, None, None, None

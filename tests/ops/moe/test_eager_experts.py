@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from lancet_kernels import MoELayer, ops
+from lancet_kernels.ops.comm.link_group import Here
+from lancet_kernels.ops.moe import eager_experts as module
 from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
 
 T, D, F, E, K = 24, 8, 12, 4, 2
@@ -48,6 +50,30 @@ def test_same_as_ops(activation: str, experts: int, frozen: int | None) -> None:
     dy = torch.randn_like(y)
     ours, theirs = (torch.autograd.grad(result, trained, dy) for result in (y, expected))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_weight_gradients_are_computed_while_rows_travel_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    start, weight_gradient = module.start_all_to_all, module._times_rows
+
+    class Travelling(Here):
+        def wait(self) -> Tensor:
+            events.append("arrived")
+            return super().wait()
+
+    def logged_start(*call):
+        events.append("sent")
+        return Travelling(start(*call).wait())
+
+    def logged_gradient(*call):
+        events.append("weight gradient")
+        return weight_gradient(*call)
+
+    monkeypatch.setattr(module, "start_all_to_all", logged_start)
+    monkeypatch.setattr(module, "_times_rows", logged_gradient)
+    y, _ = eager_experts(*operands(F), E, "gelu", "")
+    y.sum().backward()
+    assert events == ["sent", "arrived", "sent", *["weight gradient"] * 2, "arrived"]
 
 
 def test_which_calls_it_takes() -> None:
