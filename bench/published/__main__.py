@@ -41,13 +41,15 @@ def text(checked: Sequence[Checked]) -> str:
         mark = " fitted" if one.row.fitted else ""
         measured, predicted, error = _cells(one)
         lines.append(f"{one.row.name:{width}} {measured:>12} {predicted:>12} {error:>8}{mark}")
-    lines.append("")
-    for name, numbers in summary(checked).items():
-        lines.append(
-            f"{name}: {numbers['rows']:.0f} rows, mean absolute error {numbers['mean']:.1%}, worst "
-            f"{numbers['worst']:.1%}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_summary_lines(checked)])
+
+
+def _summary_lines(checked: Sequence[Checked]) -> list[str]:
+    return [
+        f"{name}: {numbers['rows']:.0f} rows, mean absolute error {numbers['mean']:.1%}, median "
+        f"{numbers['median']:.1%}, worst {numbers['worst']:.1%}"
+        for name, numbers in summary(checked).items()
+    ]
 
 
 def markdown(checked: Sequence[Checked]) -> str:
@@ -64,6 +66,7 @@ def markdown(checked: Sequence[Checked]) -> str:
     lines += [f"| {one.row.name} | {' | '.join(_cells(one))} |" for one in fitted]
     lines += ["", "| not simulated | measured | why |", "|---|--:|---|"]
     lines += [f"| {one.row.name} | {_cells(one)[0]} | {one.row.not_simulated} |" for one in missing]
+    lines += ["", *(f"- {line}" for line in _summary_lines(checked))]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -71,7 +72,7 @@ def _answer(items: tuple[tuple[str, Any], ...], strategy: str) -> Answer:
 
 
 def summary(checked: Sequence[Checked]) -> dict[str, dict[str, float]]:
-    """Mean and worst absolute error of times and of memory, fitted and predicted apart."""
+    """Mean, median and worst absolute error of times and of memory, fitted and predicted apart."""
     result = {}
     for fitted in (True, False):
         for what in ("time", "memory"):
@@ -85,5 +86,10 @@ def summary(checked: Sequence[Checked]) -> dict[str, dict[str, float]]:
             ]
             if errors:
                 name = f"{'fitted' if fitted else 'predicted'} {what}"
-                result[name] = {"rows": len(errors), "mean": sum(errors) / len(errors), "worst": max(errors)}
+                result[name] = {
+                    "rows": len(errors),
+                    "mean": statistics.fmean(errors),
+                    "median": statistics.median(errors),
+                    "worst": max(errors),
+                }
     return result

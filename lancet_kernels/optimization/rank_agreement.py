@@ -52,7 +52,7 @@ from lancet_kernels.schedules.rewrite.walk import WITHOUT_PASSES
 
 Value = TypeVar("Value")
 _COMPARISON = "comparison of the ranks' graphs and plans"
-_MESSAGE_BYTES = 256
+_MESSAGE_BYTES = 512
 
 
 def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str) -> Value:
@@ -187,10 +187,10 @@ class CallAgreement:
         of_ranks = own.new_empty(group_size(self._group), _MESSAGE_BYTES)
         with waiting(f"agreement on a call of {self._name}", group_of(self._group)):
             dist.all_gather(list(of_ranks), own, group=group_of(self._group))
-        texts = (bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in of_ranks)
+        texts = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in of_ranks)
         return [text.split("\n") for text in texts]
 
 
 def _bytes_of(text: str) -> Tensor:
     encoded = text.encode()[: _MESSAGE_BYTES - 4]
-    return torch.tensor(list(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
