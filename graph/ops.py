@@ -175,9 +175,11 @@ OPS: dict[str, OpFacts] = {
     **_derived(derived.attention, "scaled_dot_product_attention", measured=True),
     **_derived(derived.attention, " ".join(_FUSED_ATTENTION), measured=True),
     **_derived(derived.attention_backward, " ".join(f"{op}_backward" for op in _FUSED_ATTENTION)),
-    # They stand for it in predictions, and compute nothing.
+    # They stand for layers in predictions, and compute nothing.
     "lancet_prediction.attention": OpFacts(Rule(derived=derived.attention)),
     "lancet_prediction.attention_backward": OpFacts(Rule(derived=derived.attention_backward)),
+    "lancet_prediction.recurrence": OpFacts(Rule(derived=derived.recurrence)),
+    "lancet_prediction.recurrence_backward": OpFacts(Rule(derived=derived.recurrence)),
     "aten.nll_loss_forward": OpFacts(_NLL_LOSS, hardly_read="self"),
     "aten.nll_loss2d_forward": OpFacts(_NLL_LOSS),
     "aten.nll_loss_backward": OpFacts(_NLL_LOSS_BACKWARD, hardly_read="self"),

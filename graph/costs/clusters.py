@@ -222,8 +222,9 @@ class Kernels:
     A GEMM reaches `dense` or `grouped` of the peak, less what the last wave of its tiles leaves idle on
     `multiprocessors`, less `k_overhead` elements of the contraction for the begin and end of each tile.
     `*_half_rows`: rows per group at which a grouped GEMM reaches half of that. `attention_*`: of causal
-    attention, without the masked half. `permute`: of the memory bandwidth, when rows are permuted.
-    `kernel_us`: launch, ramp-up and tail of a kernel in the middle of a step.
+    attention, without the masked half. `recurrence`: of scans and delta rules by chunks, with the FLOPs of
+    `lancet_kernels.predict.recurrence`; by default as measured on H200. `permute`: of the memory bandwidth,
+    when rows are permuted. `kernel_us`: launch, ramp-up and tail of a kernel in the middle of a step.
     `host_us`: what the host needs to launch a kernel of a framework that runs op by op. `message_beside`: how
     many times as long a message takes while computation runs beside it.
     """
@@ -243,6 +244,7 @@ class Kernels:
     kernel_us: float
     host_us: float
     message_beside: float
+    recurrence: float = 0.08
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,8 @@ SORTS = "sorts_operand"
 """Attribute of a product: the position of the operand that a dispatcher sorts by expert before it, or back
 behind it."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear")
-_ATTENTION = ("lancet_prediction.attention", "lancet_prediction.attention_backward")
+ATTENTION_OPS = ("lancet_prediction.attention", "lancet_prediction.attention_backward")
+RECURRENCE_OPS = ("lancet_prediction.recurrence", "lancet_prediction.recurrence_backward")
 LAUNCHES = "is_in_a_fused_kernel"
 """Attribute of an instruction that another one's fused kernel computes; op by op, it is a launch."""
 
@@ -278,8 +279,10 @@ class KernelCosts:
             return memory
         # Half precision, whichever of the two is fast; TFLOP/s are GFLOP per millisecond.
         peak = max(self.cluster.peak_tflops.values())
-        if instruction.op in _ATTENTION:
+        if instruction.op in ATTENTION_OPS:
             efficiency = self._attention_efficiency(instruction, tensors)
+        elif instruction.op in RECURRENCE_OPS:
+            efficiency = k.recurrence
         elif facts(instruction.op).grouped_gemm or instruction.op in _PRODUCTS:
             efficiency = self._gemm_efficiency(instruction, tensors)
         else:
@@ -292,7 +295,7 @@ class KernelCosts:
         return max(gflop / (peak * efficiency), memory) + sorting
 
     def _attention_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
-        is_backward = instruction.op == _ATTENTION[1]
+        is_backward = instruction.op == ATTENTION_OPS[1]
         if not self.attention:
             return self.kernels.attention_backward if is_backward else self.kernels.attention_forward
         query = tensors[instruction.inputs[1 if is_backward else 0]]  # the backward's gradient comes first

@@ -335,6 +335,20 @@ def attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Ma
     return _equation([operand(s) for s in inputs], [operand(s) for s in outputs])
 
 
+def recurrence(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    """Operands of three and more dimensions, of which the first is the batch, and parameters, which have
+    fewer, -> results like operands. Gradients of parameters are sums over the batch."""
+
+    def operand(shape: Shape, side: str, mark: str) -> list[str]:
+        names = [f"{side}{axis}!" for axis in range(len(shape))]
+        return [f"b{mark}", *names[1:]] if len(shape) >= 3 else names
+
+    return _equation(
+        [operand(shape, f"i{n}x", "+") for n, shape in enumerate(inputs)],
+        [operand(shape, f"o{n}x", "") for n, shape in enumerate(outputs)],
+    )
+
+
 def norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
     """Gradient of the result, input, statistics, weight and bias -> gradients of the input, and (partial
     sums) of weight and bias. Operands are recognized by shape, because gradients that are not needed are

@@ -15,9 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.costs.costs import LAUNCHES, KernelCosts, collective_of, durations
+from lancet_kernels.graph.costs.costs import (
+    ATTENTION_OPS,
+    LAUNCHES,
+    RECURRENCE_OPS,
+    KernelCosts,
+    collective_of,
+    durations,
+)
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.predict.attention import is_attention
 from lancet_kernels.predict.config import Depths, depths, layers_and_experts
 from lancet_kernels.predict.microbatch import (
     GRADIENTS,
@@ -64,8 +70,8 @@ ASSUMED = (
     "the host launches op by op, one kernel after the other, and waits in each forward for the sizes of what "
     "its rank receives; host_ms is the time in which the GPU has nothing to do because of that",
     "exchanges take longer beside computation, and computation beside exchanges has fewer multiprocessors",
-    "FLOPs are those of matrix products and causal attention (half of the square), forward and backward, "
-    "without recomputation",
+    "FLOPs are those of matrix products, causal attention (half of the square) and recurrent layers, forward "
+    "and backward, without recomputation",
     "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
     "routing weights are applied inside the experts, so that the rows that come back are not kept",
     "strategies are planned by the planner of optimize(), on the graph that it would run; each microbatch "
@@ -421,7 +427,7 @@ def _term(instruction: Instruction) -> str:
         return collective_of(instruction)
     if instruction.phase is Phase.OPTIMIZER:
         return OPTIMIZER
-    if is_attention(instruction.op):
+    if instruction.op in (*ATTENTION_OPS, *RECURRENCE_OPS):
         return ATTENTION
     return PRODUCTS if instruction.flops else ELEMENTWISE
 

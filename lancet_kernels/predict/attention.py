@@ -17,12 +17,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 IMPLEMENTATION = "lancet_prediction"
 OP = "lancet_prediction.attention"
-OP_BACKWARD = "lancet_prediction.attention_backward"
-
-
-def is_attention(op: str) -> bool:
-    """Is it the op of an instruction's attention, forward or backward?"""
-    return op in (OP, OP_BACKWARD)
 
 
 _LIBRARY = torch.library.Library("lancet_prediction", "DEF")

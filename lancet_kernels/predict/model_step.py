@@ -25,10 +25,9 @@ from lancet_kernels.predict.config import check_experts, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
+from lancet_kernels.predict.recurrence import as_instructions
 from lancet_kernels.predict.tensor_parallel import name_group, slice_model
 from lancet_kernels.transformers.convert import convert
-
-_SCANNED_TOKENS = 64
 
 
 class _Loss(nn.Module):
@@ -60,7 +59,6 @@ def model_step(question: Question, layers: int) -> ModelStep:
         layout = question.gpus, question.expert_ranks, question.tensor_ranks
         groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
         model = meta_model(config)
-        _check_scans(model, question.sequence)
         convert(model, groups)
         tensor_group = ""
         if question.tensor_ranks > 1:
@@ -85,9 +83,10 @@ def model_step(question: Question, layers: int) -> ModelStep:
             recompute_as(joint, question.policy, question.eager)
 
         try:
-            return capture_step(
-                step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite
-            )
+            with as_instructions(model):
+                return capture_step(
+                    step, example_arguments(step, (ids, ids)), "mean", groups=groups, rewrite=rewrite
+                )
         except CaptureError as error:
             reason = shorten(str(error.got), 140, placeholder=" ...")
             raise UserError(
@@ -95,19 +94,6 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 expected="a model that torch.compile(fullgraph=True) accepts",
                 do="plan your own step with --module",
             ) from error  # fmt: skip
-
-
-def _check_scans(model: nn.Module, sequence: int) -> None:
-    """Raise UserError for a step of more instructions than anybody waits for: transformers computes Mamba
-    layers without chunks (Jamba) token by token. For 8 tokens 16 layers have 13,098 instructions."""
-    for module in model.modules():
-        token_by_token = hasattr(module, "ssm_state_size") and not hasattr(module, "chunk_size")
-        if token_by_token and sequence > _SCANNED_TOKENS:
-            raise UserError(
-                "--hf", got=f"{type(module).__name__}, computed token by token, with --sequence {sequence}",
-                expected=f"at most {_SCANNED_TOKENS} tokens of such layers",
-                do="plan a shorter sequence, or your own step, whose scan is one op, with --module",
-            )  # fmt: skip
 
 
 def weights_inside_experts(joint: fx.GraphModule) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
@@ -21,7 +21,7 @@ from lancet_kernels.predict.answer import STRATEGIES, Answer, answer, check_fits
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.microbatch import Microbatch
-from lancet_kernels.predict.model_step import _check_scans, model_step, weights_inside_experts
+from lancet_kernels.predict.model_step import model_step, weights_inside_experts
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
@@ -348,18 +348,6 @@ def test_a_model_that_cannot_be_traced_is_one_line_of_its_own(tmp_path, monkeypa
         str(caught.value),
     )
     assert len(str(caught.value)) < 300
-
-
-def test_layers_computed_token_by_token_are_refused():
-    model = nn.Module()
-    model.mixer, model.mixer.ssm_state_size = nn.Module(), 16
-    _check_scans(model, sequence=64)
-    with pytest.raises(
-        UserError, match="got Module, computed token by token, with --sequence 65, expected at"
-    ):
-        _check_scans(model, sequence=65)
-    model.mixer.chunk_size = 256
-    _check_scans(model, sequence=65)
 
 
 @pytest.mark.long  # by default: test_outputs.py, layouts that fit
