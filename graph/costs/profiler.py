@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
@@ -368,7 +369,8 @@ def _outlier(changes: Mapping[str, tuple[float, float]]) -> str:
     before, now = changes[key]
     return (
         "ops were timed again, because the step takes another time than theirs together (was the machine "
-        f"busy then, or is it now?); the largest change: {before:.3g} ms, now {now:.3g}, of {key}"
+        f"busy then, or is it now?); the largest change: {before:.3g} ms, now {now:.3g}, of "
+        f"{shorten(key, 200, placeholder=' ...')}"
     )
 
 

@@ -119,3 +119,10 @@ def test_too_little_in_common_scales_nothing() -> None:
     assert speed_then([(2.0, 1.0), (98.0, None)]) is None
     assert speed_then([(5.0, None)]) is speed_then([(0.0, 0.0)]) is speed_then([]) is None
     assert speed_then([(50.0, 25.0), (50.0, None)]) == 0.5
+
+
+def test_an_outlier_is_named_in_few_words() -> None:
+    bucket = "all_reduce_coalesced (" + "256x32:float32, " * 40 + ") on cpu"
+    said = profiler._outlier({"mm (4x4) on cpu": (1.0, 1.2), bucket: (1.0, 2.5)})
+    assert "1 ms, now 2.5, of all_reduce_coalesced (256x32:float32, " in said
+    assert len(said) < 400
