@@ -73,6 +73,11 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
         _check_divides(getattr(config, what, None) or config.num_attention_heads, ranks, what)
     group = dist.new_group(list(range(ranks))).group_name
     for layer in decoder_layers(model):
+        if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
+            raise UserError(
+                "--tensor", got=f"{type(model).__name__}, whose recurrent layers need all ranks' tokens",
+                expected="attention and dense layers", do="plan it without tensor parallelism",
+            )  # fmt: skip
         before = sum(1 for _ in layer.named_modules())
         for parent in list(layer.modules()):
             for name, module in list(parent.named_children()):

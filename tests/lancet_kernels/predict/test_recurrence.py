@@ -1,6 +1,5 @@
 """Recurrent layers in a prediction: FLOPs by hand, one instruction for each, gradients of all operands."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from lancet_kernels.predict import recurrence
 from lancet_kernels.predict.answer import microbatches
 from lancet_kernels.predict.question import Question
 from tests.grids import few_of
+from tests.lancet_kernels.predict.small_models import RECURRENT, written
 
 
 def fake(*shape: int) -> torch.Tensor:
@@ -53,44 +53,12 @@ def test_backward_gives_gradients_like_the_operands():
     assert y.shape == operands[0].shape
 
 
-SMALL = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MODELS = {
-    "nemotron_h": {
-        "hybrid_override_pattern": "ME*M", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
-        "ssm_state_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 4,
-    },
-    "qwen3_next": {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "head_dim": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
-    "jamba": {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
-        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
-    },
-    "kimi_linear": {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
-        "intermediate_size": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-        "v_head_dim": 16, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_shared_experts": 1,
-        "linear_attn_config": {
-            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 4, "head_dim": 16,
-            "short_conv_kernel_size": 4,
-        },
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model_type", few_of(MODELS, 2))
+@pytest.mark.parametrize("model_type", few_of(RECURRENT, 2))
 def test_a_layer_is_one_instruction(model_type: str, tmp_path: Path) -> None:
     """Token by token, or chunk by chunk, 512 tokens would be thousands."""
     pytest.importorskip("transformers")
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": model_type, **SMALL, **MODELS[model_type]}))
-    question = Question(str(config), "dgx-h100", 8, 4, sequence=512, sharding="none")
+    hf = written(tmp_path, RECURRENT[model_type], model_type=model_type)
+    question = Question(hf, "dgx-h100", 8, 4, sequence=512, sharding="none")
     program = microbatches(question)[-1].program
     ops = [i.op for i in program.instructions if i.op.startswith("lancet_prediction.recurrence")]
     scans, backwards = (ops.count(f"lancet_prediction.recurrence{end}") for end in ("", "_backward"))

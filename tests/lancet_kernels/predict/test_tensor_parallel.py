@@ -11,7 +11,7 @@ from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import microbatches
 from lancet_kernels.predict.question import Question
-from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, RECURRENT, written
 
 pytest.importorskip("transformers")
 
@@ -90,3 +90,11 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
 def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
     with pytest.raises(UserError, match=message):
         microbatches(replace(whole, **changes))
+
+
+def test_recurrent_layers_are_refused(tmp_path):
+    hf = written(tmp_path, RECURRENT["jamba"], model_type="jamba")
+    with pytest.raises(
+        UserError, match="got JambaForCausalLM, whose recurrent layers need all ranks' tokens"
+    ):
+        microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, tensor_ranks=2))
