@@ -30,6 +30,8 @@ _KERNELS = (
     (EXCHANGE, r"nccl\w*Kernel_SendRecv|deep_?ep|hybrid_?ep|internode|intranode|::(dispatch|combine)\b"),
     (OPTIMIZER, r"adam|multi_tensor"),
     (ATTENTION, r"flash|fmha|attention|sdpa|mha_"),
+    # Recurrent layers, which count as attention: kernels of FLA, of mamba_ssm and of causal_conv1d.
+    (ATTENTION, r"chunk_(scan|state|fwd|bwd|gated|local|kda)|wy_repr|selective_scan|causal_conv1d"),
     (PRODUCTS, r"gemm|nvjet|cutlass|matmul|xmma|wgmma"),
 )  # fmt: skip
 """Terms and what names of their kernels have; the first that fits counts, all others are element-wise."""
