@@ -244,7 +244,7 @@ class Kernels:
     kernel_us: float
     host_us: float
     message_beside: float
-    recurrence: float = 0.08
+    recurrence: float = 0.078
 
 
 @dataclass(frozen=True)

@@ -343,8 +343,9 @@ def recurrence(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -
         names = [f"{side}{axis}!" for axis in range(len(shape))]
         return [f"b{mark}", *names[1:]] if len(shape) >= 3 else names
 
+    mark = "+" if any(len(shape) < 3 for shape in outputs) else ""
     return _equation(
-        [operand(shape, f"i{n}x", "+") for n, shape in enumerate(inputs)],
+        [operand(shape, f"i{n}x", mark) for n, shape in enumerate(inputs)],
         [operand(shape, f"o{n}x", "") for n, shape in enumerate(outputs)],
     )
 

@@ -218,7 +218,7 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
 
 
 def iteration_ms(module: nn.Module, inputs: Inputs) -> float:
-    """How long an `iteration` takes, without the clocks that tell what of. Collective."""
+    """How long an `iteration` takes, without timing its parts. Collective."""
     module.zero_grad(set_to_none=True)
     _barrier()
     begin = time.perf_counter()

@@ -135,7 +135,7 @@ def check_settings(group: str, settings: Mapping[str, object]) -> None:
 
 
 class CallAgreement:
-    """What all ranks do in a call of an optimized module, before its first collective: 256 bytes from each
+    """What all ranks do in a call of an optimized module, before its first collective: 512 bytes from each
     rank to all others, between the hosts.
 
     Args: group: the ranks; "": nothing is to be agreed on. name: of the module, for messages. Collective.

@@ -53,13 +53,15 @@ from lancet_kernels.schedules.time.simulate import (
 
 PLANNED = tuple(name for name in STRATEGY_NAMES if name != AUTO)
 """Strategies of one microbatch, by `schedules.Planner`."""
+NEVER_SLOWER = ("lancet-dw", "lancet-partition", "lancet")
+"""Strategies whose planner takes the order of `none` if it has no faster one."""
 MEGATRON, MEGATRON_DELAYED = "megatron", "megatron-dw"
 PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
 """Strategies of pairs of microbatches: the best order (`order.best_order`); Megatron's fixed one
 (`order.megatron`), without and with delayed weight gradients."""
 STRATEGIES = (*PLANNED, *PAIRED)
 PRODUCTS, ATTENTION, ELEMENTWISE, HOST = "products", "attention", "element-wise", "host"
-"""Terms of a step's time, beside the optimizer and exposed collectives."""
+"""Terms of a step, beside the optimizer and exposed collectives. Recurrent layers count as attention."""
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
 
 ASSUMED = (
@@ -314,17 +316,23 @@ class Captured:
             {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
             for planner in self.planners
         )
-        simulated = {cuts: _of_microbatches(more, plan) for cuts, plan in of_more.items()}
         # Of both depths the same.
-        alike = [cuts for cuts in simulated if cuts in plans] or list(simulated)
+        alike = [cuts for cuts in of_more if cuts in plans]
+        pairs = [(plans[cuts], of_more[cuts]) for cuts in alike] or [
+            (next(iter(plans.values())), next(iter(of_more.values())))
+        ]
+        if strategy in NEVER_SLOWER:
+            # Nor at full depth, where what is lost between two layers counts as often as there are layers.
+            pairs.append((self.planners[0].plan("none"), self.planners[1].plan("none")))
+        simulated = [(_of_microbatches(fewer, one), _of_microbatches(more, other)) for one, other in pairs]
         limit = self.planners[1].limit_gb
 
-        def rank(cuts: object) -> tuple[bool, float]:
-            one = simulated[cuts]
-            return one.peak_memory_gib * 2**30 > limit * 1e9, one.step_ms
+        def rank(pair: tuple[Simulated, Simulated]) -> tuple[bool, float]:
+            of_fewer, of_more = pair
+            exceeds = of_more.peak_memory_gib * 2**30 > limit * 1e9
+            return exceeds, self.depths.at_full_depth(of_fewer.step_ms, of_more.step_ms)
 
-        best = min(alike, key=rank)
-        return _of_microbatches(fewer, plans.get(best, next(iter(plans.values())))), simulated[best]
+        return min(simulated, key=rank)
 
 
 def _cuts(plan: Plan) -> object:

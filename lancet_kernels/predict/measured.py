@@ -31,7 +31,8 @@ _KERNELS = (
     (OPTIMIZER, r"adam|multi_tensor"),
     (ATTENTION, r"flash|fmha|attention|sdpa|mha_"),
     # Recurrent layers, which count as attention: kernels of FLA, of mamba_ssm and of causal_conv1d.
-    (ATTENTION, r"chunk_(scan|state|fwd|bwd|gated|local|kda)|wy_repr|selective_scan|causal_conv1d"),
+    (ATTENTION, r"chunk_(scan|state|fwd|bwd|gated|local|kda|scaled|cumsum)|recompute_w_u|wy_repr"),
+    (ATTENTION, r"_inverse_kernel|state_passing|selective_scan|causal_conv1d"),
     (PRODUCTS, r"gemm|nvjet|cutlass|matmul|xmma|wgmma"),
 )  # fmt: skip
 """Terms and what names of their kernels have; the first that fits counts, all others are element-wise."""

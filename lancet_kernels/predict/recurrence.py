@@ -17,20 +17,24 @@ Multiplications and additions of the algorithms that work by chunks, without mas
     convolution             2 S D k                           over k tokens
 
 The backward has three times as many: it computes states again. FLA 0.5.1 on H200, 8,192 tokens, 32 heads
-of 128: 0.472 and 1.444 ms (QwenLM/FlashQLA benchmark/benchmark_results_H200.txt of c18a486).
+of 128: 0.472 and 1.444 ms (QwenLM/FlashQLA benchmark/benchmark_results_H200.txt of c18a486). Mamba-2 is
+assumed to be as fast for its FLOPs. Mamba's scan has no matrix products, and comes out as one pass over
+memory, which is less than it takes: its exponentials alone need S D N / 3.6e12 s on an H100.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
+
+from lancet_kernels.errors import UserError
 
 _BACKWARD_FLOPS = 3.0
 _LIBRARY = torch.library.Library("lancet_prediction", "FRAGMENT")
@@ -44,7 +48,9 @@ def _recurrence_fake(x: Tensor, others: Sequence[Tensor], flops: float) -> Tenso
 
 
 @torch.library.register_fake("lancet_prediction::recurrence_backward", lib=_LIBRARY)
-def _recurrence_backward_fake(gradient: Tensor, x: Tensor, others: Sequence[Tensor], flops: float):
+def _recurrence_backward_fake(
+    gradient: Tensor, x: Tensor, others: Sequence[Tensor], flops: float
+) -> list[Tensor]:
     return [operand.new_empty(operand.shape) for operand in (x, *others)]
 
 
@@ -77,7 +83,17 @@ def _recurrence(x: Tensor, others: Sequence[Tensor | None], flops: float) -> Ten
     return torch.ops.lancet_prediction.recurrence(x, present, float(flops))
 
 
-def mamba2_chunk_scan(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, **_):
+def mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **_: object,
+) -> Tensor:
     """hidden_states [batch, S, H, P], dt [batch, S, H], A [H], B, C [batch, S, G, N] -> as hidden_states."""
     batch, tokens, heads, width = hidden_states.shape
     groups, state = B.shape[2:]
@@ -85,7 +101,9 @@ def mamba2_chunk_scan(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=No
     return _recurrence(hidden_states, (dt, A, B, C, D, dt_bias), batch * tokens * flops)
 
 
-def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, **_):
+def chunk_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, **_: object
+) -> tuple[Tensor, None]:
     """query, key [batch, S, heads, K], value [batch, S, H, V], g and beta [batch, S, H, ...] -> as value."""
     batch, tokens, heads, width = value.shape
     of_keys = key.shape[-1]
@@ -93,33 +111,68 @@ def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, **_):
     return _recurrence(value, (query, key, g, beta), batch * tokens * heads * flops), None
 
 
-def mamba_selective_scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, **_):
+def mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    **_: object,
+) -> Tensor:
     """hidden_states, dt [batch, D, S], A [D, N], B and C [batch, N, S] -> as hidden_states."""
     flops = 9.0 * hidden_states.numel() * A.shape[-1]
     return _recurrence(hidden_states, (dt, A, B, C, D, z, delta_bias), flops)
 
 
-def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> Tensor:
     """hidden_states [batch, D, S], weight [D, k] -> as hidden_states."""
     return _recurrence(hidden_states, (weight, bias), 2.0 * hidden_states.numel() * weight.shape[-1])
 
 
-FUNCTIONS = {
+def _no_kernel(*_: object, **__: object) -> None:
+    """What transformers has for a fused layer without its kernel: the functions above are called instead."""
+
+
+SCANS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": chunk_gated_delta_rule,
     "mamba_selective_scan": mamba_selective_scan,
+}
+FUNCTIONS = SCANS | {
     "causal_conv1d_fn": causal_conv1d_fn,
+    "mamba2_split_conv1d_scan_combined": _no_kernel,
+    "mamba_inner_fn": _no_kernel,
 }
 """By the names in transformers' modeling files."""
 
 
 @contextlib.contextmanager
 def as_instructions(model: nn.Module) -> Iterator[None]:
-    """A context in which the recurrent layers of a model of transformers call the op."""
+    """A context in which the recurrent layers of a model of transformers call the op.
+
+    Raises: UserError where they would be computed token by token: a transformers whose files lack the names.
+    """
+    files = {type(part).__module__ for part in model.modules()}
+    recurrent = {type(part).__module__ for part in model.modules() if hasattr(part, "A_log")}
     with contextlib.ExitStack() as replaced:
-        for file in {type(part).__module__ for part in model.modules()}:
-            names = vars(sys.modules[file])
-            ops = {name: op for name, op in FUNCTIONS.items() if name in names}
-            replaced.enter_context(mock.patch.dict(names, ops))
+        for file in files:
+            module = sys.modules[file]
+            ops: Any = {name: op for name, op in FUNCTIONS.items() if hasattr(module, name)}
+            if file in recurrent and not SCANS.keys() & ops:
+                raise UserError(
+                    "--hf", got=f"{file}, whose recurrent layers have no function of their own",
+                    expected=f"one of {', '.join(SCANS)}", do="install transformers 5.23",
+                )  # fmt: skip
+            if ops:
+                replaced.enter_context(mock.patch.multiple(module, **ops))
         yield

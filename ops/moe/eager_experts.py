@@ -140,8 +140,10 @@ class _EagerExperts(torch.autograd.Function):
             to_experts = start_all_to_all(weighted_SD, count_WL, received_WL, group, True)
         if needs_weight:
             dweight = (dy_SD * back).sum(1)[row_TK]
+        del dy_SD
         if needs_x or needs_w1 or needs_w2:
             d_RD = to_experts.wait()
+            del weighted_SD
         if needs_x or needs_w1:
             d_RF = _times_weights(d_RD, w2.transpose(1, 2), ends_L)
             d_RH = expert_activation_backward.function(d_RF, hidden, received_WL, activation)

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import capture_step
+from lancet_kernels.predict import answer as answers
 from lancet_kernels.predict.answer import STRATEGIES, Answer, answer, check_fits, depths_of, microbatches
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
@@ -373,3 +375,19 @@ def test_tied_embeddings_are_counted_once(tmp_path):
     per_number = 2 + 4 + 12, 2 + 4 + 12 / 8, 2 + 4 + 12
     for untied, tied, each in zip(counted[:3], counted[3:], per_number, strict=True):
         assert untied - tied == pytest.approx(512 * 64 * each, rel=1e-3)
+
+
+def test_a_plan_that_loses_between_layers_is_not_taken_for_a_deep_model(monkeypatch):
+    """At 4 and at 8 layers it is faster than `none`, but 48 ms for 4 more layers are 3 too many for 8 x 4."""
+    ms = {"lancet-dw": (80.0, 128.0), "none": (85.0, 130.0)}
+    plans = {name: SimpleNamespace(strategy=name, ranges=()) for name in ms}
+    planner = SimpleNamespace(candidates=lambda name: [plans[name]], plan=plans.__getitem__, limit_gb=80.0)
+
+    def simulated(depth, plan):
+        return SimpleNamespace(step_ms=ms[plan.strategy][depth], peak_memory_gib=1.0)
+
+    monkeypatch.setattr(answers, "_of_microbatches", simulated)
+    captured = answers.Captured(Depths(4, 8, 8.0), (0, 1), (planner, planner))
+    assert [one.step_ms for one in captured.at_depths("lancet-dw")] == [85.0, 130.0]
+    captured = answers.Captured(Depths(8, 8, 0.0), (0, 1), (planner, planner))
+    assert [one.step_ms for one in captured.at_depths("lancet-dw")] == [80.0, 128.0]
