@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-IMPLEMENTATION = "lancet_prediction"
-OP = "lancet_prediction.attention"
+from lancet_kernels.graph.costs.costs import ATTENTION_OPS
 
+IMPLEMENTATION = "lancet_prediction"
+OP, _ = ATTENTION_OPS
 
 _LIBRARY = torch.library.Library("lancet_prediction", "DEF")
 _LIBRARY.define(
