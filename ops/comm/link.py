@@ -240,6 +240,8 @@ class _Boards:
             os.close(handle)
         try:
             with waiting("the emulated link's first all-to-all", group):
+                # A broadcast goes from rank to rank, and not all would wait for the one that is missing.
+                dist.barrier(group)
                 dist.broadcast_object_list(path, src=dist.get_global_rank(group, 0), group=group)
                 board = torch.from_file(path[0], shared=True, size=size, dtype=torch.float64)
                 dist.barrier(group)
