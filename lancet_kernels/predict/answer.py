@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import (
@@ -274,6 +275,9 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     return Answer(question, result, impossible, flops, {"capture": capture_s, "plan": plan_s})
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True)
 class Captured:
     """A question's step at two depths, which are one if all layers are captured.
@@ -293,7 +297,8 @@ class Captured:
         fewer, more = pair = microbatches(question)
         period_gb = (more.kept_bytes - fewer.kept_bytes) * 1e-9
         limit = question.hardware.memory_gb - chosen.extra * period_gb
-        return cls(chosen, pair, (fewer.planner(limit - period_gb), more.planner(limit)))
+        planner = more.planner(limit)
+        return cls(chosen, pair, (planner if fewer is more else fewer.planner(limit - period_gb), planner))
 
     def simulated(self, strategy: str) -> Simulated:
         """A strategy with the figures of all layers."""
@@ -308,31 +313,37 @@ class Captured:
 
     def at_depths(self, strategy: str) -> tuple[Simulated, Simulated]:
         """A strategy at both depths."""
-        fewer, more = self.microbatches
         if strategy in PAIRED:
-            return _of_pairs(fewer, self.planners[0], strategy), _of_pairs(more, self.planners[1], strategy)
+            return self._at_both(lambda one, planner: _of_pairs(one, planner, strategy))
         # What computation loses beside messages is not in the planner's prediction.
-        plans, of_more = (
-            {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
-            for planner in self.planners
+        plans, of_more = self._at_both(
+            lambda _, planner: {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
         )
         # Of both depths the same.
-        alike = [cuts for cuts in of_more if cuts in plans]
-        pairs = [(plans[cuts], of_more[cuts]) for cuts in alike] or [
-            (next(iter(plans.values())), next(iter(of_more.values())))
-        ]
+        pairs = [(plans[cuts], plan) for cuts, plan in of_more.items() if cuts in plans]
+        pairs = pairs or [(next(iter(plans.values())), next(iter(of_more.values())))]
         if strategy in NEVER_SLOWER:
             # Nor at full depth, where what is lost between two layers counts as often as there are layers.
-            pairs.append((self.planners[0].plan("none"), self.planners[1].plan("none")))
-        simulated = [(_of_microbatches(fewer, one), _of_microbatches(more, other)) for one, other in pairs]
+            pairs.append(self._at_both(lambda _, planner: planner.plan("none")))
         limit = self.planners[1].limit_gb
 
         def rank(pair: tuple[Simulated, Simulated]) -> tuple[bool, float]:
-            of_fewer, of_more = pair
-            exceeds = of_more.peak_memory_gib * 2**30 > limit * 1e9
-            return exceeds, self.depths.at_full_depth(of_fewer.step_ms, of_more.step_ms)
+            fewer, more = pair
+            exceeds = more.peak_memory_gib * 2**30 > limit * 1e9
+            return exceeds, self.depths.at_full_depth(fewer.step_ms, more.step_ms)
 
-        return min(simulated, key=rank)
+        def simulated(shallow: Plan, deep: Plan) -> tuple[Simulated, Simulated]:
+            fewer, more = self.microbatches
+            of_more = _of_microbatches(more, deep)
+            return of_more if deep is shallow else _of_microbatches(fewer, shallow), of_more
+
+        return min((simulated(*pair) for pair in pairs), key=rank)
+
+    def _at_both(self, of: Callable[[Microbatch, Planner], Result]) -> tuple[Result, Result]:
+        """What `of` gives for both depths; it is called once where they are one."""
+        (fewer, more), (shallow, deep) = self.microbatches, self.planners
+        of_more = of(more, deep)
+        return of_more if fewer is more else of(fewer, shallow), of_more
 
 
 def _cuts(plan: Plan) -> object:

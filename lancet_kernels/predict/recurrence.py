@@ -18,8 +18,8 @@ Multiplications and additions of the algorithms that work by chunks, without mas
 
 The backward has three times as many: it computes states again. FLA 0.5.1 on H200, 8,192 tokens, 32 heads
 of 128: 0.472 and 1.444 ms (QwenLM/FlashQLA benchmark/benchmark_results_H200.txt of c18a486). Mamba-2 is
-assumed to be as fast for its FLOPs. Mamba's scan has no matrix products, and comes out as one pass over
-memory, which is less than it takes: its exponentials alone need S D N / 3.6e12 s on an H100.
+assumed to be as fast for its FLOPs. Mamba's scan, of exponentials and not of matrix products, comes out as
+one pass over memory, which is less than it takes.
 """
 
 from __future__ import annotations

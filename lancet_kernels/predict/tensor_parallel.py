@@ -75,7 +75,7 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
     for layer in decoder_layers(model):
         if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
             raise UserError(
-                "--tensor", got=f"{type(model).__name__}, whose recurrent layers need all ranks' tokens",
+                "--tensor", got=f"{type(model).__name__}, whose convolutions need all ranks' tokens",
                 expected="attention and dense layers", do="plan it without tensor parallelism",
             )  # fmt: skip
         before = sum(1 for _ in layer.named_modules())

@@ -132,18 +132,19 @@ class _EagerExperts(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         activation, group = ctx.activation, ctx.group
         needs_x, _, needs_weight, needs_w1, needs_w2, *_ = ctx.needs_input_grad
-        dx = dweight = dw1 = dw2 = to_ranks = None
-        enter_layer(ctx.layer)
+        dx = dweight = dw1 = dw2 = to_experts = to_ranks = None
         dy_SD = dy_TD.index_select(0, token_S)
         if needs_x or needs_w1 or needs_w2:
+            if group:
+                enter_layer(ctx.layer)
             weighted_SD = dy_SD * weight_TK.reshape(-1)[choice_S].unsqueeze(1)
             to_experts = start_all_to_all(weighted_SD, count_WL, received_WL, group, True)
+            del weighted_SD
         if needs_weight:
             dweight = (dy_SD * back).sum(1)[row_TK]
         del dy_SD
-        if needs_x or needs_w1 or needs_w2:
+        if to_experts is not None:
             d_RD = to_experts.wait()
-            del weighted_SD
         if needs_x or needs_w1:
             d_RF = _times_weights(d_RD, w2.transpose(1, 2), ends_L)
             d_RH = expert_activation_backward.function(d_RF, hidden, received_WL, activation)

@@ -380,14 +380,26 @@ def test_tied_embeddings_are_counted_once(tmp_path):
 def test_a_plan_that_loses_between_layers_is_not_taken_for_a_deep_model(monkeypatch):
     """At 4 and at 8 layers it is faster than `none`, but 48 ms for 4 more layers are 3 too many for 8 x 4."""
     ms = {"lancet-dw": (80.0, 128.0), "none": (85.0, 130.0)}
-    plans = {name: SimpleNamespace(strategy=name, ranges=()) for name in ms}
-    planner = SimpleNamespace(candidates=lambda name: [plans[name]], plan=plans.__getitem__, limit_gb=80.0)
+
+    def planner():
+        plans = {name: SimpleNamespace(strategy=name, ranges=()) for name in ms}
+        return SimpleNamespace(candidates=lambda name: [plans[name]], plan=plans.__getitem__, limit_gb=80.0)
 
     def simulated(depth, plan):
         return SimpleNamespace(step_ms=ms[plan.strategy][depth], peak_memory_gib=1.0)
 
     monkeypatch.setattr(answers, "_of_microbatches", simulated)
-    captured = answers.Captured(Depths(4, 8, 8.0), (0, 1), (planner, planner))
+    captured = answers.Captured(Depths(4, 8, 8.0), (0, 1), (planner(), planner()))
     assert [one.step_ms for one in captured.at_depths("lancet-dw")] == [85.0, 130.0]
-    captured = answers.Captured(Depths(8, 8, 0.0), (0, 1), (planner, planner))
-    assert [one.step_ms for one in captured.at_depths("lancet-dw")] == [80.0, 128.0]
+    captured = answers.Captured(Depths(8, 8, 0.0), (0, 1), (planner(), planner()))
+    assert captured.at_depths("lancet-dw")[1].step_ms == 128.0
+
+
+def test_a_model_that_is_captured_whole_is_planned_once(tmp_path):
+    asked = Question(written(tmp_path, DENSE), "dgx-h100", 8, sequence=64)
+    fewer, more = microbatches(asked)
+    assert fewer is more
+    captured = answers.Captured.of(asked)
+    assert captured.planners[0] is captured.planners[1]
+    of_fewer, of_more = captured.at_depths("lancet-dw")
+    assert of_fewer is of_more

@@ -94,7 +94,5 @@ def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
 
 def test_recurrent_layers_are_refused(tmp_path):
     hf = written(tmp_path, RECURRENT["jamba"], model_type="jamba")
-    with pytest.raises(
-        UserError, match="got JambaForCausalLM, whose recurrent layers need all ranks' tokens"
-    ):
+    with pytest.raises(UserError, match="got JambaForCausalLM, whose convolutions need all ranks' tokens"):
         microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, tensor_ranks=2))

@@ -1,5 +1,6 @@
 """The link: what it counts, and when an emulated wire is done. A fake clock, so that nothing waits."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -176,3 +177,16 @@ def test_a_rank_that_neither_sends_nor_receives_holds_nobody_up(clock: FakeTime)
     transfer.finish(FakeWork(clock))
     assert transfer.wire_end == 103.0
     assert clock.now == 103.0
+
+
+def test_cores_are_timed_only_where_that_is_asked_for() -> None:
+    link = Link()
+    for asked in (False, True):
+        link.times_cores = asked
+        with link.waiting_for("all_to_all"):
+            end = time.thread_time() + 0.002
+            while time.thread_time() < end:
+                pass
+        traffic = link.read()
+        assert traffic.waited_ms["all_to_all"] > 1.9
+        assert (traffic.waiting_cpu_ms > 1.9) == asked
