@@ -84,7 +84,7 @@ class Link:
         self.log: list[tuple[float, float]] | None = None
         """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
         self.times_cores = False
-        """Are waits also timed by the clocks of cores? That is two system calls more at each end of a wait."""
+        """Are waits also timed by the clocks of cores? That is two system calls more at each end of one."""
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
