@@ -381,7 +381,8 @@ def search_sharding(
         ).run(name)
 
     fastest = searched()
-    limit = None if memory_gb is None else memory_gb * 1e9
+    # What was divided by 1e9 may come back a little smaller.
+    limit = None if memory_gb is None else memory_gb * 1e9 * (1 + 1e-12)
     if limit is None or fastest.memory_bytes <= limit:
         return fastest
     # Those that fit at some price of memory, beside the search that keeps to the limit on its way.

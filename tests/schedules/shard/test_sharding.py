@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from hypothesis import example
 from hypothesis import given as drawn
 
 from lancet_kernels.errors import UserError
@@ -259,6 +261,14 @@ def test_memory_limit_shards_weights():
         search_sharding(CHAIN, RANKS, given, memory_gb=1e-9)
 
 
+def _of_960_bytes() -> Program:
+    """Three products in a row and one beside them: 960 bytes, of which 960 / 1e9 * 1e9 is a little less."""
+    *row, beside = (row_of_four := chain(*[("mm", 0.0)] * 4)).instructions
+    beside = replace(beside, inputs=("x", *beside.inputs[1:]))
+    return replace(row_of_four, instructions=(*row, beside))
+
+
+@example(_of_960_bytes())
 @examples(40)
 @drawn(graphs(most=5, least=2))
 def test_the_least_memory_is_enough(program):
