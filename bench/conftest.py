@@ -17,7 +17,7 @@ import torch
 # Before anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-from lancet_kernels.measure.workloads import WORKLOADS, Workload
+from lancet_kernels.measure.fused_pass import WORKLOADS, Workload
 from lancet_kernels.timing import Clock
 
 ON_GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.kernels.overlap_data import Experts, Routing
-from lancet_kernels.measure.workloads import Workload
+from lancet_kernels.measure.fused_pass import Workload
 from lancet_kernels.ops.moe.expert_activation import activate
 
 

@@ -2,7 +2,7 @@
 
 Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
 shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
-spread, dropless batch (`ops.context.Now`). The exchange of counts blocks the host, so it is
+spread, dropless batch (`ops.base.Now`). The exchange of counts blocks the host, so it is
 computation. A functional collective and its `wait_tensor` are one instruction: whoever reads the result waits
 for it. All-gathers and reduce-scatters have the attribute `collective`. Ops that draw from torch's global
 random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.

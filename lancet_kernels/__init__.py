@@ -3,9 +3,15 @@
 from typing import TYPE_CHECKING
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.layer.dropout_layer import Dropout, dropout
 from lancet_kernels.layer.gradients import clip_gradients, set_gradient_group
-from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
+from lancet_kernels.layer.model_layers import (
+    Dropout,
+    dropout,
+    expert_parameters,
+    moe_layers,
+    moe_losses,
+    set_routing_step,
+)
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.stand_in import standing_for
@@ -22,20 +28,18 @@ if TYPE_CHECKING:
     from lancet_kernels.parallelization.parallel_linears import parallelize_linears
     from lancet_kernels.parallelization.parallel_module import ParallelModule
     from lancet_kernels.parallelization.parallelize import parallelize
-    from lancet_kernels.parallelization.partitioned_linear import whole_state_dict
-    from lancet_kernels.parallelization.square_layer import SquareLinear
+    from lancet_kernels.parallelization.square_layer import SquareLinear, whole_state_dict
     from lancet_kernels.schedules.cut.partition_range import PartitionOptions
     from lancet_kernels.schedules.plan import Plan
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
-    from lancet_kernels.transformers.causal_lm import CausalLMStep
     from lancet_kernels.transformers.checkpoints import export_state_dict, load_safetensors, save_safetensors
-    from lancet_kernels.transformers.convert import ConversionReport, convert
+    from lancet_kernels.transformers.convert import CausalLMStep, ConversionReport, convert
 else:
     # Imported on first use, because they import torch's tracer.
     _HOMES = {
         "CaptureError": "graph.capture.capture",
-        "CausalLMStep": "transformers.causal_lm",
+        "CausalLMStep": "transformers.convert",
         "ConversionReport": "transformers.convert",
         "GraphedStep": "optimization.graphed",
         "OptimizedModule": "optimization.optimized_module",
@@ -57,7 +61,7 @@ else:
         "prepare_data_parallel": "layer.data_parallel",
         "reset_exchanges": "ops.moe.fused_experts",
         "save_safetensors": "transformers.checkpoints",
-        "whole_state_dict": "parallelization.partitioned_linear",
+        "whole_state_dict": "parallelization.square_layer",
     }
 
     def __getattr__(name: str) -> object:

@@ -4,18 +4,18 @@ One file per op, in folders; each is `torch.ops.lancet.<name>` with a fake and a
 compare it with a plain reference (`naive_*`).
 """
 
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts, start_all_to_all
-from lancet_kernels.ops.comm.shards import (
+from lancet_kernels.ops.comm.collectives import (
     all_gather,
     all_reduce,
     exchange_shards,
     place_shard,
     reduce_scatter,
     share_gradient,
+    start_all_reduce,
     take_shard,
 )
-from lancet_kernels.ops.comm.shift import shift, start_shift
+from lancet_kernels.ops.comm.redistribute import shift, start_shift
 from lancet_kernels.ops.moe.dispatch import (
     combine,
     combine_dweight,

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.groups import group_device, group_of, group_rank, group_size
-from lancet_kernels.ops.registration import op
 
 GOLDEN = 0x9E3779B97F4A7C15
 """What the counter grows by."""

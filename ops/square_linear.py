@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lancet_kernels.ops.comm.all_reduce import start_sum
+from lancet_kernels.ops.comm.collectives import all_reduce, start_sum
 from lancet_kernels.ops.comm.link_group import Here, Started
-from lancet_kernels.ops.comm.shards import all_reduce
-from lancet_kernels.ops.comm.shift import shift, start_shift
+from lancet_kernels.ops.comm.redistribute import shift, start_shift
 
 Sources = tuple[int, ...]
 
 
 class Movements(NamedTuple):
     """Where tiles of each operand of each phase come from between each step and the next, for each place of
-    the group (`ops.comm.shift`)."""
+    the group (`ops.comm.redistribute`)."""
 
     forward_x: tuple[Sources, ...]
     forward_weight: tuple[Sources, ...]

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.report import Report
 

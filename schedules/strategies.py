@@ -39,8 +39,7 @@ from lancet_kernels.schedules.cut.partition_range import (
 )
 from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
-from lancet_kernels.schedules.order.ordering import issue_early
-from lancet_kernels.schedules.order.weight_gradients import sums_gradients
+from lancet_kernels.schedules.order.ordering import issue_early, sums_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.report import Report
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory

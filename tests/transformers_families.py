@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.transformers.causal_lm import _record_outputs
+from lancet_kernels.transformers.convert import _record_outputs
 
 VOCABULARY, TOKENS = 64, 6
 SIZES: dict[str, Any] = {

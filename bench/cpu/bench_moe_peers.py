@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.peers import Absent, same_weights
-from lancet_kernels.measure.workloads import Workload
+from lancet_kernels.measure.fused_pass import Workload
 
 WORKLOADS = {
     w.name: w

@@ -36,8 +36,7 @@ from lancet_kernels.kernels.overlap import variants, warm_up, warming_up
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import NUM_PUTS, NUM_TILES
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep, model_config
-from lancet_kernels.measure.fused_pass import FusedPasses, most_rows
-from lancet_kernels.measure.workloads import WORKLOADS, Workload
+from lancet_kernels.measure.fused_pass import WORKLOADS, FusedPasses, Workload, most_rows
 from lancet_kernels.ops.comm.cuda_transfer import sleep_on_stream
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.timing import Clock

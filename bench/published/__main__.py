@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.published.predict import Checked, check, summary
+from bench.published.rows import Checked, check, summary
 from lancet_kernels.predict.report import PUBLISHED
 
 

@@ -54,7 +54,7 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, PlainTensors, trace
 from lancet_kernels.graph.meta import forward_first
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.ops.context import during
+from lancet_kernels.ops.base import during
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
-from lancet_kernels.ops.context import during
+from lancet_kernels.ops.base import during
 
 
 def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -9,7 +9,7 @@ What runs calls ops in the way that costs the host least:
     torch.ops.lancet.combine.default(...)    the op's function itself
 
 An op by its overload goes through a boxed call, 2 to 3 us where torch's own function takes 1; an op of this
-library goes twice through the dispatcher and has its results checked, 15 us (`ops.registration`). A planned
+library goes twice through the dispatcher and has its results checked, 15 us (`ops.base`). A planned
 step calls a thousand of them. Nothing may watch what runs: gradients are off, tensors are real. It is Python
 code on every device: steps of 130 to 150 ms of four strategies computed for 14 to 38 ms longer in
 fx.Interpreter (GPT2-S-MoE, batch 24, one H100, two runs of `bench.gpu.steps planned_step`, 2026-11-27).
@@ -38,7 +38,7 @@ from lancet_kernels.graph.capture.captured_graph import module_of, with_any_stri
 from lancet_kernels.graph.capture.trace import announce_layers
 from lancet_kernels.graph.from_fx import is_collective, is_instruction, is_wait, op_name
 from lancet_kernels.graph.program.program import Phase
-from lancet_kernels.ops.registration import function_of
+from lancet_kernels.ops.base import function_of
 
 aten = torch.ops.aten
 _SAME_NAMES = """add.Tensor bmm.default cat.default clone.default detach.default div.Scalar div.Tensor

@@ -20,7 +20,8 @@ from typing import Any
 from lancet_kernels.files import CacheFile
 from lancet_kernels.graph.costs.clusters import Points, interpolated
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.forms import (
+from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,
     PARTIAL,
@@ -30,7 +31,6 @@ from lancet_kernels.graph.program.forms import (
     Forms,
     any_made_in_parts,
 )
-from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 
 FORMAT = "lancet-device-costs"
 VERSION = 3

@@ -26,8 +26,7 @@ from lancet_kernels.cli.options import (
     positive_int,
     to_options,
 )
-from lancet_kernels.cli.train_data import load_corpus
-from lancet_kernels.cli.train_options import TrainOptions, check_options
+from lancet_kernels.cli.train_options import TrainOptions, check_options, load_corpus
 from lancet_kernels.cli.trainer import Trainer
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text, write_json_atomically

@@ -46,10 +46,11 @@ class PlanOptions(HfFlags, PlanningFlags):
         metavar="FILE.py:FUNCTION",
     )
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
-    cluster: str = option(
-        "p4de",
+    cluster: str | None = option(
+        None,
         "p3dn, p4de, dgx-v100, dgx-a100, dgx-h100, dgx-h200, dgx-b200, gb200-nvl72, local, or a .toml file "
-        "of your own",
+        "of your own (default: p4de; with --hf, which needs efficiencies of kernels, dgx-h100)",
+        parse=str,
         metavar="CLUSTER",
     )
     gpus: int = option(
@@ -82,6 +83,11 @@ class PlanOptions(HfFlags, PlanningFlags):
         "auto", "whose plan is explained, traced and saved", choices=(*STRATEGY_NAMES, *OF_HF)
     )
 
+    @property
+    def hardware(self) -> str:
+        """The cluster, or its default."""
+        return self.cluster or ("p4de" if self.hf is None else "dgx-h100")
+
     def check_model(self) -> None:
         """Raise UserError for options of several kinds of models at once."""
         conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
@@ -101,10 +107,10 @@ class PlanOptions(HfFlags, PlanningFlags):
         from lancet_kernels.predict.simulate import Setting
 
         if self.module is not None:
-            return OwnStep(self.module, self.cluster, self.gpus)
+            return OwnStep(self.module, self.hardware, self.gpus)
         return Setting(
             model=self.model,
-            cluster=self.cluster,
+            cluster=self.hardware,
             gpus=self.gpus,
             gate=self.gate,
             batch=self.batch,
@@ -118,7 +124,7 @@ class PlanOptions(HfFlags, PlanningFlags):
         """The dtype by torch's name; by default the one in which the cluster's GPUs compute fast."""
         if self.dtype is not None:
             return _SHORT_DTYPES.get(self.dtype, self.dtype)
-        peak = load_cluster(self.cluster).peak_tflops
+        peak = load_cluster(self.hardware).peak_tflops
         return "bfloat16" if peak.get("bfloat16", 0.0) > peak["float32"] else "float32"
 
 
@@ -148,7 +154,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     options: PlanOptions = to_options(PlanOptions, arguments)
     options.check_model()
     if options.hf is not None:
-        return run_hf(options, options.cluster, options.gpus, options.strategy, arguments)
+        return run_hf(options, options.hardware, options.gpus, options.strategy, arguments)
     check_name("--strategy", options.strategy, STRATEGY_NAMES, do=f"{', '.join(OF_HF)} are for --hf")
     start = time.perf_counter()
     simulated = simulate_setting(options.setting(), options.memory_gb, options.partition())

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from lancet_kernels.cli.options import add_options, to_options
-from lancet_kernels.cli.train_data import load_corpus
-from lancet_kernels.cli.train_options import TrainOptions, check_options
+from lancet_kernels.cli.train_options import TrainOptions, check_options, load_corpus
 from lancet_kernels.cli.trainer import Trainer, find_checkpoint, load_checkpoint, save_checkpoint
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text, write_json_atomically, write_text_atomically

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.cli.train_data import Corpus, batch_of_rank, check_length
-from lancet_kernels.cli.train_options import TrainOptions, build_config
+from lancet_kernels.cli.train_options import Corpus, TrainOptions, batch_of_rank, build_config, check_length
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lancet_kernels.cli.kernels import ARCHITECTURES
 from lancet_kernels.cli.options import add_options, option, positive_float, positive_int
 from lancet_kernels.files import json_text
-from lancet_kernels.measure.workloads import WORKLOADS, parse_workload
+from lancet_kernels.measure.fused_pass import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
     from lancet_kernels.measure.tuner import Outcome, Place

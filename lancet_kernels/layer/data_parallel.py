@@ -36,7 +36,7 @@ from lancet_kernels.layer.gradients import (
     ranks_that_hold,
 )
 from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters
-from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.collectives import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
 
 

@@ -17,6 +17,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.config import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer.expert_states import ShardedExperts
 from lancet_kernels.layer.layer_checks import check_exchange_options
+from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
     Groups,
@@ -25,7 +26,6 @@ from lancet_kernels.ops.comm.groups import (
     group_size,
     without_mesh,
 )
-from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import runs_eagerly
 from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS
 

@@ -38,8 +38,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.collectives import shard_of
 from lancet_kernels.ops.comm.groups import group_of
-from lancet_kernels.ops.comm.shards import shard_of
 
 State = dict[str, Any]
 Form = Literal["", "rows", "columns", "own"]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.layer.dropout_layer import Dropout
-from lancet_kernels.layer.model_layers import moe_losses
+from lancet_kernels.layer.model_layers import Dropout, moe_losses
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, without_mesh
 from lancet_kernels.ops.moe.router import RoutingSums

@@ -45,9 +45,9 @@ from lancet_kernels.layer.layer_checks import (
     check_input,
     check_sizes,
 )
+from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import AnyGroups, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
-from lancet_kernels.ops.context import now
 from lancet_kernels.ops.moe.eager_experts import eager_experts
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate

@@ -15,8 +15,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.layer.gradients import groups_of
 from lancet_kernels.layer.model_layers import name_layers
+from lancet_kernels.ops.base import during
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_rank, values_of_ranks
-from lancet_kernels.ops.context import during
 
 
 class RoutingCounts:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.layer.gradients import as_backward_finishes, gradient_groups
-from lancet_kernels.ops.comm.all_reduce import Accumulation, cut_into_buckets, start_all_reduce
+from lancet_kernels.ops.comm.collectives import Accumulation, cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
 from lancet_kernels.ops.comm.link_group import Started
 from lancet_kernels.ops.comm.waiting import waiting

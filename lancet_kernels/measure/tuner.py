@@ -31,8 +31,7 @@ from lancet_kernels.kernels.config import (
     key_of,
 )
 from lancet_kernels.kernels.overlap import warming_up
-from lancet_kernels.measure.fused_pass import FusedPasses
-from lancet_kernels.measure.workloads import Workload
+from lancet_kernels.measure.fused_pass import FusedPasses, Workload
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, over_ranks
 from lancet_kernels.timing import Clock
 

@@ -36,8 +36,8 @@ from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Progr
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gradients import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums, differentiable
+from lancet_kernels.ops.base import during
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.context import during
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
 from lancet_kernels.optimization.planning import predicted

@@ -17,14 +17,14 @@ from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.layer.summed_gradients import has_hooks
-from lancet_kernels.ops.context import during
+from lancet_kernels.ops.base import during
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.optimization.step import ModelStep, placeholder_value
+from lancet_kernels.schedules.cut.duplex import pair_of, program_of_pair
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
-from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
 from lancet_kernels.schedules.rewrite.walk import (
     UNPLANNED,
     order,
@@ -60,7 +60,7 @@ class PairedMicrobatches:
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
-        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.all_reduce`).
+        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.collectives`).
         self._held_by_sums = {
             self._parameters[name]
             for node in step.module.graph.nodes

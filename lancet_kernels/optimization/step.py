@@ -38,9 +38,9 @@ from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.layer.gradients import gradient_groups, groups_of
 from lancet_kernels.layer.model_layers import moe_layers
-from lancet_kernels.ops.comm.all_reduce import Accumulation
+from lancet_kernels.ops.base import Context
+from lancet_kernels.ops.comm.collectives import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
-from lancet_kernels.ops.context import Context
 from lancet_kernels.optimization.guards import Arguments, Guards, check_shards
 from lancet_kernels.optimization.rank_agreement import alike
 from lancet_kernels.schedules.plan import FusedGroup, Plan

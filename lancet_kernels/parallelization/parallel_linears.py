@@ -32,7 +32,7 @@ from lancet_kernels.ops.comm.groups import (
     group_size,
 )
 from lancet_kernels.optimization.guards import as_arguments
-from lancet_kernels.parallelization.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
+from lancet_kernels.parallelization.square_layer import LeadingDimensions, Neighbour, PartitionedLinear
 from lancet_kernels.schedules.shard.partition_costs import linear, pointwise
 from lancet_kernels.schedules.shard.segments import Problem, home_squares, megatron, solve_apart
 

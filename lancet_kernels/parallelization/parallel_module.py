@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import hooks_of
-from lancet_kernels.graph.capture.forward_program import runs_graph
-from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.layer.gradients import broadcast_first, set_gradient_group
+from lancet_kernels.ops.comm.collectives import shard_of
 from lancet_kernels.ops.comm.groups import group_name
-from lancet_kernels.ops.comm.shards import shard_of
 from lancet_kernels.optimization.guards import Guards, bind
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.parallelization.one_device_model import OneDeviceModel
+from lancet_kernels.parallelization.one_device_model import OneDeviceModel, runs_graph
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 
 

@@ -1,4 +1,5 @@
-"""A linear layer whose weight, gradient, input and output are divided over 4^k ranks.
+"""Linear layers under PrimePar's partitions: `SquareLinear`, whose weight, gradient, input and output are
+divided over 4^k ranks, and any partition of its space.
 
     q  ranks along a side, 2^k
 
@@ -6,12 +7,18 @@ Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (
 so that several layers, with element-wise functions between them, can follow each other. No activation and no
 weight is replicated; tiles are shifted between ranks while GEMMs run (PrimePar, ASPLOS '24;
 `ops.square_linear`, `graph.rules.slices`).
+
+A `PartitionedLinear` has splits of M, N and K, P(2^k x 2^k), or sequences of them. Of the weight a rank holds
+the tile with which its forward begins, of the bias the slice of its features. Its input comes in the layout
+of the operator before, its result goes to that of the operator behind; both are derived from dimension slice
+indices (`graph.rules.tile_layouts`), like shifts between steps and all-reduces.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +26,7 @@ from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.rules.slices import (
+    BACKWARD,
     FORWARD,
     PHASES,
     Partition,
@@ -27,12 +35,246 @@ from lancet_kernels.graph.rules.slices import (
     home_square,
     moves,
 )
-from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_size
-from lancet_kernels.parallelization.partitioned_linear import (
-    Neighbour,
-    PartitionedLinear,
-    there_and_back,
+from lancet_kernels.graph.rules.tile_layouts import (
+    UNCUT,
+    Layout,
+    is_executable,
+    layout_of,
+    movements,
+    redistribution,
+    summing_groups,
 )
+from lancet_kernels.layer.gradients import set_gradient_group
+from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_rank, group_size, subgroup
+from lancet_kernels.ops.comm.redistribute import Way, check_alike, moved
+from lancet_kernels.ops.square_linear import Sums, square_linear
+
+WEIGHT, BIAS = (("k", "n"), 0), (("k", UNCUT), -1)
+"""Dimensions of a parameter, and the step of the forward whose tiles ranks hold."""
+
+
+@dataclass
+class LeadingDimensions:
+    """Shared by the linear layers of one block: where rows are cut between them, the last one gives its
+    result the leading dimensions that the input of the first one had."""
+
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """The operator before or behind a linear layer: its partition, and the name of its last dimension."""
+
+    partition: Partition
+    features: str = "k"
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Has a rank some of the rows only?"""
+        return self.partition.slices("m") > 1
+
+    def ends(self, phase: str, t: int):
+        """Layout of its activation (or the gradient of it) at a step of a phase."""
+        return layout_of(self.partition, phase, ("m", self.features), t)
+
+
+class PartitionedLinear(nn.Module):
+    """y = x W^T + b on the ranks of a partition.
+
+    Args:
+        linear: an `nn.Linear`, or transformers' `Conv1D`, alike on every rank.
+        partition: over as many devices as the group has ranks, without `b`: rows are cut as `m`.
+        before, after: the operators that it stands between.
+        groups: None: all ranks.
+        leading: of its block.
+        heads_and_kinds: features out lie by kind, then by head (GPT-2's queries, keys, values); ranks get
+            whole heads of all kinds.
+    Raises: UserError (sizes that the slices do not divide, a partition that cannot run).
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        partition: Partition,
+        before: Neighbour,
+        after: Neighbour,
+        groups: AnyGroups | None = None,
+        leading: LeadingDimensions | None = None,
+        heads_and_kinds: tuple[int, int] = (1, 1),
+    ) -> None:
+        super().__init__()
+        self._group, self.partition = expert_group_name(groups), partition
+        self._is_transposed, self._heads_and_kinds = not isinstance(linear, nn.Linear), heads_and_kinds
+        weight = linear.get_parameter("weight")
+        weight_KN = weight.T if self._is_transposed else weight
+        self.out_features, self.in_features = weight_KN.shape
+        self._check_partition(before, after)
+        self._before, self._after = before, after
+        self._cuts_rows = before.cuts_rows, after.cuts_rows
+        self._movements = movements(partition)
+        self._leading = leading or LeadingDimensions()
+        self._seen: set[tuple[int, torch.dtype]] = set()
+        self._width = self.in_features // before.partition.slices(before.features)
+        bias = getattr(linear, "bias", None)
+        summing = summing_groups(partition)
+        self._sums = Sums(*map(self._own_group, summing if bias is not None else summing[:3]))
+        self.enter = _edge(before, Neighbour(partition, "n"), into=True)
+        self.leave = _edge(after, Neighbour(partition, "k"), into=False)
+        with torch.no_grad():
+            self.weight = nn.Parameter(self._own_tile(self._by_head(weight_KN), *WEIGHT))
+            self.bias = (
+                None
+                if bias is None
+                else nn.Parameter(self._own_tile(self._by_head(bias[:, None]), *BIAS).view(-1))
+            )
+        # What other ranks hold of the same is alike, and so are its gradients.
+        set_gradient_group(self, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features] in the layout before -> [..., features] in the layout behind.
+
+        Raises: UserError (a shape that ranks cannot divide, or another one on another rank),
+        CommunicationError.
+        """
+        if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != self.weight.dtype:
+            raise UserError(
+                f"input tile of {type(self).__name__}",
+                got=f"{tuple(x.shape)} of {_name(x.dtype)}",
+                expected=f"[..., {self._width}] of {_name(self.weight.dtype)}",
+                do="give what the operator before has on this rank, in the dtype of the weight",
+            )
+        self._compare(x)
+        if not self._cuts_rows[0]:
+            self._leading.shape = tuple(x.shape[:-1])
+        tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
+        y = square_linear(tile, *self._tiles(), self._movements, self._sums, self._group)
+        y = self.leave(y, self._group, "O")
+        heads, kinds = self._heads_and_kinds
+        if kinds > 1:
+            # By kind, then by head, as the code behind it wants it.
+            own = heads // self._after.partition.slices(self._after.features)
+            y = _regrouped(y, 1, own, kinds)
+        return y.view(*self._leading_of(y, x), -1)
+
+    def _tiles(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of this rank."""
+        return self.weight, self.bias
+
+    def _compare(self, x: Tensor) -> None:
+        """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
+        rows = x.shape[:-1].numel()
+        if torch.compiler.is_compiling() or not self._group or (rows, x.dtype) in self._seen:
+            return
+        own = f"{rows} rows of {_name(x.dtype)}, {self.extra_repr()}"
+        do = "give every rank the same layer, and the same inputs or tiles of them"
+        check_alike(own, self._group, x.device, type(self).__name__, do)
+        self._seen.add((rows, x.dtype))
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Weight and bias as the layer had them that this one was made from. Collective over the group."""
+        with torch.no_grad():
+            heads, kinds = self._heads_and_kinds
+            weight_KN = _regrouped(self._gathered(self.weight, *WEIGHT), 0, heads, kinds)
+            whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
+            if self.bias is not None:
+                bias_K1 = self._gathered(self.bias[:, None], *BIAS)
+                whole["bias"] = _regrouped(bias_K1, 0, heads, kinds).view(-1)
+        return whole
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and how it is cut."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, partition={self.partition}"
+
+    def _check_partition(self, before: Neighbour, after: Neighbour) -> None:
+        ranks, partition = group_size(self._group), self.partition
+        if {p.devices for p in (partition, before.partition, after.partition)} != {ranks}:
+            raise UserError(
+                "partition of a linear layer",
+                got=f"{partition} over {partition.devices} devices",
+                expected=f"one over the {ranks} ranks of the group, like its neighbours'",
+                do="search for that many devices",
+            )
+        sizes = {"n": self.in_features, "k": self.out_features}
+        cut = {d: partition.slices(d) for d in sizes}
+        if any(sizes[d] % n for d, n in cut.items()) or partition.slices("b") > 1:
+            raise UserError(
+                f"partition {partition} of a linear layer",
+                got=f"{self.in_features} features in and {self.out_features} out",
+                expected=f"multiples of {cut['n']} and {cut['k']}, and no split of b",
+                do="choose another partition",
+            )
+        if not is_executable(partition):
+            raise UserError(
+                f"partition {partition} of a linear layer",
+                got="a tile that goes to several ranks between two steps, or phases that begin with other "
+                "tiles than those that a rank keeps",
+                expected="each tile sent to one rank; squares as of home_square",
+                do="choose another partition",
+            )
+
+    def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> str:
+        rank = group_rank(self._group)
+        own = [group for group in groups if rank in group]
+        return subgroup(own[0], self._group) if own else ""
+
+    def _by_head(self, whole: Tensor) -> Tensor:
+        heads, kinds = self._heads_and_kinds
+        return _regrouped(whole, 0, kinds, heads)
+
+    def _own_tile(self, whole: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
+        own = moved(whole, self._from_whole(dimensions, t).there, self._group, "weight")
+        return own.detach().clone(memory_format=torch.contiguous_format)
+
+    def _gathered(self, tile: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
+        return moved(tile.detach(), self._from_whole(dimensions, t).back, self._group, "weight").clone()
+
+    def _from_whole(self, dimensions: tuple[str, str], t: int) -> Way:
+        """From what every rank has to the tiles of a step of the forward, and back."""
+        return there_and_back(self.whole, layout_of(self.partition, FORWARD, dimensions, t))
+
+    @property
+    def whole(self) -> Layout:
+        """The layout of what every rank has whole."""
+        return layout_of(self.partition, FORWARD, (UNCUT, UNCUT), 0)
+
+    def _leading_of(self, y: Tensor, x: Tensor) -> tuple[int, ...]:
+        """Leading dimensions of the result; ones before the rows where only some of them are here."""
+        if len(y) == x.shape[:-1].numel():
+            return x.shape[:-1]
+        return (*(1,) * (x.dim() - 2), len(y)) if self._cuts_rows[1] else self._leading.shape
+
+
+def _regrouped(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """A dimension [outer * inner * width] by inner, then by outer."""
+    return x.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def _edge(other: Neighbour, own: Neighbour, into: bool) -> Way:
+    """From the operator before (`into`) or to the one behind: of the activation, and of its gradient."""
+    producer, consumer = (other, own) if into else (own, other)
+    there = redistribution(producer.ends(FORWARD, -1), consumer.ends(FORWARD, 0))
+    return Way(there, redistribution(consumer.ends(BACKWARD, -1), producer.ends(BACKWARD, 0)))
+
+
+def there_and_back(one: Layout, other: Layout) -> Way:
+    """Between two layouts that an activation and its gradient share."""
+    return Way(redistribution(one, other), redistribution(other, one))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What `model.state_dict()` would be without partitions, on every rank. Collective over their groups."""
+    whole = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, PartitionedLinear):
+            prefix = f"{name}." if name else ""
+            whole |= {prefix + key: value for key, value in module.whole_parameters().items()}
+    return whole
+
 
 STRAIGHT, SKEWED = TILES = ("straight", "skewed")
 

@@ -27,9 +27,9 @@ from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.predict.kernels import Kernels
 from lancet_kernels.predict.question import STATE_BYTES, Question
 from lancet_kernels.predict.recomputation import layer_of
+from lancet_kernels.schedules.cut.duplex import Pair, pair_of, program_of_pair
 from lancet_kernels.schedules.cut.ranges import PartitionRange
-from lancet_kernels.schedules.order.weight_gradients import sums_gradients, weight_gradients
-from lancet_kernels.schedules.rewrite.pairs import Pair, pair_of, program_of_pair
+from lancet_kernels.schedules.order.ordering import sums_gradients, weight_gradients
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED, split
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes

@@ -24,7 +24,7 @@ from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.step import capture_step
-from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
+from lancet_kernels.predict.model_step import fake_ranks, without_contents
 from lancet_kernels.schedules.rewrite.walk import Step
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"

@@ -11,7 +11,8 @@ alternate   everything in a layer but attention, messages and every second dense
 
 Where no compiler fuses element-wise ops (`eager`), none is computed again for being cheap.
 
-What is recomputed becomes part of the graph, by the pass that `optimize` uses (`graph.capture.recompute`).
+What is recomputed becomes part of the graph, by the pass that `optimize` uses
+(`graph.capture.recompute`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lancet_kernels.graph.costs.costs import INSIDE_NODES
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
 from lancet_kernels.predict.search import Found
-from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.schedules.order.ordering import weight_gradients
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK
 from lancet_kernels.schedules.time.timeline import label
 

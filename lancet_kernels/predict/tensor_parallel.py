@@ -24,8 +24,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import is_functional_collective
 from lancet_kernels.graph.meta import GROUP
 from lancet_kernels.graph.ops import argument
+from lancet_kernels.ops.comm.collectives import all_gather, reduce_scatter
 from lancet_kernels.ops.comm.link_group import link_group
-from lancet_kernels.ops.comm.shards import all_gather, reduce_scatter
 from lancet_kernels.predict.config import decoder_layers
 
 GROUP_NAME = "tensor"

@@ -22,7 +22,7 @@ graph is traced. Two answers:
 - Under torch.compile such a size is a symbol without a value (`new_dynamic_size`, which dynamo of torch 2.11
   to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
 - Where a plan is made for the graph (`graph.capture.capture`), it is the number of rows of an evenly
-  spread, dropless batch (`ops.context.Now`): a planner needs numbers, and the partitioner and the runtime of
+  spread, dropless batch (`ops.base.Now`): a planner needs numbers, and the partitioner and the runtime of
   AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are
   exact when the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
 
@@ -41,11 +41,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.base import now, op
 from lancet_kernels.ops.comm.groups import counts_group, group_of
 from lancet_kernels.ops.comm.link_group import Here, LinkWork, Pending, Started, apart, link_group_of
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
-from lancet_kernels.ops.context import now
-from lancet_kernels.ops.registration import op
 
 DROPPED = -1
 """The row of a choice that was dropped."""

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.ops.context import now
+from lancet_kernels.ops.base import now
 
 BOARD_FILE = "LANCET_BOARD"
 """Environment variable with the path of the job's board."""

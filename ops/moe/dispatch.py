@@ -36,9 +36,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.all_to_all import DROPPED, segments, traced_rows
 from lancet_kernels.ops.moe.gates.base import slots_in_token_order
-from lancet_kernels.ops.registration import op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lancet_kernels.ops.base import is_traced
 from lancet_kernels.ops.comm.all_to_all import (
     all_to_all,
     group_ends,
@@ -25,7 +26,6 @@ from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
 from lancet_kernels.ops.moe.grouped_gemm import is_by_column
-from lancet_kernels.ops.registration import is_traced
 
 
 def runs_eagerly(x_TD: Tensor, w1: Tensor, w2: Tensor) -> bool:

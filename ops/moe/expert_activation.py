@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.config import ACTIVATIONS, GATED, INTERLEAVED
+from lancet_kernels.ops.base import op
 from lancet_kernels.ops.moe.dispatch import runs_in_kernels
-from lancet_kernels.ops.registration import op
 
 SLOPE, CLAMP = 1.702, 7.0
 """Constants of the clamped ones."""

@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.all_to_all import group_ends
-from lancet_kernels.ops.registration import op
 
 
 def _has_fast_path(*operands: Tensor) -> bool:

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.moe.gates import parse_gate
 from lancet_kernels.ops.moe.gates.base import Gate, slots_in_token_order
-from lancet_kernels.ops.registration import op
 
 TOKENS_AT_ONCE = 4096
 

@@ -27,8 +27,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut, part_instruction
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.forms import CARRIED, Forms
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.rules.rules import CARRIED, Forms
 from lancet_kernels.schedules.cut.ranges import (
     AxisInference,
     PartitionRange,

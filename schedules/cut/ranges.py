@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_name, reads_whole, reassembly
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.forms import (
+from lancet_kernels.graph.program.program import Instruction, Kind, Program, connected
+from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,
     PARTIAL,
@@ -34,7 +35,6 @@ from lancet_kernels.graph.program.forms import (
     Forms,
     cut_along,
 )
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, connected
 
 PREFER_CUT = 1000
 """Objective weight of a cut instruction; the index of an axis weighs 1."""

@@ -28,7 +28,7 @@ from itertools import accumulate, chain
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.list_schedule import AGAIN, FREE, LIMITED, ListScheduler, Policy, Work
-from lancet_kernels.schedules.order.weight_gradients import greedy_order, order_by_slots
+from lancet_kernels.schedules.order.ordering import greedy_order, order_by_slots
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import INFINITY, Times, lower_bound_ms, run
 

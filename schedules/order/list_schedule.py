@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from lancet_kernels.graph.program.program import Kind, Phase, Program, bitset
-from lancet_kernels.schedules.order.ordering import Ready
-from lancet_kernels.schedules.order.weight_gradients import sums_gradients
+from lancet_kernels.schedules.order.ordering import Ready, sums_gradients
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages
 from lancet_kernels.schedules.time.simulate import INFINITY, Clock, critical_path, link_of
 

@@ -66,7 +66,7 @@ from lancet_kernels.graph.meta import (
     forward_nodes,
 )
 from lancet_kernels.graph.ops import STARTED
-from lancet_kernels.ops.comm.all_reduce import sum_when_due
+from lancet_kernels.ops.comm.collectives import sum_when_due
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 
 aten = torch.ops.aten
@@ -255,7 +255,7 @@ def start_early_wait_late(
 
     Args:
         blocking: names of collectives that are waited for at once.
-        context_of_sum: gives the number of the context (`ops.context`) of a sum of gradients, by its
+        context_of_sum: gives the number of the context (`ops.base`) of a sum of gradients, by its
             `GRADIENTS_OF`, that may be left to a later backward; None: it may not.
     """
     graph = module.graph

@@ -24,7 +24,7 @@ from lancet_kernels.graph.capture.captured_graph import (
     set_value,
 )
 from lancet_kernels.graph.meta import GRADIENTS_OF, GROUP
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.collectives import cut_into_buckets
 from lancet_kernels.ops.comm.link_group import link_group, plain_group
 
 aten = torch.ops.aten

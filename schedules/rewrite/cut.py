@@ -6,7 +6,7 @@ into k = 2 parts, becomes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the requested order), and one node that reassembles the parts
     of a tensor wherever an instruction outside the parts reads it.
 
-The form of a tensor (`graph.program.forms`) says which slice of it a part has; the rule of an op
+The form of a tensor (`graph.rules.rules`) says which slice of it a part has; the rule of an op
 (`graph.rules.rules`) says which of its arguments differ between parts. After the gate, rows are irregular:
 each part has its own counts, its own exchange of counts and its own rows.
 
@@ -41,9 +41,16 @@ from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction
 from lancet_kernels.graph.from_fx import is_view, program_from_graph, tensor_names, with_elements
 from lancet_kernels.graph.meta import STANDS_FOR, forward_first
 from lancet_kernels.graph.ops import argument
-from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, Forms, any_made_in_parts
 from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.rules.rules import MEAN
+from lancet_kernels.graph.rules.rules import (
+    CARRIED,
+    IRREGULAR,
+    MEAN,
+    PARTIAL,
+    WINDOW,
+    Forms,
+    any_made_in_parts,
+)
 from lancet_kernels.schedules.cut.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.rewrite.apply import instruction_order, mark_join
 from lancet_kernels.schedules.rewrite.cut_parts import (

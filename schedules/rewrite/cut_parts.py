@@ -24,8 +24,7 @@ from lancet_kernels.graph.costs.part_instruction import part_name
 from lancet_kernels.graph.from_fx import facts_of, tensor_names, with_elements
 from lancet_kernels.graph.meta import KEPT_BYTES, ROWS_BY_EXPERT
 from lancet_kernels.graph.ops import argument, argument_names
-from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
-from lancet_kernels.graph.rules.rules import Rule
+from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE, WINDOW, Form, Forms, Rule
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 _SUM_OF_MEAN = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}

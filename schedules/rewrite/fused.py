@@ -225,7 +225,7 @@ def lower(
 ) -> None:
     """Replace the ops of every fused group of a joint graph by two fused instructions, in place.
 
-    Args: context_of_layer: gives the number of the context (`ops.context`) that has a layer's exchange.
+    Args: context_of_layer: gives the number of the context (`ops.base`) that has a layer's exchange.
     """
     layers = {layer.name: layer for layer in match_layers(module.graph)[0]}
     nodes = {node.name: node for node in module.graph.nodes}

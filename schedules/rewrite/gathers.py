@@ -36,7 +36,7 @@ from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_nod
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
 from lancet_kernels.graph.meta import IN_BACKWARD, UNIT, forward_nodes
-from lancet_kernels.ops.comm.all_reduce import Accumulation, cut_into_buckets
+from lancet_kernels.ops.comm.collectives import Accumulation, cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES, Inserter

@@ -40,7 +40,7 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Instruction, Program
 from lancet_kernels.schedules.order.ordering import sink_statistics as order_without_statistics
-from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.schedules.order.ordering import weight_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite import apply, buckets
 from lancet_kernels.schedules.rewrite.apply import instruction_order, issued_order, place, reorder
@@ -111,7 +111,7 @@ class Step:
         return self.timed if self.timed is not None else program_from_fx(self.module)
 
     def context_of_layer(self, layer: MatchedLayer) -> int:
-        """The number of the context (`ops.context`) that has the exchange of a layer to be fused."""
+        """The number of the context (`ops.base`) that has the exchange of a layer to be fused."""
         raise AssertionError(f"{layer.name} is fused without a model")
 
     def context_of_sum(self, _key: tuple[object, ...]) -> int | None:

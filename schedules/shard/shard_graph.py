@@ -3,8 +3,8 @@
 HiDup, section 5 (Compiler). The graph comes with its two microbatches apart already
 (`schedules.rewrite.cut`): parts of an instruction run in the signature that the strategy has for the
 instruction. Wherever a tensor is needed in another form than it is there in, a collective makes it
-(`ops.comm.shards`), once for all that read it in that form. Stages follow each other as in section 4.1, the
-communication of one microbatch beside the computation of the other. All ranks get the same graph.
+(`ops.comm.collectives`), once for all that read it in that form. Stages follow each other as in section 4.1,
+the communication of one microbatch beside the computation of the other. All ranks get the same graph.
 
 What the strategy does not know, it being for one microbatch (sums over both, slices of the input), runs in
 whatever signature needs least communication.
@@ -22,9 +22,8 @@ from lancet_kernels.graph.costs.part_instruction import part_name
 from lancet_kernels.graph.from_fx import program_from_graph, tensor_names
 from lancet_kernels.graph.meta import WRITTEN_INTO
 from lancet_kernels.graph.ops import argument, argument_names, rule_for
-from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
 from lancet_kernels.graph.program.program import Instruction, whole_name
-from lancet_kernels.graph.rules.rules import MEAN
+from lancet_kernels.graph.rules.rules import MEAN, PARTIAL, WHOLE, Form
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.schedules.shard.blocks import SLICE, collective, preparations, signatures
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
@@ -279,7 +278,7 @@ class _Sharder:
         )
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """A result, whole on every rank, with one gradient for all of them (`ops.comm.shards`)."""
+        """A result, whole on every rank, with one gradient for all of them (`ops.comm.collectives`)."""
         (tensor,) = tensor_names(node)
         self._ensure_held(tensor)
         held = self.held[tensor]

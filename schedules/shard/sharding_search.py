@@ -1,7 +1,7 @@
 """Which series of stages runs a forward graph on many ranks fastest, two microbatches in turns?
 
 HiDup, section 4.2 (figure 4). `search_sharding` searches the forward Program of a microbatch; what people
-choose by hand is in `schedules.shard.sharding_strategy`. A state is a cut of the graph with the forms in
+choose by hand is in `schedules.shard.sharding_baselines`. A state is a cut of the graph with the forms in
 which the tensors that cross it are held. A stage is a communication step, then a computation step; while one
 copy of the model computes, the other communicates; costs are those of `schedules.shard.sharding_strategy`.
 
@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost, source_of
-from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.shard.sharding_states import (
     Restriction,
     Segment,

@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.forms import WHOLE, Form
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.rules.rules import WHOLE, Form
 from lancet_kernels.schedules.shard.blocks import (
     ADJOINT,
     Block,

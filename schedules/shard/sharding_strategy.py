@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.shard.blocks import ADJOINT, BlockSignature
 
 BACKWARD = 2.0

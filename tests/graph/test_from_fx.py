@@ -10,7 +10,7 @@ from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase
-from lancet_kernels.schedules.order.weight_gradients import (
+from lancet_kernels.schedules.order.ordering import (
     overlappable,
     weight_gradients,
 )

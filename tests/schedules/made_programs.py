@@ -11,7 +11,7 @@ from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Progr
 from lancet_kernels.layer.gpt2_moe import ModelConfig
 from lancet_kernels.predict.simulate import captured_program
 from lancet_kernels.schedules.order.best_order import best_order
-from lancet_kernels.schedules.order.weight_gradients import greedy_order
+from lancet_kernels.schedules.order.ordering import greedy_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.cut import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions

@@ -3,8 +3,8 @@
 The warps of a program have four jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `consumer.py`
-    producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `producer.py`
-    copy warps   2 warps   puts                                                        `copies.py`
+    producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `pipeline.py`
+    copy warps   2 warps   puts                                                        `signals.py`
     signal warp  1 warp    says where results go, and signals what is stored           `signals.py`
 
 There are two counters of claims instead of one: the copy warps claim puts, the producers all others, in the
@@ -49,10 +49,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.config import GemmConfig
 from lancet_kernels.kernels.hopper.consumer import consume
-from lancet_kernels.kernels.hopper.copies import COPY_WARPS, copy
-from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings
-from lancet_kernels.kernels.hopper.producer import produce
-from lancet_kernels.kernels.hopper.signals import signal
+from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings, produce
+from lancet_kernels.kernels.hopper.signals import COPY_WARPS, copy, signal
 from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.protocol.arguments import NOT_SPECIALIZED, Constants, Pointers, Sizes
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES

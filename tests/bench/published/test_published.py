@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from bench.published.predict import answer_of, check, summary
-from bench.published.rows import CONFIGS, load_rows
+from bench.published.rows import CONFIGS, answer_of, check, load_rows, summary
 from lancet_kernels.predict.measured import differences
 from tests.processes import printed
 

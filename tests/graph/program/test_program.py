@@ -138,11 +138,11 @@ def test_reachability_equals_search(data):
 
 
 PLAIN = {
-    "graph/program": "program program_json forms",
+    "graph/program": "program program_json",
     "graph/rules": "derived rules",
     "graph/costs": "clusters costs part_instruction",
     "schedules/time": "simulate peak_memory timeline",
-    "schedules/order": "weight_gradients list_schedule best_order ordering",
+    "schedules/order": "list_schedule best_order ordering",
     "schedules/cut": "ranges partition_range",
     "schedules": "plan strategies",
 }

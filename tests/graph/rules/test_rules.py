@@ -3,9 +3,9 @@
 import pytest
 
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 from lancet_kernels.graph.rules.derived import elementwise, parse, permute, view
+from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 
 
 def cuts(op, inputs, outputs, *, only_experts=False, **attributes):

@@ -21,8 +21,8 @@ from lancet_kernels.kernels.config import (
     tuned,
 )
 from lancet_kernels.kernels.overlap_data import check_gluon
+from lancet_kernels.measure.fused_pass import Workload
 from lancet_kernels.measure.tuner import Task
-from lancet_kernels.measure.workloads import Workload
 from tests.lancet_kernels.kernels.overlap_ranks import CONFIG
 
 

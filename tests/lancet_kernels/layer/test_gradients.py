@@ -29,7 +29,7 @@ from lancet_kernels.layer.gradients import (
     set_gradient_group,
 )
 from lancet_kernels.layer.summed_gradients import SummedModule
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.collectives import cut_into_buckets
 from tests.grids import few_of
 from tests.ops.op_cases import QUICK
 from tests.optimized import optimized

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import MoELayer, moe_losses, ops
 from lancet_kernels.layer.moe_layer import CheckpointedRun
-from lancet_kernels.ops.context import during
+from lancet_kernels.ops.base import during
 from tests.examples import examples
 from tests.grids import few_of
 from tests.ops.moe.test_gate import KEYED, SPECS, gate_args, top_k_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, RoutingSums, UserError, moe_losses
 from lancet_kernels.layer.routing_counts import RoutingCounts, busiest
-from lancet_kernels.predict.routing import Routing
+from lancet_kernels.predict.question import Routing
 from tests.ranks import RankPool
 
 E = 4

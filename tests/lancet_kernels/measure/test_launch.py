@@ -34,7 +34,7 @@ from pathlib import Path
 from lancet_kernels.errors import UserError
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.measure.launch import report_errors, start_ranks
-from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.comm.link_group import waiting
 
 folder, mode, *rest = sys.argv[1:]
 fails = os.environ.get("RANK") == "1"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig, TunedCache
+from lancet_kernels.measure.fused_pass import WORKLOADS, Workload, parse_workload
 from lancet_kernels.measure.tuner import Place, Task, candidates, tune
-from lancet_kernels.measure.workloads import WORKLOADS, Workload, parse_workload
 from lancet_kernels.timing import Clock
 
 TINY = Workload("tiny", 12, 16, 32, 4, 2)

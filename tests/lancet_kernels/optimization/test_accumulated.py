@@ -15,7 +15,7 @@ from torch.distributed.tensor import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import OptimizedModule, fsdp
-from lancet_kernels.ops.comm import all_reduce as accumulated
+from lancet_kernels.ops.comm import collectives as accumulated
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.comm.link_group import LinkGroup
 from tests.grids import few_of

@@ -14,7 +14,7 @@ from lancet_kernels import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.rules.slices import Partition, Primitive, home_square, replicate, split
 from lancet_kernels.parallelization.parallel_linears import ATTENTION, MLP, OPERATORS, parallelize_linears
-from lancet_kernels.parallelization.partitioned_linear import PartitionedLinear, whole_state_dict
+from lancet_kernels.parallelization.square_layer import PartitionedLinear, whole_state_dict
 from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import distance
 from tests.ranks import RankPool

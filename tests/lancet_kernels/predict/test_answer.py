@@ -21,14 +21,12 @@ from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.predict import answer as answers
 from lancet_kernels.predict.answer import STRATEGIES, Answer, answer, check_fits, depths_of, microbatches
 from lancet_kernels.predict.config import Depths, load_config, meta_model
-from lancet_kernels.predict.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.predict.microbatch import Microbatch
-from lancet_kernels.predict.model_step import model_step, weights_inside_experts
+from lancet_kernels.predict.model_step import fake_ranks, model_step, weights_inside_experts, without_contents
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
-from lancet_kernels.transformers.causal_lm import CausalLMStep
-from lancet_kernels.transformers.convert import convert
+from lancet_kernels.transformers.convert import CausalLMStep, convert
 from tests.grids import few_of
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, SPARSE_ATTENTION, written
 from tests.transformers_families import tiny_config

@@ -69,7 +69,7 @@ def test_command_splits_the_difference(tmp_path, capsys):
     pytest.importorskip("transformers")
     hf = written(tmp_path, QWEN3, num_hidden_layers=1)
     kernels = [("nvjet", 0, 9000), ("ncclDevKernel_SendRecv", 9000, 10000)]
-    arguments = ["plan", "--hf", hf, "--cluster", "dgx-h100", "--gpus", "8", "--sequence", "64"]
+    arguments = ["plan", "--hf", hf, "--gpus", "8", "--sequence", "64"]
     more = ["--measured", "10ms", "--kineto", str(trace(tmp_path / "trace.json", kernels))]
     assert main([*arguments, *more, "--strategy", "none", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import CausalLMStep, convert, moe_layers, ops
-from lancet_kernels.ops.context import now
+from lancet_kernels.ops.base import now
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool

@@ -15,7 +15,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.checked import MUTUAL_S
 from lancet_kernels.ops.comm.groups import Groups, group_of
 from lancet_kernels.ops.comm.link_group import link_group_of
-from lancet_kernels.ops.comm.shift import start_shift
+from lancet_kernels.ops.comm.redistribute import start_shift
 
 DESTROYED: list[dist.ProcessGroup] = []
 """Groups of an earlier job that something still holds."""

@@ -14,8 +14,8 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.forms import CARRIED, PARTIAL
 from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.rules.rules import CARRIED, PARTIAL
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.rewrite import walk
 from lancet_kernels.schedules.rewrite.apply import instruction_order

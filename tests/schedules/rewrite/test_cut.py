@@ -9,8 +9,8 @@ from test_cut_torch import forward_ranges
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut
 from lancet_kernels.graph.from_fx import tensor_names
-from lancet_kernels.graph.program.forms import WHOLE, Forms, cut_along
 from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.rules.rules import WHOLE, Forms, cut_along
 from lancet_kernels.schedules.cut.ranges import AxisInference
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.cut import cut_range

@@ -10,8 +10,8 @@ from torch import fx
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.part_instruction import can_be_cut
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.rules.rules import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.ops.moe.gates import parse_gate
 from lancet_kernels.schedules.cut.ranges import AxisInference, pipeline_order
 from lancet_kernels.schedules.rewrite.cut import cut_range

@@ -12,8 +12,8 @@ from hypothesis import example
 from hypothesis import given as drawn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
 from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
 from lancet_kernels.schedules.shard.sharding_search import Search, search_sharding

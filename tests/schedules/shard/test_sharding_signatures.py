@@ -10,9 +10,9 @@ import torch
 from bench.papers.hidup_settings import HiDupModel, hidup_config
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import output_node
-from lancet_kernels.graph.capture.forward_program import forward_of
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.forms import PARTIAL, WHOLE
+from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
+from lancet_kernels.parallelization.one_device_model import forward_of
 from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.time.simulate import simulate

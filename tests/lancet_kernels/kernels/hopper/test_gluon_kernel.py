@@ -25,7 +25,7 @@ if not INTERPRETED:
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import overlap_data
 from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer, signals
+from lancet_kernels.kernels.hopper import consumer, pipeline, signals
 from lancet_kernels.kernels.hopper import kernel as hopper_kernel
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.protocol import device, steps, tasks
@@ -229,7 +229,7 @@ def test_passes_that_reuse_banks_give_the_same_bits():
 # (function, old text, new text): what is wrong, and must not pass unseen.
 MUTANTS = {
     "a step of a put is stored before it has come": [
-        (copies._put_rows, "async_copy.wait_group(const.PUT_SLOTS - 1)", "pass"),
+        (signals._put_rows, "async_copy.wait_group(const.PUT_SLOTS - 1)", "pass"),
     ],
     "rows are counted as sent before the barrier": [
         (device.quiet, "    tl.debug_barrier()\n    if", "    if"),
@@ -267,7 +267,7 @@ MUTANTS = {
         (steps.wait_rows, "schedule.in_tile(count, before, m, const.BM), word", "i_w < 0, word"),
     ],
     "the second product does not wait for the first": [
-        (producer._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, const.BN_IN), ptrs, sizes, const)",
+        (pipeline._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, const.BN_IN), ptrs, sizes, const)",
          "True"),
     ],
     "a weight gradient does not wait for the first product": [
@@ -277,7 +277,7 @@ MUTANTS = {
         (steps.wait_rows, "    device.fence_tma(const.TMA)\n", ""),
     ],
     "a descriptor is built over one that is in use": [
-        (producer._load_across, "        wait_for_loads(it, rings, const)\n", ""),
+        (pipeline._load_across, "        wait_for_loads(it, rings, const)\n", ""),
     ],
     "a stage is released before its product has been waited for": [
         (pipeline.multiply_steps, "empty.index((it + const.STAGES - 1) % const.STAGES), count=1, pred=k > 0",
@@ -312,7 +312,7 @@ MUTANTS = {
          "        place = j % TASKS\n        mbarrier.arrive(rings.task_empty.index(place), count=1)\n"),
     ],
     "the consumers do not see the end": [
-        (producer.produce, "    hand_over(j, rings, Task(NO_TASK",
+        (pipeline.produce, "    hand_over(j, rings, Task(NO_TASK",
          "    if i < 0:\n        hand_over(j, rings, Task(NO_TASK"),
     ],
 }  # fmt: skip

@@ -10,9 +10,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.layer.routing_counts import RoutingCounts
 from lancet_kernels.predict.answer import microbatches
-from lancet_kernels.predict.question import Question
+from lancet_kernels.predict.question import Load, Question, Routing
 from lancet_kernels.predict.recomputation import layer_of
-from lancet_kernels.predict.routing import Load, Routing
 from tests.lancet_kernels.predict.small_models import QWEN3, written
 
 

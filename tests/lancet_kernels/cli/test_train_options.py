@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lancet_kernels.cli.train_data import batch_of_rank, load_corpus
+from lancet_kernels.cli.train_options import batch_of_rank, load_corpus
 from lancet_kernels.errors import UserError
 from tests.examples import examples
 from tests.moe_reference import MASK, splitmix

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form, cut_along
+from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE, Form, cut_along
 from lancet_kernels.ops.comm.groups import group_name
 from tests.grids import few_of
 
