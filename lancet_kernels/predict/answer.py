@@ -35,7 +35,7 @@ from lancet_kernels.predict.microbatch import (
     with_sums_waited_for,
 )
 from lancet_kernels.predict.model_step import model_step
-from lancet_kernels.predict.question import Question, gib
+from lancet_kernels.predict.question import BALANCED, Question, gib
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
@@ -243,10 +243,17 @@ def depths_of(hf: str) -> Depths:
 def microbatches(question: Question) -> tuple[Microbatch, Microbatch]:
     """A microbatch of the question's step at two depths. Raises: as `model_step`."""
     chosen = depths_of(question.hf)
-    fewer = Microbatch.of(question, model_step(question, chosen.fewer))
+    # A capture has no prices: questions that differ in nothing else share it.
+    unpriced = replace(
+        question, cluster="", accumulate=1, dispatch="", states="float32", attention="", routing=BALANCED
+    )
+    fewer = Microbatch.of(question, _step(unpriced, chosen.fewer))
     if chosen.more == chosen.fewer:
         return fewer, fewer
-    return fewer, Microbatch.of(question, model_step(question, chosen.more))
+    return fewer, Microbatch.of(question, _step(unpriced, chosen.more))
+
+
+_step = lru_cache(maxsize=8)(model_step)
 
 
 def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer:

@@ -9,7 +9,7 @@ import pytest
 
 from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.predict.answer import answer
+from lancet_kernels.predict.answer import STRATEGIES, answer
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.report import PUBLISHED, report
 from lancet_kernels.predict.search import Found, _by_formula, layouts, search, states_gib
@@ -122,7 +122,7 @@ def test_what_a_bound_promises(found):
         assert layout.least_gib <= layout.peak_memory_gib <= gib(80e9)
 
 
-def test_command_writes_report_and_trace(question, tmp_path, capsys):
+def test_command_writes_report_and_trace_and_prints_one_object(question, tmp_path, capsys):
     arguments = ["plan", "--hf", question.hf, "--cluster", "dgx-h100", "--gpus", "8", "--sequence", "64"]
     outputs = {flag: str(tmp_path / name) for flag, name in (("report", "p.html"), ("trace", "t.json"))}
     written_to = [word for flag, path in outputs.items() for word in (f"--{flag}", path)]
@@ -130,6 +130,14 @@ def test_command_writes_report_and_trace(question, tmp_path, capsys):
     printed = json.loads(capsys.readouterr().out)
     data = json.loads(Page((tmp_path / "p.html").read_text()).scripts["application/json"])
     assert data["answer"]["strategies"]["none"]["step_ms"] == printed["strategies"]["none"]["step_ms"]
+    assert {*printed["strategies"], *printed["impossible"]} == {*STRATEGIES, "auto"}
+    for figures in printed["strategies"].values():
+        assert {
+            "step_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_gib", "exposed_ms",
+            "lower_bound_ms",
+        } <= set(figures)  # fmt: skip
+    assert printed["assumed"]
+    assert printed["experts_over"] == 8
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
