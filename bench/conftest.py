@@ -54,8 +54,8 @@ def dtype() -> torch.dtype:
 @pytest.fixture(params=list(WORKLOADS))
 def workload(request: pytest.FixtureRequest) -> Workload:
     """The real one on a GPU; on a CPU a small one of its sort."""
-    found = WORKLOADS[request.param]
-    return found if ON_GPU else found.small()
+    real = WORKLOADS[request.param]
+    return real if ON_GPU else real.small()
 
 
 @pytest.fixture

@@ -91,16 +91,22 @@ class Layer:
         y, saved = self.passes.begin(self.config)
         self.synchronize()
         print("the forward came back", flush=True)
-        made = self.passes.backward(self.config, saved)
+        gradients = self.passes.backward(self.config, saved)
         self.synchronize()
         seconds = time.monotonic() - begin
         for exchange in self.passes.exchanges(self.config):
             exchange.check()
-        got = {"y": y, "dx": made.dx, "dweight": made.dweight, "dw1": made.dw1, "dw2": made.dw2}
+        got = {
+            "y": y,
+            "dx": gradients.dx,
+            "dweight": gradients.dweight,
+            "dw1": gradients.dw1,
+            "dw2": gradients.dw2,
+        }
         expected = by_torch(self.passes.x, self.passes.dy, self.passes.routing, self.passes.experts)
-        found = agreement(got, dict(zip(got, expected, strict=True)), self.dtype)
+        distances = agreement(got, dict(zip(got, expected, strict=True)), self.dtype)
         about = {"sizes": str(self.workload), "bodies": self.config.bodies, "programs": self.config.programs}
-        return {**about, "seconds": seconds, **found}
+        return {**about, "seconds": seconds, **distances}
 
 
 def agreement(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lancet_kernels.predict.answer import Answer, Simulated
     from lancet_kernels.predict.measured import Difference
     from lancet_kernels.predict.question import Question
-    from lancet_kernels.predict.search import Found
+    from lancet_kernels.predict.search import SearchResult
 
 
 OF_HF = (MICROBATCHES, "megatron", "megatron-dw")
@@ -127,26 +127,26 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
-    found = None
+    searched = None
     if arguments.search:
         from lancet_kernels.predict.search import search
 
-        found = search(question, arguments.search_seconds)
-    result = answer(question) if found is None else found.answer
-    figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
+        searched = search(question, arguments.search_seconds)
+    result = answer(question) if searched is None else searched.answer
+    figures = result.to_json() | ({} if searched is None else {"search": searched.to_json()})
     rows = None if measured_ms is None else _differences(result, strategy, measured_ms, arguments.kineto)
     if rows is not None:
         figures["measured"] = {"step_ms": measured_ms, "terms": [asdict(row) for row in rows]}
-    written = _write_files(result, strategy, arguments, found)
+    written = _write_files(result, strategy, arguments, searched)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
     if arguments.json:
         print(json_text(figures))
         return 0
-    print(_text(result) if found is None else _text_of_search(found))
+    print(_text(result) if searched is None else _text_of_search(searched))
     if rows is not None:
         print(_text_of_differences(rows))
     print("\n".join(f"{what} written to {path}" for what, path in written.items()))
-    if found is None:
+    if searched is None:
         check_fits(result)
     return 0
 
@@ -180,7 +180,7 @@ def _text_of_differences(rows: list[Difference]) -> str:
 
 
 def _write_files(
-    result: Answer, strategy: str, arguments: argparse.Namespace, found: Found | None
+    result: Answer, strategy: str, arguments: argparse.Namespace, searched: SearchResult | None
 ) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
     chosen = _chosen(result, strategy)
@@ -193,32 +193,32 @@ def _write_files(
         from lancet_kernels.predict.report import report
 
         with file_errors(arguments.report):
-            Path(arguments.report).write_text(report(result, found), encoding="utf-8")
+            Path(arguments.report).write_text(report(result, searched), encoding="utf-8")
     files = {"trace": arguments.trace, "report": arguments.report}
     return {kind: path for kind, path in files.items() if path}
 
 
-def _text_of_search(found: Found) -> str:
+def _text_of_search(result: SearchResult) -> str:
     lines = [f"{'step ms':>10} {'more':>6} {'GiB':>6} {'binds':>12}  the best layouts that fit"]
-    for one in found.best:
+    for one in result.best:
         q = one.question
         lines.append(
-            f"{one.step_ms:10.1f} {one.step_ms / found.best[0].step_ms - 1:6.1%} {one.peak_memory_gib:6.1f} "
+            f"{one.step_ms:10.1f} {one.step_ms / result.best[0].step_ms - 1:6.1%} {one.peak_memory_gib:6.1f} "
             f"{one.binds:>12}  experts over {q.expert_ranks}, tensors over {q.tensor_ranks}, "
             f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
             f"{q.recompute}, {one.strategy}"
         )
-    first, limit = found.best[0], found.answer.memory_limit_gib
-    terms = sorted(found.answer.strategies[str(first.strategy)].terms_ms.items(), key=lambda term: -term[1])
+    first, limit = result.best[0], result.answer.memory_limit_gib
+    terms = sorted(result.answer.strategies[str(first.strategy)].terms_ms.items(), key=lambda term: -term[1])
     shares = ", ".join(f"{name} {ms / first.step_ms:.0%}" for name, ms in terms if ms > 0.01 * first.step_ms)
     lines += ["", f"The best: {shares}. Memory: {first.peak_memory_gib:.1f} of {limit:.1f} GiB."]
-    if excluded := found.memory_excludes:
+    if excluded := result.memory_excludes:
         lines.append(
             f"Memory binds: {len(excluded)} layouts that do not fit would be faster by a formula; the "
             f"nearest needs {excluded[0].least_gib - limit:.1f} GiB more than there is."
         )
-    reasons = Counter(re.sub(r"[ :]*[0-9.]+ (ms|GiB)", "", one.why) for one in found.others)
-    lines += ["", f"{len(found.others)} others:"]
+    reasons = Counter(re.sub(r"[ :]*[0-9.]+ (ms|GiB)", "", one.why) for one in result.others)
+    lines += ["", f"{len(result.others)} others:"]
     return "\n".join([*lines, *(f"  {count} {why}" for why, count in reasons.most_common())])
 
 

@@ -179,8 +179,8 @@ def _restore(trainer: Trainer, run: Path) -> int:
         )
     step, steps = load_checkpoint(newest, trainer.model, trainer.optimizer), trainer.options.steps
     if step >= steps:
-        taken = f"{steps}, with {step} already taken"
-        raise UserError("steps", got=taken, expected=f"more than {step}", do="raise --steps")
+        got = f"{steps}, with {step} already taken"
+        raise UserError("steps", got=got, expected=f"more than {step}", do="raise --steps")
     return step
 
 

@@ -82,15 +82,15 @@ def product_loops(sass: str) -> tuple[ProductLoop, ...]:
         for at, instruction in code
         if PRODUCT.search(instruction) and (around := [loop for loop in loops if loop[0] <= at <= loop[1]])
     }
-    found = []
+    product_loops = []
     for first, last in sorted(innermost):
         inside = [instruction for address, instruction in code if first <= address <= last]
         counts = {name: sum(bool(what.search(i)) for i in inside) for name, what in COUNTED.items()}
         text = "\n".join(inside)
         depth = min((int(depth, 16) for depth in WAIT.findall(text)), default=counts["products"])
         shape = " ".join(sorted(set(PRODUCT.findall(text))))
-        found.append(ProductLoop(len(inside), **counts, in_flight=depth, shape=shape))
-    return tuple(found)
+        product_loops.append(ProductLoop(len(inside), **counts, in_flight=depth, shape=shape))
+    return tuple(product_loops)
 
 
 def serialized(log: str) -> tuple[str, ...]:

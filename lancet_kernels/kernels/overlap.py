@@ -106,7 +106,7 @@ def moe_backward(
     # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
     dh = saved.pre.new_empty(forward.receive_rows, saved.pre.shape[1])
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
-    made = ExpertGradients(
+    results = ExpertGradients(
         torch.empty_like(dy),
         torch.empty_like(routing.weight),
         torch.empty_like(experts.w1),
@@ -115,12 +115,12 @@ def moe_backward(
         None if experts.b2 is None else torch.empty_like(experts.b2),
     )
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
-    gradients = Gradients(forward.rows.local, made.dw2, made.db2, made.dw1, made.db1)
+    gradients = Gradients(forward.rows.local, results.dw2, results.db2, results.dw1, results.db1)
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
-    _launch(backward, opened, experts, config, dense, sending, gemms, gradients, made.dx)
-    _combine(backward, opened, routing, config, made.dx, made.dweight)
+    _launch(backward, opened, experts, config, dense, sending, gemms, gradients, results.dx)
+    _combine(backward, opened, routing, config, results.dx, results.dweight)
     backward.release(opened)
-    return made
+    return results
 
 
 def aligned(

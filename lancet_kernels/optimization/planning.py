@@ -213,10 +213,10 @@ def _loaded(path: str | Path, step: Step) -> Plan:
     plan = Plan.load(path)
     own = fingerprint(step.program)
     if own != plan.program_fingerprint:
-        made, here = _difference(plan.report.setting, step.setting)
+        there, here = _difference(plan.report.setting, step.setting)
         raise UserError(
             f"plan file {path}",
-            got=f"a plan made for {made}",
+            got=f"a plan made for {there}",
             expected=f"one for this job, which has {here}",
             do=f"plan again (program {plan.program_fingerprint[:12]}, here {own[:12]})",
         )

@@ -75,11 +75,11 @@ class Routing:
         by_layer, chosen, kept = [], 0.0, 0.0
         for layer in self.counts:
             share = sum(layer) / len(layer)
-            taken = layer if self.capacity is None else [min(n, self.capacity * share) for n in layer]
+            rows = layer if self.capacity is None else [min(n, self.capacity * share) for n in layer]
             each = len(layer) // ranks
             # In even shares of a rank, so that every layer has the same weight.
-            by_layer.append([sum(taken[r * each : (r + 1) * each]) / (share * each) for r in range(ranks)])
-            chosen, kept = chosen + len(layer), kept + sum(taken) / share
+            by_layer.append([sum(rows[r * each : (r + 1) * each]) / (share * each) for r in range(ranks)])
+            chosen, kept = chosen + len(layer), kept + sum(rows) / share
         together = map(sum, zip(*by_layer, strict=True))
         layers = len(by_layer)
         return Load(sum(map(max, by_layer)) / layers, max(together) / layers, 1 - kept / chosen)

@@ -86,9 +86,9 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
     the backward reads. Args: program: without views. policy: but those of whole layers."""
     recomputable = _recomputable(policy, eager)
     forward = [i for i in program.instructions if i.phase is Phase.FORWARD]
-    made = {t for i in forward for t in i.outputs}
+    computed = {t for i in forward for t in i.outputs}
     again = {t for i in forward if recomputable(i) for t in i.outputs}
-    read = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.inputs if t in made}
+    read = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.inputs if t in computed}
     # What kernels read is kept as it is, unless the policy recomputes the kernel that computed it.
     elementwise = {t for i in forward if is_elementwise(i) for t in i.outputs}
     forced = {
@@ -96,12 +96,12 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
         for i in program.instructions
         if i.phase is Phase.BACKWARD and not is_elementwise(i)
         for t in i.inputs
-        if t in made and (t in elementwise or t not in again)
+        if t in computed and (t in elementwise or t not in again)
     }
     graph = networkx.DiGraph()
     graph.add_node("source")
     graph.add_node("sink")
-    for t in {*made, *program.inputs}:
+    for t in {*computed, *program.inputs}:
         free = t in forced or t in program.inputs
         graph.add_edge(("in", t), ("out", t), capacity=0 if free else program.tensors[t].content_bytes)
         if t not in again:
@@ -112,7 +112,7 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
         if recomputable(i):
             graph.add_edges_from((("out", a), ("in", b)) for a in i.inputs for b in i.outputs)
     _, (_, after) = networkx.minimum_cut(graph, "source", "sink")
-    cut = {t for t in made if ("in", t) not in after and ("out", t) in after}
+    cut = {t for t in computed if ("in", t) not in after and ("out", t) in after}
     return cut | forced | set(program.inputs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from lancet_kernels.graph.costs.costs import INSIDE_NODES
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
-from lancet_kernels.predict.search import Found
+from lancet_kernels.predict.search import SearchResult
 from lancet_kernels.schedules.order.ordering import weight_gradients
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK
 from lancet_kernels.schedules.time.timeline import label
@@ -25,7 +25,7 @@ MOST_EVENTS = 6000
 """Events of a timeline in the page: the first ones of the chain, about one microbatch of 48 layers."""
 
 
-def report(answer: Answer, found: Found | None = None) -> str:
+def report(answer: Answer, searched: SearchResult | None = None) -> str:
     """The page as HTML."""
     data = {
         "answer": answer.to_json(),
@@ -33,7 +33,7 @@ def report(answer: Answer, found: Found | None = None) -> str:
         "timelines": {
             name: _timeline(answer.strategies[name]) for name in dict.fromkeys(("none", answer.best))
         },
-        "search": None if found is None else found.to_json(),
+        "search": None if searched is None else searched.to_json(),
         "published": json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"],
     }
     page = (_FILES / "report.html").read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """best: the layouts that fit, fastest first, at most ten. others: all others, with the reasons. answer:
     that of the first."""
 
@@ -117,7 +117,7 @@ class _Clock:
         return result
 
 
-def search(question: Question, seconds: float = math.inf) -> Found:
+def search(question: Question, seconds: float = math.inf) -> SearchResult:
     """The best layouts for the question's model, GPUs and tokens.
 
     Args: seconds: when to stop; layouts that were not tried until then are among the others.
@@ -156,7 +156,7 @@ def search(question: Question, seconds: float = math.inf) -> Found:
         fitting[n] = _simulated(layout, result), result
     fitting.sort(key=lambda one: one[0].step_ms)
     slower = [replace(one, why=f"slower: {one.step_ms:.0f} ms") for one, _ in fitting[BEST:]]
-    return Found(tuple(one for one, _ in fitting[:BEST]), (*slower, *others), fitting[0][1])
+    return SearchResult(tuple(one for one, _ in fitting[:BEST]), (*slower, *others), fitting[0][1])
 
 
 def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:

@@ -12,7 +12,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.predict.answer import STRATEGIES, answer
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.report import PUBLISHED, report
-from lancet_kernels.predict.search import Found, _by_formula, layouts, search, states_gib
+from lancet_kernels.predict.search import SearchResult, _by_formula, layouts, search, states_gib
 from tests.lancet_kernels.predict.small_models import DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ def dense(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(dense) -> Found:
+def searched(dense) -> SearchResult:
     """The best layouts with FSDP, without tensor parallelism."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lancet_kernels.predict.search.SHARDING", ("full",))
@@ -61,9 +61,9 @@ class Page(HTMLParser):
             self.scripts[kind] = self.scripts.get(kind, "") + data
 
 
-def test_report_loads_nothing_and_has_the_figures(question, found):
+def test_report_loads_nothing_and_has_the_figures(question, searched):
     result = answer(question)
-    text = report(result, found)
+    text = report(result, searched)
     page = Page(text)
     assert not [
         tag for tag, attributes in page.tags if {"src", "href", "srcset", "data", "action"} & set(attributes)
@@ -73,7 +73,7 @@ def test_report_loads_nothing_and_has_the_figures(question, found):
     assert not re.search(r"https?:|//[a-z]|url\(|@import|fetch\(|XMLHttp|import\(", code)
     data = json.loads(page.scripts["application/json"])
     assert data["answer"]["strategies"] == json.loads(json.dumps(result.to_json()["strategies"]))
-    assert data["search"] == json.loads(json.dumps(found.to_json()))
+    assert data["search"] == json.loads(json.dumps(searched.to_json()))
     assert data["published"] == json.loads(PUBLISHED.read_text())["rows"]
     for name, chain in data["timelines"].items():
         ends = [start + ms for _, _, start, ms, _ in chain["events"]]
@@ -94,13 +94,13 @@ def test_a_name_cannot_end_the_data(question, monkeypatch, tmp_path):
 @pytest.mark.long
 def test_the_search_finds_what_all_layouts_give(dense):
     """Against every layout simulated."""
-    found = search(dense)
+    searched = search(dense)
     every = {layout: answer(layout) for layout in layouts(dense)}
     times = sorted(one.strategies[one.best].step_ms for one in every.values())
-    assert [one.step_ms for one in found.best] == pytest.approx(times[: len(found.best)])
-    assert len(found.best) + len(found.others) == len(every)
-    assert all(one.why for one in found.others)
-    assert not any(one.why for one in found.best)
+    assert [one.step_ms for one in searched.best] == pytest.approx(times[: len(searched.best)])
+    assert len(searched.best) + len(searched.others) == len(every)
+    assert all(one.why for one in searched.others)
+    assert not any(one.why for one in searched.best)
 
 
 @pytest.mark.long
@@ -116,8 +116,8 @@ def test_a_search_without_time_says_so(dense):
         search(dense, 0.0)
 
 
-def test_what_a_bound_promises(found):
-    for layout in found.best:
+def test_what_a_bound_promises(searched):
+    for layout in searched.best:
         assert layout.bound_ms <= layout.step_ms
         assert layout.least_gib <= layout.peak_memory_gib <= gib(80e9)
 
