@@ -21,7 +21,7 @@ from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, Plannin
 from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.schedules.time.timeline import Prediction
 from tests.examples import examples
-from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs
+from tests.schedules.small_programs import given, list_schedule, make_plan, program, random_programs
 
 
 def planner(step, options=None):

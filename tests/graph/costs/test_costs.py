@@ -18,7 +18,7 @@ from lancet_kernels.graph.costs.part_instruction import can_be_cut, part_instruc
 from lancet_kernels.graph.costs.profiler import MeasuredTimes
 from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, cut_along
-from tests.schedules.made_programs import GivenCosts
+from tests.schedules.small_programs import GivenCosts
 
 T, D, F = 64, 32, 128
 

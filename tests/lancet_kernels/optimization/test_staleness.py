@@ -13,7 +13,7 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from tests.optimized import optimized
 from tests.ranks import RankPool
-from tests.schedules.made_programs import given, program
+from tests.schedules.small_programs import given, program
 
 E = 4
 

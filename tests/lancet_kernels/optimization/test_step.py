@@ -19,7 +19,7 @@ from lancet_kernels.optimization.step import capture_step, slowdown
 from lancet_kernels.predict.model_step import fake_ranks
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED
 from lancet_kernels.schedules.time.simulate import simulate
-from tests.schedules.made_programs import program
+from tests.schedules.small_programs import program
 
 COSTS = MeasuredCosts(DeviceCosts("CPU", "2.13", 0.1, ((1.0, 0.1),)), CommunicationModel({}), "here")
 

@@ -28,8 +28,8 @@ from tests.grids import few_of
 from tests.model_zoo import MODELS, Size
 from tests.planned_steps import dear_communication
 from tests.schedules.expanded import expand
-from tests.schedules.made_programs import GivenCosts, program, random_programs
 from tests.schedules.rewrite.test_cut_torch import assert_same, outcome
+from tests.schedules.small_programs import GivenCosts, program, random_programs
 
 GATES = ["switch", "topk", "hash", "random", "sigmoid(groups=2,top_groups=1)"]
 WHOLE_BATCH_GATES = ["gshard", "batch-prioritized", "expert-choice"]

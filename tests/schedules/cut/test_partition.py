@@ -33,8 +33,8 @@ from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
 from tests.schedules.expanded import expand
-from tests.schedules.made_programs import GivenCosts, nth, program, tiny_step
 from tests.schedules.optimum import most_cut
+from tests.schedules.small_programs import GivenCosts, nth, program, tiny_step
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:

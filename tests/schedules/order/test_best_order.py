@@ -10,8 +10,8 @@ from lancet_kernels.schedules.order.best_order import SEARCHED, best_order, impr
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import run
 from tests.examples import examples
-from tests.schedules.made_programs import given, program, random_programs
 from tests.schedules.optimum import optimal_order
+from tests.schedules.small_programs import given, program, random_programs
 
 
 @examples(40)

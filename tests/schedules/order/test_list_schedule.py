@@ -13,7 +13,8 @@ from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import critical_path, lower_bound_ms, simulate
 from tests.examples import examples
-from tests.schedules.made_programs import (
+from tests.schedules.optimum import optimal_order
+from tests.schedules.small_programs import (
     backward_of_layers,
     given,
     list_schedule,
@@ -21,7 +22,6 @@ from tests.schedules.made_programs import (
     random_programs,
     schedule_weight_gradients,
 )
-from tests.schedules.optimum import optimal_order
 
 
 def test_critical_path_by_hand():

@@ -24,7 +24,7 @@ from lancet_kernels.schedules.order.ordering import (
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.examples import examples
-from tests.schedules.made_programs import (
+from tests.schedules.small_programs import (
     backward_of_layers,
     given,
     program,

@@ -21,7 +21,7 @@ from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size, make_model
 from tests.planned_steps import ADDED_BY_CUTTING
-from tests.schedules.made_programs import make_plan
+from tests.schedules.small_programs import make_plan
 
 
 def slow_link(instruction, tensors) -> float:

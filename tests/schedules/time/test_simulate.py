@@ -15,7 +15,7 @@ from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, simulate
 from lancet_kernels.schedules.time.timeline import Prediction
 from tests.examples import examples
 from tests.schedules.event_loop import times
-from tests.schedules.made_programs import given, program, random_programs
+from tests.schedules.small_programs import given, program, random_programs
 
 
 def spans(timeline):

@@ -7,7 +7,7 @@ import pytest
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, simulate
 from lancet_kernels.schedules.time.timeline import label, save_picture, save_trace
-from tests.schedules.made_programs import given, program
+from tests.schedules.small_programs import given, program
 
 
 @pytest.fixture
