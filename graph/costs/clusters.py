@@ -62,6 +62,7 @@ class CommunicationModel:
         expert_ranks: int | None = None,
         shard_ranks: int | None = None,
         tensor_ranks: int = 1,
+        context_ranks: int = 1,
     ) -> CommunicationModel:
         """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
 
@@ -71,6 +72,7 @@ class CommunicationModel:
             shard_ranks: consecutive ranks over which parameters are sharded (HSDP), group "shards"; group
             "copies" are the `gpus / shard_ranks` ranks with the same shard. tensor_ranks: consecutive ranks
             with slices of the same layers, group "tensor"; group "world" are those with the same slices.
+            context_ranks: those of them that share sequences, group "context", one of each tensor group.
         """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
@@ -92,6 +94,8 @@ class CommunicationModel:
         sums = {"world": (gpus, tensor_ranks)}
         if tensor_ranks > 1:
             sums["tensor"] = tensor_ranks, 1
+        if context_ranks > 1:
+            sums["context"] = tensor_ranks * context_ranks, tensor_ranks
         if among < gpus:
             sums["replica"] = gpus, among
         if shard_ranks is not None:

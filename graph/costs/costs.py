@@ -202,10 +202,10 @@ class KernelCosts:
     """Times on `gpus` GPUs of a cluster; call it as a `Cost`.
 
     expert_ranks: how many ranks share one set of experts. dispatcher: a name in the cluster file. top_k:
-    experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts;
-    0: no groups. tensor_ranks: how many share the tokens of a microbatch. attention: the kernel, a name in
-    the cluster file; "": the file's one number for all. busiest: rows that the rank with most gets, relative
-    to an even share: it sets the time of exchanges and experts.
+    experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts; 0:
+    no groups. tensor_ranks, context_ranks: as of `CommunicationModel.from_cluster`. attention: the kernel, a
+    name in the cluster file; "": the file's one number for all. busiest: rows that the rank with most gets,
+    relative to an even share: it sets the time of exchanges and experts.
     """
 
     cluster: Cluster
@@ -216,6 +216,7 @@ class KernelCosts:
     groups: int = 0
     top_groups: int = 0
     tensor_ranks: int = 1
+    context_ranks: int = 1
     attention: str = ""
     busiest: float = 1.0
 
@@ -265,7 +266,11 @@ class KernelCosts:
     def communication(self) -> CommunicationModel:
         """Times of collectives."""
         return CommunicationModel.from_cluster(
-            self.cluster, self.gpus, self.expert_ranks, tensor_ranks=self.tensor_ranks
+            self.cluster,
+            self.gpus,
+            self.expert_ranks,
+            tensor_ranks=self.tensor_ranks,
+            context_ranks=self.context_ranks,
         )
 
     def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:

@@ -4,6 +4,10 @@ transformers calls it by the name `IMPLEMENTATION`. It computes nothing: capture
 
 Where an indexer chooses the keys of each query (DeepSeek-V3.2), attention reads its choice [B, 1, S, keys]
 and costs what a window of so many keys does: as kernels for it compute, not as transformers masks the others.
+
+With context parallelism a rank has a part of each sequence, early and late tokens, so that all have the same
+work. Its queries attend to the keys and values of all parts, which are gathered before (Dubey et al., The
+Llama 3 herd of models, 2407.21783, section 3.3.2), and again in the backward (`recomputation`).
 """
 
 from __future__ import annotations
@@ -12,10 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import ATTENTION_OPS
+from lancet_kernels.ops.comm.collectives import all_gather
 
 IMPLEMENTATION = "lancet_prediction"
 OP, _ = ATTENTION_OPS
@@ -63,6 +70,9 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The signature that transformers expects: [B, heads, S, d] -> [B, S, heads, d]."""
+    if group := getattr(module, "context_group", ""):
+        # Tokens first, so that what is gathered needs no other copy.
+        key, value = (all_gather(x.movedim(2, 0), 0, group).movedim(0, 2) for x in (key, value))
     window, chosen = options.get("sliding_window") or 0, options.get("indices")
     if chosen is not None:
         window, chosen = chosen.shape[-1], chosen.unsqueeze(1)
@@ -70,13 +80,32 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
+def share_contexts(model: nn.Module, ranks: Sequence[int]) -> str:
+    """Let attention gather the keys and values of the ranks that share sequences. -> the name of their group.
+
+    Raises: UserError for layers that need other tokens in another way.
+    """
+    has_indexer = any(getattr(model.config, name, None) for name in _INDEXER)
+    if has_indexer or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        raise UserError(
+            "--context", got=f"{type(model).__name__}, whose layers need all tokens of a sequence",
+            expected="attention without an indexer, no recurrent layers", do="plan it without --context",
+        )  # fmt: skip
+    group = dist.new_group(list(ranks)).group_name
+    for module in model.modules():
+        module.context_group = group
+    return group
+
+
+_INDEXER = ("index_topk", "indexer_n_heads")
+"""By DeepSeek's name and by Qwen4-Exp's, which is there for all its models."""
+
+
 def _mask(config: Any, allow_is_causal_skip: bool = True, **shape: Any) -> Tensor | None:
     """Attention is causal without a mask, which an indexer alone reads."""
     from transformers.masking_utils import sdpa_mask
 
-    # By DeepSeek's name and by Qwen4-Exp's, which is there for all its models.
-    has_indexer = hasattr(config, "index_topk") or getattr(config, "indexer_n_heads", None)
-    if allow_is_causal_skip or not has_indexer:
+    if allow_is_causal_skip or not any(getattr(config, name, None) for name in _INDEXER):
         return None
     return sdpa_mask(**shape, allow_is_causal_skip=False)
 
@@ -94,13 +123,17 @@ def _causal_flops(
 ) -> float:
     """FLOPs of causal attention, without the masked half.
 
+    Queries that are a part of the sequence attend to half of the keys, or to a window, on average.
+
     Args: products: how many have the width of queries, how many that of values.
 
     Example: 32 heads of width 128 over 4096 tokens: 2 * 2 * 32 * 4096**2 * 128 / 2 = 137 GFLOP.
     """
-    batch, heads, sequence, width = query
+    batch, heads, queries, width = query
+    keys = value[2]
     # A window of w tokens: w keys per query, but for the first w queries.
-    pairs = sequence**2 / 2 if not 0 < window < sequence else sequence * window - window**2 / 2
+    of_query = keys / 2 if not 0 < window < keys else window - window**2 / (2 * keys)
+    pairs = queries * of_query
     return 2.0 * batch * heads * pairs * (products[0] * width + products[1] * value[-1])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import shorten
 from unittest import mock
 
@@ -23,16 +23,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError
 from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
-from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.from_fx import is_functional_collective, op_name
+from lancet_kernels.graph.meta import GROUP
+from lancet_kernels.graph.ops import argument
 from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.comm.link_group import link_group
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import ModelStep, capture_step
+from lancet_kernels.predict.attention import share_contexts
 from lancet_kernels.predict.config import check_experts, load_config, meta_model, shortened
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.predict.recurrence import as_instructions
-from lancet_kernels.predict.tensor_parallel import name_group, slice_model
+from lancet_kernels.predict.tensor_parallel import slice_model
 from lancet_kernels.transformers.convert import convert
 
 
@@ -66,14 +70,19 @@ def model_step(question: Question, layers: int) -> ModelStep:
         groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
         model = meta_model(config)
         convert(model, groups)
-        tensor_group = ""
+        sharing = {}
         if question.tensor_ranks > 1:
-            tensor_group = slice_model(model, question.tensor_ranks, question.microbatch)
-        step = _Loss(model, shares_tokens=bool(tensor_group))
+            sharing["tensor"] = slice_model(model, question.tensor_ranks, question.microbatch)
+        if question.context_ranks > 1:
+            ranks = range(0, question.token_ranks, question.tensor_ranks)
+            sharing["context"] = share_contexts(model, ranks)
+        step = _Loss(model, shares_tokens="tensor" in sharing)
         with without_contents():
             step.to_empty(device="cpu")
             model.tie_weights()  # to_empty gives each name a tensor of its own
-            ids = torch.zeros(question.microbatch, question.sequence, dtype=torch.int64)
+            ids = torch.zeros(
+                question.microbatch, question.sequence // question.context_ranks, dtype=torch.int64
+            )
         if question.sharding != "none" and question.gpus > 1:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
             fsdp(
@@ -85,7 +94,7 @@ def model_step(question: Question, layers: int) -> ModelStep:
 
         def rewrite(joint: fx.GraphModule) -> None:
             weights_inside_experts(joint)
-            name_group(joint, tensor_group)
+            _name_groups(joint, sharing)
             recompute_as(joint, question.policy, question.eager)
 
         try:
@@ -100,6 +109,14 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 expected="a model that torch.compile(fullgraph=True) accepts",
                 do="plan your own step with --module",
             ) from error  # fmt: skip
+
+
+def _name_groups(joint: fx.GraphModule, sharing: Mapping[str, str]) -> None:
+    """Mark the collectives of ranks that share tokens in a captured graph, for their costs."""
+    names = {name: of for of, group in sharing.items() for name in (group, link_group(group))}
+    for node in joint.graph.nodes:
+        if is_functional_collective(node) and (of := names.get(str(argument(node, "group_name")))):
+            GROUP.set(node, of)
 
 
 def weights_inside_experts(joint: fx.GraphModule) -> None:

@@ -140,8 +140,10 @@ class Question:
     the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
     tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
-    states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of the cluster
-    file. routing: as of `Routing.of`. eager: element-wise ops run one by one, as without torch.compile.
+    context_ranks: how many such groups share sequences, each a part of their tokens; attention gathers keys
+    and values. states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of
+    the cluster file. routing: as of `Routing.of`. eager: element-wise ops run one by one, as without
+    torch.compile.
     """
 
     hf: str
@@ -159,22 +161,32 @@ class Question:
     attention: str = ""
     routing: str = BALANCED
     eager: bool = False
+    context_ranks: int = 1
 
     def __post_init__(self) -> None:
         check_name("--recompute", self.recompute, RECOMPUTE)
         check_name("sharding", self.sharding, SHARDING)
         check_name("--states", self.states, STATE_BYTES)
-        for option, ranks in (("--experts-over", self.expert_ranks), ("--tensor", self.tensor_ranks)):
+        for option, ranks in (
+            ("--experts-over", self.expert_ranks),
+            ("--tensor", self.tensor_ranks),
+            ("--tensor times --context", self.token_ranks),
+        ):
             if self.gpus % ranks:
                 raise UserError(
                     option, got=f"{ranks} of {self.gpus} GPUs",
                     expected="a divisor of the number of GPUs", do="choose another number of ranks",
                 )  # fmt: skip
-        if self.sequence % self.tensor_ranks:
+        if self.sequence % self.token_ranks:
             raise UserError(
-                "--tensor", got=f"{self.tensor_ranks} ranks for {self.sequence} tokens",
+                "--tensor times --context", got=f"{self.token_ranks} ranks for {self.sequence} tokens",
                 expected="a divisor of the tokens of a sequence", do="choose another number of ranks",
             )  # fmt: skip
+
+    @property
+    def token_ranks(self) -> int:
+        """How many ranks share the tokens of a sequence."""
+        return self.tensor_ranks * self.context_ranks
 
     @cached_property
     def config(self) -> Any:
@@ -207,6 +219,7 @@ class Question:
             groups=int(getattr(config, "n_group", 0) or 0),
             top_groups=int(getattr(config, "topk_group", 0) or 0),
             tensor_ranks=self.tensor_ranks,
+            context_ranks=self.context_ranks,
             attention=self.attention,
             busiest=self.load.time,
         )
@@ -230,7 +243,7 @@ class Question:
     @property
     def tokens(self) -> int:
         """Tokens per GPU and step."""
-        return self.sequence * self.microbatch * self.accumulate // self.tensor_ranks
+        return self.sequence * self.microbatch * self.accumulate // self.token_ranks
 
     @property
     def experts(self) -> int:
@@ -254,6 +267,7 @@ class Question:
         experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
         experts += f", routing {self.routing}" if self.routing != BALANCED else ""
         experts += f", tensors over {self.tensor_ranks}" if self.tensor_ranks > 1 else ""
+        experts += f", contexts over {self.context_ranks}" if self.context_ranks > 1 else ""
         experts += ", eager" if self.eager else ""
         return (
             f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
@@ -268,12 +282,13 @@ class Question:
             "gpus": self.gpus,
             "experts_over": self.expert_ranks,
             "tensor_parallel": self.tensor_ranks,
+            "context_parallel": self.context_ranks,
             "sharding": self.sharding,
             "states": self.states,
             "sequence": self.sequence,
             "microbatch": self.microbatch,
             "accumulate": self.accumulate,
-            "global_batch": self.microbatch * self.accumulate * self.gpus // self.tensor_ranks,
+            "global_batch": self.microbatch * self.accumulate * self.gpus // self.token_ranks,
             "recompute": self.recompute,
             "dispatch": self.dispatch,
             "routing": self.routing,

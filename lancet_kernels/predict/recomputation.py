@@ -33,8 +33,9 @@ from lancet_kernels.graph.program.program import Instruction, Phase, Program
 from lancet_kernels.predict import attention
 from lancet_kernels.predict.config import LAYERS
 from lancet_kernels.predict.fusion import is_elementwise
-from lancet_kernels.predict.tensor_parallel import GROUP_NAME
 
+TOKEN_GROUPS = ("tensor", "context")
+"""Groups of ranks that share the tokens of sequences, by which their collectives are priced."""
 POLICIES = ("none", "attention", "experts", "full", "alternate")
 _LAYER = re.compile(rf"\.(?:{'|'.join(LAYERS)})\.(\d+)\.")
 RECOMPUTED_OPS = {
@@ -72,9 +73,9 @@ def _recomputable(policy: str, eager: bool) -> Callable[[Instruction], bool]:
     ops = RECOMPUTED_OPS.get(policy, ())
 
     def is_recomputed(i: Instruction) -> bool:
-        # Megatron gathers tokens again, and keeps each rank's share.
+        # Megatron gathers tokens again, keys and values too, and keeps each rank's share.
         gathers_tokens = (
-            i.attributes.get("group") == GROUP_NAME and i.attributes.get("collective") == "all_gather"
+            i.attributes.get("group") in TOKEN_GROUPS and i.attributes.get("collective") == "all_gather"
         )
         return (not eager and is_elementwise(i)) or i.op in ops or gathers_tokens
 

@@ -182,7 +182,8 @@ def layouts(question: Question) -> Iterator[Question]:
     config = question.config
     heads, pairs = (getattr(config, f"num_{what}_heads", None) or 0 for what in ("attention", "key_value"))
     most = min(math.gcd(heads, pairs) or 1, question.hardware.gpus_per_node, question.gpus)
-    for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n):
+    among = question.gpus // question.context_ranks
+    for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n and not among % n):
         sequences = question.microbatch * question.accumulate * tensor_ranks // question.tensor_ranks
         chosen = product(question.possible_expert_ranks, SHARDING, SEQUENCES, policies)
         for expert_ranks, sharding, microbatch, recompute in chosen:
@@ -197,7 +198,7 @@ def _by_formula(question: Question) -> Layout:
     """A layout with its bounds and its estimate."""
     config, cost, size = question.config, question.cost, _size_of(question.hf)
     layers, full = config.num_hidden_layers, question.recompute == "full"
-    rows = question.microbatch * question.sequence // question.tensor_ranks
+    rows = question.microbatch * question.sequence // question.token_ranks
     token = WEIGHT_BYTES * config.hidden_size
     share = cost.top_k / max(1, question.experts)
     # The first of the experts' two or three products is computed again, and most of the others.

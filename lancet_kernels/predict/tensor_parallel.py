@@ -18,18 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.from_fx import is_functional_collective
-from lancet_kernels.graph.meta import GROUP
-from lancet_kernels.graph.ops import argument
 from lancet_kernels.ops.comm.collectives import all_gather, reduce_scatter
-from lancet_kernels.ops.comm.link_group import link_group
 from lancet_kernels.predict.config import decoder_layers
 
-GROUP_NAME = "tensor"
-"""The group of the collectives, for their costs."""
 _BY_OUTPUT = "q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj".split()
 _BY_INPUT = "o_proj down_proj".split()
 
@@ -128,10 +122,3 @@ def _check_divides(size: int, ranks: int, what: str) -> None:
             "--tensor", got=f"{ranks} ranks for {what} of {size}", expected=f"a divisor of {size}",
             do="choose another number of ranks",
         )  # fmt: skip
-
-
-def name_group(joint: fx.GraphModule, group: str) -> None:
-    """Mark the collectives of a tensor-parallel group in a captured graph, for their costs."""
-    for node in joint.graph.nodes:
-        if is_functional_collective(node) and argument(node, "group_name") in (group, link_group(group)):
-            GROUP.set(node, GROUP_NAME)

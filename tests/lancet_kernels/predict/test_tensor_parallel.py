@@ -1,4 +1,4 @@
-"""Tensor parallelism in predictions: work and messages of a slice, against those of the whole model."""
+"""Tensor and context parallelism in predictions: work and messages of a rank, against the whole model's."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,9 +26,9 @@ def alone(question):
     return microbatches(question)[1]
 
 
-def tensor_messages(program):
+def tensor_messages(program, group="tensor"):
     """By collective and phase, how many of the group."""
-    own = [i for i in program.instructions if i.attributes.get("group") == "tensor"]
+    own = [i for i in program.instructions if i.attributes.get("group") == group]
     return Counter((collective_of(i), i.phase.value) for i in own)
 
 
@@ -63,6 +63,30 @@ def test_a_rank_sends_its_own_tokens_to_experts(whole):
     assert replace(whole, tensor_ranks=2).tokens == whole.tokens / 2
 
 
+def test_parts_of_a_sequence_have_their_share_of_the_work(whole):
+    """Attention too, whose queries are a part and whose keys are all of it: half of them count."""
+    one, part = alone(whole), alone(replace(whole, context_ranks=2))
+    assert part.flops * 2 == pytest.approx(one.flops)
+    assert part.numbers == one.numbers
+    sent = [sum(i.bytes for i in of.program.instructions if i.kind is Kind.ALL_TO_ALL) for of in (one, part)]
+    assert sent[1] == sent[0] / 2
+    assert part.question.tokens == whole.tokens / 2
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_keys_and_values_are_gathered_and_gathered_again(whole, tensor_ranks):
+    program = alone(replace(whole, tensor_ranks=tensor_ranks, context_ranks=2)).program
+    messages = {
+        ("all_gather", "forward"): 6,
+        ("all_gather", "backward"): 6,
+        ("reduce_scatter", "backward"): 6,
+    }
+    assert tensor_messages(program, "context") == messages
+    # 2 sequences of 64 tokens, a head of 16 numbers in a slice: 2 heads in all.
+    gathers = {i.bytes for i in program.instructions if i.attributes.get("group") == "context"}
+    assert gathers == {2 * 64 * (2 // tensor_ranks) * 16 * 2}
+
+
 def test_shared_experts_and_latent_attention_are_sliced(tmp_path):
     asked = Question(written(tmp_path, DEEPSEEK), "dgx-h100", 8, 8, sequence=64, tensor_ranks=2)
     # Four layers of attention, one dense one, three shared experts, the head or the embedding.
@@ -73,8 +97,12 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
     cluster = load_cluster("dgx-h100")
     model = CommunicationModel.from_cluster(cluster, 64, 8, tensor_ranks=8)
     size = 2.0**26
-    inside = size * 7 / 8 / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e6)
+    inside_gb = cluster.intra_node_gb_per_s * cluster.link_efficiency
+    inside = size * 7 / 8 / (inside_gb * 1e6)
     assert model.milliseconds("all_gather", size, "tensor") == pytest.approx(0.015 + inside)
+    parts = CommunicationModel.from_cluster(cluster, 64, 8, tensor_ranks=2, context_ranks=4)
+    gather = size * 3 / 4 / (inside_gb * 1e6)  # between every second GPU of a node
+    assert parts.milliseconds("all_gather", size, "context") == pytest.approx(0.015 + gather)
     # One rank of each node has the same slice, and eight sums share the network.
     outside = 8 * size * 7 / 8 / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e6)
     assert model.milliseconds("all_gather", size, "world") == pytest.approx(0.030 + outside)
@@ -85,6 +113,8 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
     [
         ({"tensor_ranks": 3}, "--tensor: got 3 of 16 GPUs"),
         ({"tensor_ranks": 4}, "4 ranks for num_key_value_heads of 2"),
+        ({"context_ranks": 3}, "--tensor times --context: got 3 of 16 GPUs"),
+        ({"tensor_ranks": 2, "context_ranks": 8, "sequence": 72}, "got 16 ranks for 72 tokens"),
     ],
 )
 def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
@@ -96,3 +126,5 @@ def test_recurrent_layers_are_refused(tmp_path):
     hf = written(tmp_path, RECURRENT["jamba"], model_type="jamba")
     with pytest.raises(UserError, match="got JambaForCausalLM, whose convolutions need all ranks' tokens"):
         microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, tensor_ranks=2))
+    with pytest.raises(UserError, match="--context: got JambaForCausalLM, whose layers need all tokens"):
+        microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, context_ranks=2))
