@@ -303,7 +303,6 @@ def kill_rank(process: subprocess.Popen, rank: int) -> None:
 STEPS = {
     "plain": ["--strategy", "none"],
     "planned": ["--strategy", "lancet"],
-    "fused": ["--strategy", "lancet-dw", "--backend", "fused"],
 }
 OPS_OF_A_STEP = (
     r"((exchange_counts|all_to_all) of model\.blocks\.[13]\.feed_forward|all_reduce|sum_over_ranks|"
@@ -316,9 +315,9 @@ WAITED = re.compile(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [step for step in STEPS if step != "fused"])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, step):
-    """Of fused launches: `test_overlap_protocol.py`, without the minutes that an interpreted step takes."""
+    """Of fused launches: `test_fused_layer.py`, without the minutes that an interpreted step takes."""
     timeout = 4 if step == "plain" else 60
     process = lancet("--steps", 100000, "--output", "runs/run", "--timeout", timeout, *STEPS[step])
     wait_for_step(tmp_path / "runs" / "run", 2, timeout_s=240)
