@@ -343,8 +343,9 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     """The arguments that are JSON values, by name; normalized `dims` for transposes and reductions; for a
     gate, whether it is partitionable."""
     arguments = _arguments(node)
-    # Names of process groups and exchanges are not part of the structure.
-    for name in ("group", "group_name", "layer"):
+    # Names of process groups and exchanges are not part of the structure, nor are numbers of contexts, which
+    # count what a rank has captured.
+    for name in ("group", "group_name", "layer", "context"):
         arguments.pop(name, None)
     if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
         del arguments["seed"], arguments["site"]

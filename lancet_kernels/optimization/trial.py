@@ -27,7 +27,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import waiting
+from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import with_pair
 from lancet_kernels.optimization.step import ModelStep

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.base import context_of
-from lancet_kernels.ops.comm.link_group import current_layer, waiting
+from lancet_kernels.ops.comm.waiting import current_layer, waiting
 from lancet_kernels.ops.moe.fused_passes import take_pass, ticket_of
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has

@@ -1,5 +1,7 @@
 """From fx graphs to Programs: kinds, phases, aliases, bytes and FLOPs, by hand and of captured models."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx, nn
@@ -10,10 +12,9 @@ from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase
-from lancet_kernels.schedules.order.ordering import (
-    overlappable,
-    weight_gradients,
-)
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.ops.moe import fused_graph  # noqa: F401  (registers the op)
+from lancet_kernels.schedules.order.ordering import overlappable, weight_gradients
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
@@ -41,6 +42,11 @@ class Builder:
         with self.mode:
             node.meta["val"] = target(*values[0], **values[1])
         return node
+
+    def unpacked(self, target, *args) -> list[fx.Node]:
+        """The results of a call that has several."""
+        node = self.call(target, *args)
+        return [self.call(operator.getitem, node, i) for i in range(len(node.meta["val"]))]
 
     def module(self, *results: fx.Node) -> fx.GraphModule:
         self.graph.output(results)
@@ -228,3 +234,19 @@ def test_weight_gradients_that_are_scattered():
     assert not {i.name for i in program.instructions if i.phase is Phase.FORWARD} & set(found)
     at = program.index
     assert overlappable(program)[at[dw.name]] == 1 << program.positions(Kind.ALL_TO_ALL)[0]
+
+
+def test_what_a_rank_captured_before_is_no_part_of_the_structure():
+    """Ranks have other numbers of contexts, and one plan."""
+
+    def structure(context: int) -> str:
+        b = Builder()
+        x, weight = b.input("x", T, D), b.input("weight", T, 1)
+        expert, row = (b.input(name, T, 1, dtype=torch.int64) for name in ("expert", "row"))
+        counts = b.input("counts", 1, 2, dtype=torch.int32)
+        w1, w2 = b.input("w1", 2, D, F), b.input("w2", 2, F, D)
+        op = torch.ops.lancet.fused_experts.default
+        y, _ = b.unpacked(op, x, expert, row, weight, counts, w1, None, w2, None, 9, context, "moe")
+        return fingerprint(program_from_fx(b.module(y)))
+
+    assert structure(0) == structure(1)
