@@ -140,7 +140,7 @@ def train_in_groups(case: Case, size: int) -> dict[str, dict[str, float]]:
     [
         Case(strategies=STRATEGY_NAMES),
         Case(gate="random", strategies=("none", "lancet"), by_mesh=True),
-        Case(capacity_factor=0.75, strategies=STRATEGY_NAMES, by_mesh=True),
+        Case(capacity_factor=0.75, strategies=("none", "lancet", "duplex"), by_mesh=True),
     ],
     ids=["dropless", "random", "capacity"],
 )
