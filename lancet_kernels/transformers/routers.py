@@ -1,5 +1,5 @@
-"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, their
-state that stays float32, and how often a run of the Trainer chooses each expert.
+"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, and
+their state that stays float32.
 
 A router need not choose twice alike (`layer.moe_layer`). The experts module gets choices and their weights:
 if the choices alone were those of the first run, the weights would belong to others, and so would the
@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import TrainerCallback
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.moe_layer import CheckpointedRun, checkpointed_run
-from lancet_kernels.layer.routing_counts import RoutingCounts
-from lancet_kernels.ops.comm.groups import AnyGroups
 from lancet_kernels.transformers.experts import Derived, derived
 
 _DIMENSION = {"topk": 2, "sort": 1, "max": 1}
@@ -134,40 +128,3 @@ def _leave(block: nn.Module, args: tuple, output: Any) -> None:
     mode = modes.pop()
     if mode is not None:
         mode.__exit__(None, None, None)
-
-
-class CountRouting(TrainerCallback):
-    """Counts the tokens of each expert, and writes them when training ends, for `lancet plan --routing`.
-
-    Example: `Trainer(..., callbacks=[CountRouting("counts.json", every=100)])` on all ranks, of a model whose
-    experts `convert` or `ep_implementation="lancet"` has divided.
-
-    Args: every: one of so many steps is counted. groups: as for `optimize`.
-    Raises: UserError, when training begins, for a number of steps that is none; otherwise as
-    `RoutingCounts.save`.
-    """
-
-    def __init__(self, path: str | Path, every: int = 1, groups: AnyGroups | None = None) -> None:
-        if type(every) is not int or every < 1:
-            raise UserError("every", got=repr(every), expected="a number of steps", do="use 1 or more")
-        self._path, self._every, self._groups = path, every, groups
-        self._counts: RoutingCounts | None = None
-        self._step = ExitStack()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **values: Any) -> None:
-        """Names the layers."""
-        self._counts = RoutingCounts(values["model"], self._groups)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Counts, if it is the step's turn."""
-        if self._counts is not None and state.global_step % self._every == 0:
-            self._step.enter_context(self._counts.counting())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Counts no longer."""
-        self._step.close()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Writes the file. Collective."""
-        if self._counts is not None:
-            self._counts.save(self._path)

@@ -317,7 +317,7 @@ WAITED = re.compile(
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, step):
-    """Of fused launches: `test_fused_layer.py`, without the minutes that an interpreted step takes."""
+    """`test_fused_layer.py` has fused launches, without the minutes that an interpreted step takes."""
     timeout = 4 if step == "plain" else 60
     process = lancet("--steps", 100000, "--output", "runs/run", "--timeout", timeout, *STEPS[step])
     wait_for_step(tmp_path / "runs" / "run", 2, timeout_s=240)

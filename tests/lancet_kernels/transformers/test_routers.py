@@ -1,12 +1,7 @@
 """Routers of transformers that choose otherwise when a checkpointed block runs again: the gradients of the
-first run; and the callback of transformers' Trainer that counts routing.
-"""
-
-from __future__ import annotations
+first run."""
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lancet_kernels import UserError, convert
-from lancet_kernels.transformers import routers
-from lancet_kernels.transformers.convert import experts_of
-from lancet_kernels.transformers.routers import CountRouting
-from tests.grids import few_of
-from tests.transformers_families import tiny_batch, tiny_model
-from tests.transformers_models import tiny_model as tiny_published
-
 pytest.importorskip("transformers")
 
+from lancet_kernels import convert
+from lancet_kernels.transformers import routers
+from lancet_kernels.transformers.convert import experts_of
+from tests.grids import few_of
+from tests.transformers_families import tiny_batch, tiny_model
 
 KINDS = [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "early_stop": False}]
 FAMILIES = few_of(["mixtral", "deepseek_v3", "granitemoe", "phimoe", "llama4", "jamba"], 3)
@@ -158,31 +150,3 @@ def test_a_correction_bias_keeps_small_updates(family: str) -> None:
         assert changed.get_input_embeddings().weight.dtype == torch.bfloat16
         changed(tiny_batch()).logits.float().sum().backward()
     assert model.to(torch.float64).state_dict()[name].dtype == torch.float64
-
-
-pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
-
-
-def test_every_second_step_is_counted(tmp_path: Path) -> None:
-    model = tiny_published("OLMoE", torch.float32)
-    convert(model)
-    ids = torch.randint(0, model.config.vocab_size, (8, 6))
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    callback = CountRouting(tmp_path / "counts.json", every=2)
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
-    assigned = json.loads((tmp_path / "counts.json").read_text())["assigned"]
-    config = model.config
-    assert len(assigned) == config.num_hidden_layers
-    assert {len(layer) for layer in assigned} == {config.num_experts}
-    # Two steps of two microbatches with 2 x 6 tokens.
-    assert {sum(layer) for layer in assigned} == {2 * 2 * 12 * config.num_experts_per_tok}
-
-
-def test_a_number_of_steps_that_is_none_is_one_line() -> None:
-    with pytest.raises(UserError, match="every: got 0"):
-        CountRouting("counts.json", every=0)
