@@ -86,7 +86,8 @@ def share_contexts(model: nn.Module, ranks: Sequence[int]) -> str:
     Raises: UserError for layers that need other tokens in another way.
     """
     has_indexer = any(getattr(model.config, name, None) for name in _INDEXER)
-    if has_indexer or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    is_recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    if has_indexer or is_recurrent or any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise UserError(
             "--context", got=f"{type(model).__name__}, whose layers need all tokens of a sequence",
             expected="attention without an indexer, no recurrent layers", do="plan it without --context",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.predict.answer import microbatches
+from lancet_kernels.predict.attention import share_contexts
 from lancet_kernels.predict.question import Question
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, RECURRENT, written
 
@@ -122,9 +124,12 @@ def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
         microbatches(replace(whole, **changes))
 
 
-def test_recurrent_layers_are_refused(tmp_path):
+def test_recurrent_layers_and_indexers_are_refused(tmp_path):
     hf = written(tmp_path, RECURRENT["jamba"], model_type="jamba")
     with pytest.raises(UserError, match="got JambaForCausalLM, whose convolutions need all ranks' tokens"):
         microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, tensor_ranks=2))
     with pytest.raises(UserError, match="--context: got JambaForCausalLM, whose layers need all tokens"):
         microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, context_ranks=2))
+    for config in ({"layer_types": ["linear_attention"]}, {"index_topk": 4}):
+        with pytest.raises(UserError, match="expected attention without an indexer, no recurrent layers"):
+            share_contexts(SimpleNamespace(config=SimpleNamespace(**config), modules=lambda: ()), [0, 1])

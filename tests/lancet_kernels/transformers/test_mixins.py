@@ -45,7 +45,7 @@ def many() -> Iterator[RankPool]:
 @pytest.mark.parametrize("family", sorted({*mixins.tested_families()} & FEW - SLOW))
 def test_theirs_with_ours(many: RankPool, family: str, name: str) -> None:
     """What fails is what the table says, and nothing else does. `python -m
-    tests.lancet_kernels.transformers.mixins` runs them in all families, for half an hour."""
+    tests.lancet_kernels.transformers.mixins` runs them in all families."""
     known = SAVED["families"][family]["mixins"]["lancet"]["failed"].get(name, "")
     if "exit code -9" in known:
         pytest.skip("a rank needs more than 20 GB, with their implementation as well")
