@@ -177,30 +177,29 @@ def reference(case: Case, tokens: Case | None = None, *, exact: bool = True) -> 
 
 
 def check_accuracy(answers: list[Answer], case: Case, say: str = "", tokens: Case | None = None) -> None:
-    """Each tensor's greatest error: at most twice that of torch in the same dtype, and two in the last place.
+    """The greatest error of each tensor over all ranks: at most twice that of torch in the same dtype.
 
-    The latter because torch's own error of a tensor of a few numbers can be next to nothing, by luck.
-    On a GPU, which adds and rounds exponentials in ways of its own: three times that, and about one in the
-    last place.
+    And four in the last place of the greatest number: torch's own error of a few numbers can be next to
+    nothing, by luck, and a sum of terms that cancel is small beside them. On a GPU, which adds and rounds
+    exponentials in ways of its own: three times torch's, and about one in the last place.
     """
     exact, same = (reference(case, tokens, exact=exact) for exact in (True, False))
-    for rank in range(case.world):
-        for field in fields(Answer):
-            check_close(
-                *(getattr(of[rank], field.name) for of in (answers, exact, same)),
-                f"{say} {case} rank {rank}: {field.name}",
-            )
+    for field in fields(Answer):
+        of_ranks = [[getattr(answer, field.name) for answer in each] for each in (answers, exact, same)]
+        for rank, (got, expected) in enumerate(zip(*of_ranks[:2], strict=True)):
+            at = f"{say} {case} rank {rank}: {field.name}"
+            assert (got is None) == (expected is None), at
+            assert got is None or got.shape == expected.shape, at
+        if of_ranks[0][0] is not None:
+            check_close(*(torch.cat(each) for each in of_ranks), f"{say} {case}: {field.name}")
 
 
-def check_close(got: Tensor | None, exact: Tensor | None, same: Tensor | None, say: str) -> None:
-    if exact is None:
-        assert got is None, say
-        return
+def check_close(got: Tensor, exact: Tensor, same: Tensor, say: str) -> None:
     assert got.shape == exact.shape, say
     assert got.isfinite().all(), f"{say}: not finite"
     if got.numel():
         error, allowed = ((t.cpu().double() - exact).abs().max().item() for t in (got, same))
         eps = torch.finfo(got.dtype).eps
-        times, last_places = (3, eps + 1e-6) if got.is_cuda else (2, 2 * eps)
+        times, last_places = (3, eps + 1e-6) if got.is_cuda else (2, 4 * eps)
         most = times * allowed + last_places * exact.abs().max().item()
         assert error <= most, f"{say}: error {error:.3e}, same dtype {allowed:.3e}"
