@@ -26,6 +26,7 @@ from lancet_kernels.graph.meta import (
     GROUP,
     KEPT_BYTES,
     MILLISECONDS,
+    SAME_CALL,
     STANDS_FOR,
     UNIT,
     WRITTEN_INTO,
@@ -270,7 +271,14 @@ def _instruction(
     node: fx.Node, outputs: list[TensorSpec], phase: Phase, after: fx.Node | None
 ) -> Instruction:
     op = op_name(node)
-    attributes = _attributes(node)
+    same = SAME_CALL.get(node)
+    if same is None or "costs" not in same:
+        costs = _attributes(node), _flops(node, op), _bytes(node, op, outputs)
+        if same is not None:
+            same["costs"] = costs
+    else:
+        costs = same["costs"]
+    attributes, flops, moved = dict(costs[0]), *costs[1:]
     # Each group has its own communication costs (`graph.costs.clusters`).
     if GROUP.on(node):
         attributes["group"] = GROUP.of(node)
@@ -285,8 +293,8 @@ def _instruction(
         outputs=tuple(spec.name for spec in outputs),
         kind=facts(op).kind,
         phase=phase,
-        flops=_flops(node, op),
-        bytes=_bytes(node, op, outputs),
+        flops=flops,
+        bytes=moved,
         milliseconds=MILLISECONDS.get(node),
         mutates=_mutated(node),
         attributes=attributes,

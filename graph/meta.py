@@ -39,6 +39,10 @@ class Entry(Generic[T]):
         """Write the entry."""
         node.meta[self.key] = value
 
+    def drop(self, node: fx.Node) -> None:
+        """Remove the entry, if the node has it."""
+        node.meta.pop(self.key, None)
+
 
 MILLISECONDS: Entry[float] = Entry("milliseconds")
 """The time of an instruction that needs no measurement."""
@@ -67,6 +71,10 @@ IN_PLACE: Entry[bool] = Entry("parts_in_place")
 """The node joins parts that are written in place (`schedules.rewrite.apply`)."""
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
+SAME_CALL: Entry[dict[str, Any]] = Entry("same_call")
+"""What nodes share that call one op with arguments of equal shapes, as repeated layers do, in a graph that is
+only planned with: what the call costs (`graph.from_fx`) and the cache key of its result
+(`schedules.rewrite.cut_parts`), each from the first that was asked."""
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
+from lancet_kernels.graph.meta import SAME_CALL
 from lancet_kernels.ops.base import during
 
 
@@ -35,12 +36,12 @@ def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
     return module_of(joint, copy_of_graph(joint))
 
 
-def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:
-    """A copy of the graph alone, which cannot be run."""
+def copy_of_graph(joint: fx.GraphModule, graph: fx.Graph | None = None) -> fx.Graph:
+    """A copy of the graph alone, or of another one that was made of it, which cannot be run."""
     with warnings.catch_warnings():
         # A warning of torch about copying its own data structures; users cannot avoid it.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        graph = copy.deepcopy(joint.graph)
+        graph = copy.deepcopy(joint.graph if graph is None else graph)
     graph.owning_module = joint
     return graph
 
@@ -65,6 +66,7 @@ def is_fake(value: object) -> bool:
 
 def set_value(node: fx.Node, value: object) -> None:
     """Set the fake result of a new node, as tracing would have."""
+    SAME_CALL.drop(node)
     node.meta["val"] = value
     if isinstance(value, Tensor):
         # Without it, torch's partitioner assumes that the result is a tuple.

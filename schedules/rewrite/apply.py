@@ -62,6 +62,7 @@ from lancet_kernels.graph.meta import (
     HOLDS_PARTS,
     IN_PLACE,
     MILLISECONDS,
+    SAME_CALL,
     WRITTEN_INTO,
     forward_nodes,
 )
@@ -105,6 +106,7 @@ def write_in_place(module: fx.GraphModule) -> None:
                 for node, like in ((place, part), (out, writer)):
                     set_value(node, like.meta["val"])
                     HOLDS_PARTS.set(node, True)
+                SAME_CALL.drop(writer)
                 writer.target = writer.target.overloadpacket.out
                 writer.kwargs = {**writer.kwargs, "out": out}
                 begin += size

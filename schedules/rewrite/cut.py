@@ -356,6 +356,7 @@ class GraphCutter:
         self.module, self.program, self.cost = module, program, cost
         self._values: Values = {}
         self._graphs: dict[tuple[object, ...], fx.Graph] = {}
+        self._programs: dict[tuple[object, ...], Program] = {}
         in_graph = set(instruction_order(module.graph))
         self._behind = tuple(i for i in program.instructions if i.name not in in_graph)
 
@@ -366,8 +367,9 @@ class GraphCutter:
         """
         key = range_names(ranges)
         if key not in self._graphs:
-            graph = copy_of_graph(self.module)
-            cut_ranges(graph, self.program, ranges, self._values)
+            first = _longest_start(key, self._graphs)
+            graph = copy_of_graph(self.module, self._graphs.get(key[:first]))
+            cut_ranges(graph, self.program, ranges[first:], self._values)
             self._graphs[key] = graph
         return self._graphs[key]
 
@@ -376,8 +378,12 @@ class GraphCutter:
 
         Raises: as `cut_ranges`.
         """
-        times = {name: part for planned in ranges for name, part in self._priced(planned).items()}
-        cut = program_from_graph(self.graph(ranges), self.program.name, unchanged=self.program, parts=times)
+        key = range_names(ranges)
+        first = _longest_start(key, self._programs)
+        before = self._programs.get(key[:first], self.program)
+        times = {name: part for planned in ranges[first:] for name, part in self._priced(planned).items()}
+        cut = program_from_graph(self.graph(ranges), self.program.name, unchanged=before, parts=times)
+        self._programs[key] = cut
         if not self._behind:
             return cut
         return replace(
@@ -398,6 +404,11 @@ class GraphCutter:
                 ms = self.cost(*part_instruction(instruction, tensors, forms, 0, parts))
                 times.update((part_name(instruction.name, part), (ms, parts)) for part in range(parts))
         return times
+
+
+def _longest_start(key: tuple[object, ...], cut: Collection[tuple[object, ...]]) -> int:
+    """How many of the ranges, from the first on, have been cut together already."""
+    return next((n for n in range(len(key), 0, -1) if key[:n] in cut), 0)
 
 
 def with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:

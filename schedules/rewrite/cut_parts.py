@@ -22,7 +22,7 @@ from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.part_instruction import part_name
 from lancet_kernels.graph.from_fx import facts_of, tensor_names, with_elements
-from lancet_kernels.graph.meta import KEPT_BYTES, ROWS_BY_EXPERT
+from lancet_kernels.graph.meta import KEPT_BYTES, ROWS_BY_EXPERT, SAME_CALL
 from lancet_kernels.graph.ops import argument, argument_names
 from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE, WINDOW, Form, Forms, Rule
 
@@ -268,14 +268,16 @@ class Parts:
 
     def _set_value(self, node: fx.Node) -> None:
         """Set the fake result of a new node."""
+        if self._values is not None:
+            key = node.target, fx.map_arg((node.args, node.kwargs), _cache_key_of_result)
+            if key in self._values:
+                node.meta.update(self._values[key])
+                return
         fake = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        key = None if self._values is None else _cache_key((node.target, *fake))
-        if self._values is not None and key in self._values:
-            node.meta.update(self._values[key])
-            return
         with fake_mode_of(self._cut[0]):
             set_value(node, node.target(*fake[0], **fake[1]))
         if self._values is not None:
+            SAME_CALL.set(node, {})
             self._values[key] = dict(node.meta)
 
 
@@ -298,12 +300,19 @@ def _units(cut: Sequence[fx.Node], forms: Forms, parts: int, least: int) -> int:
     return units
 
 
+def _cache_key_of_result(node: fx.Node) -> tuple:
+    if not SAME_CALL.on(node):
+        SAME_CALL.set(node, {})
+    same = SAME_CALL.of(node)
+    if "result" not in same:
+        same["result"] = _cache_key(node.meta["val"])
+    return same["result"]
+
+
 def _cache_key(value: Any) -> Any:
-    """Cache key of arguments: of a tensor everything but its contents."""
+    """Of a tensor everything but its contents."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_cache_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _cache_key(one)) for name, one in value.items())
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return value
