@@ -72,9 +72,9 @@ IN_PLACE: Entry[bool] = Entry("parts_in_place")
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
 SAME_CALL: Entry[dict[str, Any]] = Entry("same_call")
-"""What nodes share that call one op with arguments of equal shapes, as repeated layers do, in a graph that is
-only planned with: what the call costs (`graph.from_fx`) and the cache key of its result
-(`schedules.rewrite.cut_parts`), each from the first that was asked."""
+"""What nodes share that call one op with arguments of equal shapes, as parts of repeated layers do: what the
+call costs (`graph.from_fx`) and the cache key of its result (`schedules.rewrite.cut_parts`), each from the
+first that was asked."""
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -140,7 +140,7 @@ def _while_faster(plans: Iterable[Plan]) -> list[Plan]:
 class Planner:
     """Plans for one Program and its costs; work that several strategies share is done once.
 
-    Args: cut: gives the Program with ranges cut (`realize.GraphCutter`). None: strategies cannot cut ranges.
+    Args: cut: gives the Program with ranges cut (`GraphCutter`). None: strategies cannot cut ranges.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
-from lancet_kernels.graph.capture.captured_graph import is_tangent, output_node
+from lancet_kernels.graph.capture.captured_graph import is_tangent
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
@@ -223,7 +223,7 @@ class SmallStep:
         )
         wanted = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
         results = forward(*(by_name[name] for name in wanted))
-        saved = output_node(forward).args[0][self.forward_outputs :]
+        saved = forward.graph.output_node().args[0][self.forward_outputs :]
         known = {n.name: value for n, value in zip(saved, results[self.forward_outputs :], strict=True)}
         tangents = [n for n in backward.graph.nodes if n.op == "placeholder" and n.name not in known]
         assert [is_tangent(n) for n in tangents] == [True], "one tangent: the objective's"

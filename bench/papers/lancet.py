@@ -56,8 +56,6 @@ class Measured:
     """The simulated results of one setting, by strategy."""
 
     setting: Setting
-    batch: int
-    memory_gb: float
     instructions: int
     strategies: Mapping[str, Decomposition]
     unpadded: Decomposition
@@ -69,7 +67,7 @@ class Measured:
         return self.strategies[strategy].iteration_ms
 
     def fits(self, strategy: str) -> bool:
-        return self.strategies[strategy].peak_memory_gb <= self.memory_gb
+        return self.strategies[strategy].peak_memory_gb <= self.setting.hardware.memory_gb
 
     @property
     def speedup(self) -> float:
@@ -82,8 +80,6 @@ def measure(setting: Setting) -> Measured:
     simulated = simulate_setting(setting, strategies=COMPARED)
     return Measured(
         replace(setting),  # without the cached graph, which should not be sent
-        setting.sequences,
-        setting.hardware.memory_gb,
         len(simulated.program),
         {name: Decomposition.of(timeline) for name, timeline in simulated.timelines.items()},
         Decomposition.of(_with_real_rows(simulated, setting)),
@@ -127,9 +123,6 @@ LAYERS = (12, 24, 48)
 """For which figure 15 shows the planning time."""
 UNPADDED = "lancet, unpadded"
 """The plan of `lancet` with all-to-alls that send only real rows."""
-RIVALS = ("none", "tutel")
-"""The first is RAF there."""
-
 Results = Mapping[Setting, Measured]
 
 
@@ -153,7 +146,7 @@ def _by_layers() -> list[Setting]:
 
 def _names(m: Measured) -> dict[str, Any]:
     s = m.setting
-    return {"cluster": s.cluster, "model": s.model, "gpus": s.gpus, "batch": m.batch}
+    return {"cluster": s.cluster, "model": s.model, "gpus": s.gpus, "batch": s.sequences}
 
 
 def _throughput(gate: str, results: Results) -> dict[str, Any]:
@@ -182,7 +175,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
             return 1.0 - bar(m).communication_ms / m.strategies[than].communication_ms
 
         return {
-            c: {than: max(less(m, than) for m in measured if m.setting.cluster == c) for than in RIVALS}
+            c: {than: max(less(m, than) for m in measured if m.setting.cluster == c) for than in BASELINES}
             for c in CLUSTERS
         }
 

@@ -44,7 +44,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import (
-    output_node,
     set_value,
     tensors_restored,
     without_garbage_collection,
@@ -91,7 +90,7 @@ class Captured:
     @property
     def forward_outputs(self) -> int:
         """The number of forward outputs of the joint graph; its other outputs are gradients."""
-        outputs = output_node(self.joint).meta["desc"]
+        outputs = self.joint.graph.output_node().meta["desc"]
         return sum(d is not None and not isinstance(d, GradAOTOutput) for d in outputs)
 
     @property
@@ -102,12 +101,12 @@ class Captured:
     @property
     def returns_alone(self) -> bool:
         """Does the forward return its results and change nothing: no buffer, no input?"""
-        outputs = output_node(self.joint).meta["desc"][: self.forward_outputs]
+        outputs = self.joint.graph.output_node().meta["desc"][: self.forward_outputs]
         return all(isinstance(d, PlainAOTOutput) for d in outputs)
 
     def parameter_of_gradient(self) -> dict[int, str]:
         """Position of a gradient among the joint graph's outputs -> name of its parameter."""
-        descriptors = output_node(self.joint).meta["desc"]
+        descriptors = self.joint.graph.output_node().meta["desc"]
         return {
             i: d.grad_of.target
             for i, d in enumerate(descriptors)

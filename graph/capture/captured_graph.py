@@ -46,11 +46,6 @@ def copy_of_graph(joint: fx.GraphModule, graph: fx.Graph | None = None) -> fx.Gr
     return graph
 
 
-def output_node(module: fx.GraphModule) -> fx.Node:
-    """The output node of a graph."""
-    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
-
-
 @contextlib.contextmanager
 def fake_mode_of(node: fx.Node) -> Iterator[None]:
     """A context in which ops can be called on the `meta["val"]`s of the node's graph, to get fake results."""

@@ -28,7 +28,6 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.from_fx import draws_random_numbers, facts_of
 from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.program.program import recomputed_name
@@ -50,10 +49,9 @@ def insert_recomputation(module: fx.GraphModule) -> None:
             if source in marked:
                 first = first_reader.setdefault(_region(source), node)
                 readers.setdefault(first, []).append(source)
-    position = {node: i for i, node in enumerate(graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
     for number, (first, read) in enumerate(readers.items()):
-        for node in sorted(_with_sources(read, marked), key=position.__getitem__):
+        for node in sorted(_with_sources(read, marked)):
             with graph.inserting_before(first):
                 copy = graph.node_copy(node, lambda source: copies.get(source, source))
             copy.name = recomputed_name(node.name)
@@ -77,7 +75,7 @@ def _region(node: fx.Node) -> object:
 
 def _saved(module: fx.GraphModule, forward: set[fx.Node]) -> set[fx.Node]:
     """The nodes that are saved although they are marked."""
-    output = output_node(module)
+    output = module.graph.output_node()
     changed = {d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)}
     saved = set()
     for node in module.graph.nodes:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, class_name
-from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent, output_node
+from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program.program import Phase
@@ -48,9 +48,9 @@ class PairedMicrobatches:
         self._name = class_name(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         first = captured.forward_outputs
-        results = output_node(step.module).args[0]
+        results = step.module.graph.output_node().args[0]
         halves = split(replace(step, module=copy_of(step.module)), plan).halves
-        self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
+        self._saved = [node.name for node in halves[0].graph.output_node().args[0][first:]]
         self._pair = pair_of(*halves)
         mixed = replace(step, module=self._pair.module, forward_outputs=None)
         walk(mixed, replace(UNPLANNED, order=plan.pair), (order, start_early_wait_late, write_in_place))

@@ -20,11 +20,10 @@ from lancet_kernels.graph.capture.captured_graph import (
     input_position,
     is_tangent,
     module_of,
-    output_node,
     set_value,
     state_name,
 )
-from lancet_kernels.graph.from_fx import GENERATOR, facts_of, op_name, program_from_fx, tensor_names
+from lancet_kernels.graph.from_fx import GENERATOR, facts_of, op_name, program_from_fx, program_from_graph
 from lancet_kernels.graph.meta import REGION, forward_nodes
 from lancet_kernels.graph.ops import argument_names
 from lancet_kernels.graph.program.program import Phase, Program
@@ -61,7 +60,8 @@ class OneDeviceModel:
         if not self.captured.returns_alone:
             got = "a forward that changes its buffers or its inputs (batch norm, say)"
             raise self._refuse(got, "results alone", "use a layer norm, or optimize()")
-        if any(not isinstance(node, fx.Node) for node in output_node(forward_graph(self.captured)).args[0]):
+        results = forward_graph(self.captured).graph.output_node().args[0]
+        if any(not isinstance(node, fx.Node) for node in results):
             raise self._refuse("a result that is no tensor", "tensors alone", "return the loss alone")
         if any(REGION.on(node) for node in self.captured.joint.graph.nodes):
             warnings.warn(
@@ -255,7 +255,7 @@ def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list
             arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda source: digests[source])
             text = op_name(node) + repr(sorted(read) if op_name(node) == "aten.add" else arguments)
         digests[node] = hashlib.sha256(text.encode()).hexdigest()
-    results = output_node(captured.joint).args[0]
+    results = captured.joint.graph.output_node().args[0]
     return sorted(digests[node] for node in results if isinstance(node, fx.Node))
 
 
@@ -268,37 +268,20 @@ def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> P
 def forward_of(captured: Captured, name: str) -> Program:
     """The forward of a captured module. Attribute `saved` of an instruction: positions of the outputs that
     the backward reads."""
-    program = program_from_fx(captured.joint, name)
-    results = output_node(captured.joint).args[0][: captured.forward_outputs]
-    outputs = tuple(dict.fromkeys(t for node in results for t in tensor_names(node)))
-    needed, instructions = set(outputs), []
-    for instruction in reversed(program.instructions):
-        if instruction.phase is Phase.FORWARD and not needed.isdisjoint(instruction.outputs):
-            needed |= {*instruction.inputs, *instruction.mutates}
-            instructions.append(instruction)
-    saved = {
-        program.storage[t] for i in program.instructions if i.phase is not Phase.FORWARD for t in i.inputs
-    }
-    instructions = [
+    joint = program_from_fx(captured.joint, name)
+    backward = (i for i in joint.instructions if i.phase is not Phase.FORWARD)
+    saved = {joint.storage[t] for i in backward for t in i.inputs}
+    program = program_from_graph(forward_graph(captured).graph, name, unchanged=joint)
+    instructions = tuple(
         replace(i, attributes={**i.attributes, "saved": [p for p, t in enumerate(i.outputs) if t in saved]})
-        for i in instructions
-    ]
-    inputs = tuple(t for t in program.inputs if t in needed)
-    named = needed | {t for i in instructions for t in i.outputs}
-    tensors = {t: program.tensors[t] for t in program.tensors if t in named}
-    return replace(
-        program,
-        instructions=tuple(reversed(instructions)),
-        tensors=tensors,
-        inputs=inputs,
-        outputs=outputs,
-        parameters=tuple(t for t in program.parameters if t in needed),
+        for i in program.instructions
     )
+    return replace(program, instructions=instructions)
 
 
 def forward_graph(captured: Captured) -> fx.GraphModule:
     """The graph of which `forward_of` is the Program: the same names, a tuple of the results as output."""
-    results = output_node(captured.joint).args[0][: captured.forward_outputs]
+    results = captured.joint.graph.output_node().args[0][: captured.forward_outputs]
     nodes = list(captured.joint.graph.nodes)
     forward = forward_nodes(nodes)
     needed = {node for node in results if isinstance(node, fx.Node)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -283,7 +283,6 @@ def _problem(
                     expected="sizes that some partition divides evenly",
                     do="use fewer ranks, or another batch",
                 )
-    problem = replace(every, choices=tuple(choices[o.name] for o in operators))
     fixed = dict(given)
     if strategy == "megatron":
         rule = megatron(operators, 0, ranks.bit_length() - 1)
@@ -297,7 +296,7 @@ def _problem(
                 expected=f"one over {ranks} ranks whose slices divide {slices}",
                 do="use fewer ranks, another batch, or strategy primepar without partitions",
             )
-    return problem.restricted(choices | {name: (p,) for name, p in fixed.items() if name in choices})
+    return every.restricted(choices | {name: (p,) for name, p in fixed.items() if name in choices})
 
 
 def _can_run(partition: Partition, limits: Mapping[str, int], ranks: int) -> bool:

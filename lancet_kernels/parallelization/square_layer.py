@@ -38,7 +38,6 @@ from lancet_kernels.graph.rules.slices import (
 from lancet_kernels.graph.rules.tile_layouts import (
     UNCUT,
     Layout,
-    is_executable,
     layout_of,
     movements,
     redistribution,
@@ -68,11 +67,6 @@ class Neighbour:
     partition: Partition
     features: str = "k"
 
-    @property
-    def cuts_rows(self) -> bool:
-        """Has a rank some of the rows only?"""
-        return self.partition.slices("m") > 1
-
     def ends(self, phase: str, t: int):
         """Layout of its activation (or the gradient of it) at a step of a phase."""
         return layout_of(self.partition, phase, ("m", self.features), t)
@@ -89,7 +83,7 @@ class PartitionedLinear(nn.Module):
         leading: of its block.
         heads_and_kinds: features out lie by kind, then by head (GPT-2's queries, keys, values); ranks get
             whole heads of all kinds.
-    Raises: UserError (sizes that the slices do not divide, a partition that cannot run).
+    Raises: UserError (sizes that the slices do not divide).
     """
 
     def __init__(
@@ -108,9 +102,10 @@ class PartitionedLinear(nn.Module):
         weight = linear.get_parameter("weight")
         weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape
-        self._check_partition(before, after)
+        self._check_partition()
         self._before, self._after = before, after
-        self._cuts_rows = before.cuts_rows, after.cuts_rows
+        # Before and behind: has a rank some of the rows only?
+        self._cuts_rows = tuple(one.partition.slices("m") > 1 for one in (before, after))
         self._movements = movements(partition)
         self._leading = leading or LeadingDimensions()
         self._seen: set[tuple[int, torch.dtype]] = set()
@@ -147,7 +142,7 @@ class PartitionedLinear(nn.Module):
         if not self._cuts_rows[0]:
             self._leading.shape = tuple(x.shape[:-1])
         tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
-        y = square_linear(tile, *self._tiles(), self._movements, self._sums, self._group)
+        y = square_linear(tile, self.weight, self.bias, self._movements, self._sums, self._group)
         y = self.leave(y, self._group, "O")
         heads, kinds = self._heads_and_kinds
         if kinds > 1:
@@ -155,10 +150,6 @@ class PartitionedLinear(nn.Module):
             own = heads // self._after.partition.slices(self._after.features)
             y = _regrouped(y, 1, own, kinds)
         return y.view(*self._leading_of(y, x), -1)
-
-    def _tiles(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of this rank."""
-        return self.weight, self.bias
 
     def _compare(self, x: Tensor) -> None:
         """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
@@ -186,30 +177,14 @@ class PartitionedLinear(nn.Module):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, partition={self.partition}"
 
-    def _check_partition(self, before: Neighbour, after: Neighbour) -> None:
-        ranks, partition = group_size(self._group), self.partition
-        if {p.devices for p in (partition, before.partition, after.partition)} != {ranks}:
-            raise UserError(
-                "partition of a linear layer",
-                got=f"{partition} over {partition.devices} devices",
-                expected=f"one over the {ranks} ranks of the group, like its neighbours'",
-                do="search for that many devices",
-            )
+    def _check_partition(self) -> None:
         sizes = {"n": self.in_features, "k": self.out_features}
-        cut = {d: partition.slices(d) for d in sizes}
-        if any(sizes[d] % n for d, n in cut.items()) or partition.slices("b") > 1:
+        cut = {d: self.partition.slices(d) for d in sizes}
+        if any(sizes[d] % n for d, n in cut.items()):
             raise UserError(
-                f"partition {partition} of a linear layer",
+                f"partition {self.partition} of a linear layer",
                 got=f"{self.in_features} features in and {self.out_features} out",
-                expected=f"multiples of {cut['n']} and {cut['k']}, and no split of b",
-                do="choose another partition",
-            )
-        if not is_executable(partition):
-            raise UserError(
-                f"partition {partition} of a linear layer",
-                got="a tile that goes to several ranks between two steps, or phases that begin with other "
-                "tiles than those that a rank keeps",
-                expected="each tile sent to one rank; squares as of home_square",
+                expected=f"multiples of {cut['n']} and {cut['k']}",
                 do="choose another partition",
             )
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.capture.captured_graph import output_node, state_name, without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import state_name, without_garbage_collection
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
@@ -195,7 +195,7 @@ def _gradients(captured: Captured) -> dict[str, str]:
     """Tensor of a parameter -> tensor of its gradient (after the all-reduce, if the step has one)."""
     graph = captured.joint.graph
     tensor_of = {state_name(n): n.name for n in graph.nodes if n.op == "placeholder" and state_name(n)}
-    results = output_node(captured.joint).args[0]
+    results = captured.joint.graph.output_node().args[0]
     return {
         tensor_of[name]: tensor_names(results[i])[0]
         for i, name in captured.parameter_of_gradient().items()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import module_of, output_node, state_name
+from lancet_kernels.graph.capture.captured_graph import module_of, state_name
 from lancet_kernels.graph.from_fx import GENERATOR, program_from_fx
 from lancet_kernels.graph.meta import GRADIENTS_OF, IN_BACKWARD, UNIT
 from lancet_kernels.graph.ops import rule_for
@@ -263,7 +263,7 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
             IN_BACKWARD.set(copies[node], True)
             if UNIT.on(node):
                 UNIT.set(copies[node], ((microbatch, UNIT.of(node)[0]), UNIT.of(node)[1]))
-        results += fx.map_arg(list(output_node(half).args[0]), copies.__getitem__)
+        results += fx.map_arg(list(half.graph.output_node().args[0]), copies.__getitem__)
     graph.output(results)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):

@@ -2,5 +2,5 @@
 
 Read `walk` first: the step and the lists of passes, in their order. Each pass calls one of the others:
 `gathers` (FSDP), `buckets` (sums of gradients), `cut` (parts of ranges), `apply` (orders, starts and waits,
-writes in place), `fused` (fused launches); `pairs` makes one graph of two microbatches.
+writes in place), `fused` (fused launches).
 """

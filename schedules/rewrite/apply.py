@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -86,13 +86,12 @@ def mark_join(join: fx.Node) -> None:
 def write_in_place(module: fx.GraphModule) -> None:
     """Let the parts of marked joins be written where the whole lies, and make the joins views of it."""
     graph = module.graph
-    position = {node: i for i, node in enumerate(graph.nodes)}
     for join in list(graph.nodes):
         writers = _writers(join) if IN_PLACE.on(join) else []
         if not writers:
             continue
         value = join.meta["val"]
-        with graph.inserting_before(min(writers, key=position.__getitem__)):
+        with graph.inserting_before(min(writers)):
             options = {"dtype": value.dtype, "device": value.device}
             whole = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
             set_value(whole, value)
@@ -292,7 +291,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     result.name = name
-    _place_late(graph, result, elements, _position(graph))
+    _place_late(graph, result, elements)
 
 
 def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:
@@ -300,23 +299,16 @@ def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:
 
     Args: blocking: names of collectives whose waits stay where they are.
     """
-    position = _position(graph)
     for node in filter(is_wait, list(graph.nodes)):
         start = node.args[0]
         while start.target is operator.getitem:
             start = start.args[0]
         if start.name not in blocking:
-            _place_late(graph, node, with_elements(node)[1:], position)
+            _place_late(graph, node, with_elements(node)[1:])
 
 
-def _place_late(
-    graph: fx.Graph, node: fx.Node, elements: Sequence[fx.Node], position: Mapping[fx.Node, int]
-) -> None:
+def _place_late(graph: fx.Graph, node: fx.Node, elements: Sequence[fx.Node]) -> None:
     """Move a wait with the elements of its result before the first reader of any of them."""
-    first = min(readers(node), key=position.__getitem__, default=graph.output_node())
+    first = min(readers(node), default=graph.output_node())
     for each in (node, *elements):
         first.prepend(each)
-
-
-def _position(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}

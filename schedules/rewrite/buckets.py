@@ -20,7 +20,6 @@ from lancet_kernels.graph.capture.captured_graph import (
     fake_mode_of,
     is_gradient_of_input,
     is_tangent,
-    output_node,
     set_value,
 )
 from lancet_kernels.graph.meta import GRADIENTS_OF, GROUP
@@ -107,9 +106,8 @@ def insert_all_reduces(
         replica_group: the replica group, whose collectives have costs of their own (group "replica").
     Raises: UserError for a sparse gradient.
     """
-    graph, output = module.graph, output_node(module)
+    graph, output = module.graph, module.graph.output_node()
     results = list(output.args[0])
-    place = {node: i for i, node in enumerate(graph.nodes)}
     summed = [
         i
         for i, name in parameter_of_output.items()
@@ -128,13 +126,13 @@ def insert_all_reduces(
         group = group_of_parameter[parameter_of_output[i]]
         return i, value.dtype, group, value.numel() * value.element_size()
 
-    in_order = sorted(summed, key=lambda i: place[results[i]])
+    in_order = sorted(summed, key=results.__getitem__)
     inserter = Inserter(graph, {replica_group: "replica"})
     gradients = [finished(i) for i in in_order]
     bucket_bytes = bucket_bytes_of(sum(size for *_, size in gradients))
     for group, bucket in cut_into_buckets(gradients, bucket_bytes):
         summands, parameters = [results[i] for i in bucket], [parameter_of_output[i] for i in bucket]
-        last = max(summands, key=place.__getitem__)
+        last = max(summands)
         with graph.inserting_before(last.next):
             start = inserter.start(ALL_REDUCE, summands, "sum", group=group, gradients_of=parameters)
             for k, i in enumerate(bucket):
@@ -149,11 +147,10 @@ def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
     results, which are mostly one number, so these are divided. Gradients of inputs stay as they are."""
     if divide_by == 1:
         return
-    graph, output = module.graph, output_node(module)
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    graph, output = module.graph, module.graph.output_node()
     for node in graph.find_nodes(op="placeholder"):
         if is_tangent(node) and node.users:
-            users = sorted(node.users, key=place.__getitem__)
+            users = sorted(node.users)
             with graph.inserting_before(users[0]):
                 scaled = call_op(graph, torch.ops.aten.mul.Tensor, node, 1.0 / divide_by)
             for user in users:

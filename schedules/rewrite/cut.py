@@ -15,9 +15,9 @@ Contract:
 1. The order has every instruction of the range once per part, and once if it is not cut.
 2. The parts stand in that order behind the range; what is not cut moves between them.
 3. The summands of a partial tensor are added right behind the last one: their memory is freed early.
-4. Readers outside the parts read one node that reassembles the tensor; joins are marked for `in_place`.
+4. Readers outside the parts read one node that reassembles the tensor; joins are marked (`apply`).
 5. The original instructions are gone.
-6. If a range cannot be cut, CutError says why, and the graph is unchanged.
+6. If a range cannot be cut, CutError says why; the graph is then of no use.
 
 A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program, in
 which the slices, counts and rows of parts and the reassembly are instructions like all others.
@@ -30,7 +30,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
@@ -82,8 +81,8 @@ def cut_range(
     Args:
         order: of the parts of all its instructions.
         forms: of all their tensors that are not whole.
-        values: cache of fake results, only for a graph that will not run: nodes then share their
-            `meta["val"]`, so torch believes that they share storage. None: each node gets its own.
+        values: cache of fake results. Nodes then share their `meta["val"]`, from which passes of torch, which
+            ours are not, would conclude that they share storage. None: each node gets its own.
         empty_parts: the last parts may have no elements: a batch that is smaller than the one that was
             planned is cut into as many parts, because its collectives must be those of the plan.
     Raises: CutError.
@@ -139,7 +138,6 @@ class _Cutter:
         if Counter(ordered) != Counter(expected):  # 1
             raise refuse("an order that is not every instruction once per part", "all of them")
         end = with_elements(self.inside[-1])[-1].next
-        before = list(self.graph.nodes)
         try:
             with self.graph.inserting_before(end):
                 for node, part in ordered:  # 2
@@ -153,7 +151,6 @@ class _Cutter:
                 replacements = [r for routing in rows for r in self.reassembly.merged_rows(routing)]
                 replacements += [r for node in self.in_parts for r in self.reassembly.replacements(node)]
         except (RuntimeError, ValueError, IndexError) as error:
-            self._restore(before)  # 6
             if isinstance(error, CutError):
                 raise
             reason = str(error).splitlines()[0]
@@ -171,15 +168,6 @@ class _Cutter:
         for whole in self.reassembly.wholes.values():
             if whole.users:
                 mark_join(whole)  # 4
-
-    def _restore(self, before: list[fx.Node]) -> None:
-        """Erase all nodes that were inserted, and put the others back into their order."""
-        original = set(before)
-        for node in reversed(self.graph.nodes):
-            if node not in original:
-                self.graph.erase_node(node)
-        for node, follower in pairwise(before):
-            node.append(follower)
 
     def _move(self, node: fx.Node, end: fx.Node) -> None:
         """Move an instruction that is not cut behind the parts so far and the whole tensors that it reads."""

@@ -149,7 +149,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
 
 
 def _maybe_reader(node: fx.Node, op: str) -> fx.Node | None:
-    readers = [user for user in node.users if _calls(user, op)]
+    readers = [user for user in node.users if op_name(user) == op]
     return readers[0] if len(readers) == 1 else None
 
 
@@ -163,11 +163,7 @@ def _reader(node: fx.Node, op: str) -> fx.Node:
 
 def is_weight_gradient(node: fx.Node) -> bool:
     """Is it `mm(t(dy), x)`, which launches can compute?"""
-    return _calls(node, "aten.mm") and _calls(node.args[0], "aten.t")
-
-
-def _calls(node: fx.Node, op: str) -> bool:
-    return node.op == "call_function" and op_name(node) == op
+    return op_name(node) == "aten.mm" and op_name(node.args[0]) == "aten.t"
 
 
 def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]:
@@ -249,10 +245,9 @@ def _lower(
         )  # fmt: skip
         out, ticket = (call_op(graph, operator.getitem, forward, i) for i in range(2))
     layer.combine.replace_all_uses_with(out)
-    order = {node: i for i, node in enumerate(graph.nodes)}
     results = [layer.dx, layer.dweight, layer.dw1, layer.dw2]
     results += [layer.db1, layer.db2] if layer.b1 is not None else []
-    with graph.inserting_before(min(layer.backward, key=order.__getitem__)):
+    with graph.inserting_before(min(layer.backward)):
         backward = call_op(
             graph, fused_graph.BACKWARD, layer.dy, ticket, layer.weight, layer.w1, layer.b1, layer.w2,
             layer.b2, [node.args[0].args[0] for node in fillers], [node.args[1] for node in fillers], context,
@@ -272,7 +267,7 @@ def _lower(
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
     received = layer.forward[1].args[2]
-    dead = sorted([*layer.forward, *layer.backward, *fillers], key=order.__getitem__, reverse=True)
+    dead = sorted([*layer.forward, *layer.backward, *fillers], reverse=True)
     for node in (*dead, received):
         if not node.users:
             graph.erase_node(node)

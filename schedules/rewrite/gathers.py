@@ -26,13 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
+from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value, state_name
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, Twin
 from lancet_kernels.graph.from_fx import is_view, op_name
 from lancet_kernels.graph.meta import IN_BACKWARD, UNIT, forward_nodes
@@ -168,15 +167,12 @@ class _Sharding(Inserter):
         self, gradients: Mapping[int, ShardedParameter], scale_of: Callable[[ShardedParameter], float]
     ) -> None:
         """Replace gradients among the outputs by those of the shards."""
-        output = output_node(self.module)
+        output = self.module.graph.output_node()
         results = list(output.args[0])
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
-        in_order = sorted(
-            (i for i in gradients if isinstance(results[i], fx.Node)), key=lambda i: place[results[i]]
-        )
+        in_order = sorted((i for i in gradients if isinstance(results[i], fx.Node)), key=results.__getitem__)
         arrived: list[tuple[fx.Node, int, list[fx.Node]]] = []
         for bucket in _buckets(in_order, gradients.__getitem__, lambda p: p.reduce_dtype):
-            last = max((results[i] for i in bucket), key=place.__getitem__)
+            last = max(results[i] for i in bucket)
             self._behind = []
             with self.graph.inserting_before(last.next):
                 summed = self._scattered(
@@ -186,7 +182,7 @@ class _Sharding(Inserter):
             for i, shard in zip(bucket, summed, strict=True):
                 results[i] = shard
         output.args = (results,)
-        arrived.sort(key=lambda one: place[one[0]])
+        arrived.sort(key=lambda one: one[0])
         for k, (_, unit, behind) in enumerate(arrived):  # 6
             following = (last.next for last, other, _ in arrived[k + 1 :] if other != unit)
             where = next(following, output)
@@ -240,8 +236,7 @@ class _Sharding(Inserter):
 
     def gather(self, parameters: Mapping[fx.Node, ShardedParameter]) -> None:
         """Make placeholders shards, which are gathered before they are read."""
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
-        forward = forward_nodes(list(place))
+        forward = forward_nodes(list(self.graph.nodes))
         derived = _derived(parameters, forward)
         source_of = {n: n.all_input_nodes[0] for n in derived if n.op != "placeholder"}
         reads: dict[bool, list[_Read]] = {False: [], True: []}
@@ -257,20 +252,16 @@ class _Sharding(Inserter):
         for placeholder, one in parameters.items():
             _make_shard(placeholder, one)
         for in_backward, of_phase in reads.items():
-            self._gather_units(of_phase, source_of, place, in_backward)
+            self._gather_units(of_phase, source_of, in_backward)
         for node in reversed(source_of):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _gather_units(
-        self,
-        reads: Sequence[_Read],
-        source_of: Mapping[fx.Node, fx.Node],
-        place: Mapping[fx.Node, int],
-        in_backward: bool,
+        self, reads: Sequence[_Read], source_of: Mapping[fx.Node, fx.Node], in_backward: bool
     ) -> None:
         of_unit: dict[int, list[_Read]] = {}
-        for read in sorted(reads, key=lambda read: place[read.user]):
+        for read in sorted(reads, key=lambda read: read.user):
             of_unit.setdefault(read.parameter.unit, []).append(read)
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
@@ -290,7 +281,7 @@ class _Sharding(Inserter):
                 for node in _with_sources(sources, source_of):
                     source = of[source_of[node]]
                     if in_backward:
-                        of[node] = self.graph.node_copy(node, partial(_first, source))
+                        of[node] = self.graph.node_copy(node, lambda _, source=source: source)
                     else:
                         first.prepend(node)
                         node.replace_input_with(source_of[node], source)
@@ -329,10 +320,6 @@ class _Sharding(Inserter):
                 begin = end
             unpacking += self._behind
         return whole, unpacking
-
-
-def _first(source: fx.Node, _before: fx.Node) -> fx.Node:
-    return source
 
 
 class _Read(NamedTuple):

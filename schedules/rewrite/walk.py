@@ -214,13 +214,13 @@ def sum_gradients(step: Step, _plan: Plan) -> Step:
 
 
 def sink_statistics(step: Step, _plan: Plan) -> Step:
-    """What no later all-to-all depends on is out of the way of ranges: another order (`order.sink`)."""
+    """What no later all-to-all depends on is out of the way of ranges (`order.ordering.sink_statistics`)."""
     reorder(step.module.graph, order_without_statistics(program_from_fx(step.module)))
     return replace(step)
 
 
 def fuse(step: Step, plan: Plan) -> Step:
-    """The layers that are to be fused are persistent launches (`fuse.fused`).
+    """The layers that are to be fused are persistent launches (`rewrite.fused`).
 
     1. Without such a layer nothing changes.
     2. A forward and a backward launch stand in a copy of the graph for the ops of each layer.
@@ -237,7 +237,7 @@ def fuse(step: Step, plan: Plan) -> Step:
 
 
 def cut(step: Step, plan: Plan) -> Step:
-    """The ranges are cut into parts (`realize`).
+    """The ranges are cut into parts (`rewrite.cut`).
 
     1. The plan is one for this program.
     2. The graph is a copy of the very one that was simulated, or measured.

@@ -42,7 +42,6 @@ from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE,
 
 SLICE = "slice"
 ADJOINT = {
-    SLICE: SLICE,
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
@@ -82,29 +81,6 @@ def forms_of(spec: TensorSpec, ranks: int) -> list[Form]:
 def held_bytes(spec: TensorSpec, form: Form, ranks: int) -> float:
     """Bytes of a tensor's values on one rank."""
     return spec.content_bytes / (ranks if form.is_cut else 1)
-
-
-@dataclass(frozen=True)
-class CollectiveCosts:
-    """Milliseconds of collectives among `ranks` ranks, from a `Cost` that covers communication."""
-
-    cost: Cost
-    ranks: int
-
-    def milliseconds(self, name: str, spec: TensorSpec) -> float:
-        """The time of one collective on a tensor. Args: spec: of the whole tensor; the cost of an all-to-all
-        depends on the bytes of a rank's slice, that of all others on the bytes of the whole."""
-        if name == SLICE or self.ranks == 1:
-            return 0.0
-        size = spec.content_bytes / (self.ranks if name == "all_to_all" else 1)
-        message = Instruction(
-            f"{name} of {spec.name}",
-            f"sharding.{name}",
-            kind=MESSAGE_KINDS[name],
-            bytes=size,
-            attributes={"collective": name},
-        )
-        return self.cost(message, {})
 
 
 _MOVES_ELEMENTS = (derived.view, derived.permute, derived.squeeze, derived.unflatten)
@@ -151,11 +127,9 @@ def signature_ms(
 ) -> float:
     """Milliseconds on each rank. way: the forms of inputs and outputs, by position. A constant is made whole
     on every rank, whatever slice of it is read."""
-    if not instruction.inputs:
+    if not instruction.inputs or not any(form.is_cut for form in way):
         return cost(instruction, program.tensors)
     forms = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
-    if not any(form.is_cut for form in way):
-        return cost(instruction, program.tensors)
     part, tensors = part_instruction(instruction, program.tensors, forms, 0, ranks)
     return cost(part, tensors)
 

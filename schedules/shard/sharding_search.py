@@ -150,7 +150,7 @@ class Search:
             parameters,
             best.psi - self.price * best.bytes,
             best.bytes,
-            source_of(self.space.costs.cost),
+            source_of(self.space.cost),
             self._labels,
             sum(map(len, levels)),
             {t: program.tensors[t].shape for t in parameters},
@@ -179,8 +179,7 @@ class Search:
     def _pass(self, segment: Segment, states: States) -> States:
         """The states behind a segment; searched only if the differences are new."""
         # Tensors that cross a segment and are not named in it come last; all states hold the same.
-        crossing = (item.tensor for item in next(iter(states)))
-        names = (*segment.tensors, *(t for t in crossing if t not in segment.position))
+        names = tuple(dict.fromkeys((*segment.tensors, *(item.tensor for item in next(iter(states))))))
         position = {t: p for p, t in enumerate(names)}
         by_position = sorted(
             ((renamed(s, position), s) for s in states), key=lambda pair: _state_key(pair[0])

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import WHOLE, Form
 from lancet_kernels.schedules.shard.blocks import (
     ADJOINT,
+    MESSAGE_KINDS,
     Block,
     BlockSignature,
-    CollectiveCosts,
     blocks_of,
     collective,
     forms_of,
@@ -106,11 +106,6 @@ class Segment:
     tensors: tuple[int, ...]
     structure: int
 
-    @cached_property
-    def position(self) -> dict[int, int]:
-        """Place of a tensor in `tensors`."""
-        return {n: position for position, n in enumerate(self.tensors)}
-
 
 class StateSpace:
     """All strategies of a Program on `ranks` ranks (`Restriction`: some of them).
@@ -128,7 +123,7 @@ class StateSpace:
         least_sliced_bytes: int = 0,
     ) -> None:
         self.program, self.ranks, self.restriction = program, ranks, restriction or Restriction()
-        self.costs = CollectiveCosts(cost, ranks)
+        self.cost = cost
         self.blocks = blocks_of(program, ranks, cost)
         self.least_sliced_bytes = least_sliced_bytes
         self.number: dict[str, int] = {}
@@ -202,9 +197,7 @@ class StateSpace:
         for n in tensors:
             t = self.name[n]
             spec, readers = self.program.tensors[t], self._readers.get(t, 0)
-            prices = tuple(
-                self.costs.milliseconds(name, spec) for name in sorted(self.restriction.collectives)
-            )
+            prices = tuple(self._ms(name, spec) for name in sorted(self.restriction.collectives))
             kinds = t in self._trained, t in self._saved, bool(readers & ~inside)
             of_tensors.append((spec.shape, spec.dtype, *kinds, prices))
         return tuple(of_blocks), tuple(of_tensors)
@@ -304,12 +297,27 @@ class StateSpace:
             more_bytes,
         )
 
+    def _ms(self, name: str, spec: TensorSpec) -> float:
+        """The time of one collective on a tensor. Args: spec: of the whole tensor; the cost of an all-to-all
+        depends on the bytes of a rank's slice, that of all others on the bytes of the whole."""
+        if self.ranks == 1:
+            return 0.0
+        size = spec.content_bytes / (self.ranks if name == "all_to_all" else 1)
+        message = Instruction(
+            f"{name} of {spec.name}",
+            f"sharding.{name}",
+            kind=MESSAGE_KINDS[name],
+            bytes=size,
+            attributes={"collective": name},
+        )
+        return self.cost(message, {})
+
     def _conversion(self, tensor: str, source: Form, target: Form) -> Communication | None:
         name, spec = collective(source, target), self.program.tensors[tensor]
         if name is None or name not in self.restriction.collectives:
             return None
-        backward = self.costs.milliseconds(ADJOINT[name], spec) if tensor in self._trained else 0.0
-        return Communication(tensor, source, target, name, self.costs.milliseconds(name, spec), backward)
+        backward = self._ms(ADJOINT[name], spec) if tensor in self._trained else 0.0
+        return Communication(tensor, source, target, name, self._ms(name, spec), backward)
 
     def _options(self, b: int, s: int) -> list[ParameterOption]:
         """How the parameters of a block may rest that runs in its signature s: those that it reads whole all
@@ -330,13 +338,12 @@ class StateSpace:
                     rest = slices[0]
                     copies += spec.content_bytes
                     gather, scatter = (
-                        self.costs.milliseconds(name, spec) / COPIES
-                        for name in ("all_gather", "reduce_scatter")
+                        self._ms(name, spec) / COPIES for name in ("all_gather", "reduce_scatter")
                     )
                     backward = scatter if t in self._trained else 0.0
                     communication.append(Communication(t, rest, WHOLE, "all_gather", gather, backward))
                 elif rest == WHOLE and t in self._trained and self.ranks > 1:
-                    total = self.costs.milliseconds("all_reduce", spec) / COPIES
+                    total = self._ms("all_reduce", spec) / COPIES
                     communication.append(Communication(t, WHOLE, WHOLE, "all_reduce", 0.0, total))
                 rests.append((t, rest))
             choices.append(ParameterOption(tuple(rests), tuple(communication), copies))

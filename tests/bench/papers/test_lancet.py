@@ -27,7 +27,7 @@ def made_up(setting: Setting) -> Measured:
         "lancet": bar(20.0),
     }
     layers = setting.layers or 24
-    return Measured(setting, setting.sequences, 80.0, 70 * layers, strategies, bar(10.0), layers / 10)
+    return Measured(setting, 70 * layers, strategies, bar(10.0), layers / 10)
 
 
 @pytest.fixture

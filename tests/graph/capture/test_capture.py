@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError, capture, split_joint
-from lancet_kernels.graph.capture.captured_graph import copy_of, output_node
+from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program.program import Phase
 from tests.grids import few_of
@@ -135,7 +135,7 @@ def test_the_code_of_a_copy_is_generated_when_it_runs_and_anew_after_a_change():
             copy(torch.ones(2))
     x = torch.tensor([-1.0, 2.0])
     assert copy(x).tolist() == [0, 2]
-    output = output_node(copy)
+    output = copy.graph.output_node()
     with copy.graph.inserting_before(output):
         output.args = (copy.graph.call_function(torch.neg, output.args),)
     copy.recompile()

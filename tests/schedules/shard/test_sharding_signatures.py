@@ -9,7 +9,6 @@ import torch
 
 from bench.papers.hidup_settings import HiDupModel, hidup_config
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.capture.captured_graph import output_node
 from lancet_kernels.graph.ops import rule_for
 from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
 from lancet_kernels.parallelization.one_device_model import forward_of
@@ -53,7 +52,7 @@ def test_every_signature_of_a_model(name):
     nodes = {node.name: node for node in captured.joint.graph.nodes}
     recorder = Recorder(captured.joint)
     recorder.run(*placeholder_values(captured.joint, model, batch))
-    loss = recorder.values[output_node(captured.joint).args[0][0]]
+    loss = recorder.values[captured.joint.graph.output_node().args[0][0]]
     assert loss.item() == pytest.approx(model(*batch).item())
     proofs = sums = 0
     for instruction in program.instructions:
