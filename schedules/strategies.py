@@ -105,7 +105,7 @@ def ordered(plan: Plan, orders: OrderSearch, search: bool = True) -> tuple[Plan,
     else:
         limit_gb = plan.report.memory_limit_gb
         best = orders.best(None if limit_gb is None else limit_gb * 1e9, search=search)
-        timeline, order = Timeline(program, best.times), best.order
+        timeline, order = Timeline(program, best.times, best.storages), best.order
         figures = {"method": best.method, "without_limit_ms": best.without_limit_ms}
     names = tuple(program.instructions[i].name for i in order)
     return replace(plan, order=names).reported(predicted=Prediction.of(timeline), **figures), timeline

@@ -29,7 +29,7 @@ from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.list_schedule import AGAIN, FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.order.ordering import greedy_order, order_by_slots
-from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
+from lancet_kernels.schedules.time.peak_memory import Storages, peak_bytes
 from lancet_kernels.schedules.time.simulate import INFINITY, Times, lower_bound_ms, run
 
 SIMULATED = 1_000_000
@@ -131,7 +131,7 @@ class _LocalSearch:
         iteration_ms = run(self.program, self.ms, order).iteration_ms
         if iteration_ms > self.iteration_ms:
             return
-        if self.limit is not None and max(alive_bytes(self.storages, order)) > self.limit:
+        if self.limit is not None and peak_bytes(self.storages, order) > self.limit:
             return
         self.order, self.iteration_ms = order, iteration_ms
         for place, i in enumerate(window, begin):
@@ -162,7 +162,7 @@ class Ordered:
 
     @cached_property
     def peak_memory_bytes(self) -> int:
-        return int(max(alive_bytes(self.storages, self.order), default=0))
+        return peak_bytes(self.storages, self.order)
 
 
 def best_order(

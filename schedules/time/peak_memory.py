@@ -193,7 +193,12 @@ def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:
     """Peak bytes for a valid order of positions (None: the Program's own)."""
-    return int(max(alive_bytes(Storages(program), order), default=0))
+    return peak_bytes(Storages(program), order)
+
+
+def peak_bytes(storages: Storages, order: Sequence[int] | None = None) -> int:
+    """The same of a Program whose storages are there already."""
+    return int(max(alive_bytes(storages, order), default=0))
 
 
 def alive_bytes(storages: Storages, order: Sequence[int] | None = None) -> list[int]:

@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.schedules.time.peak_memory import peak_memory
+from lancet_kernels.schedules.time.peak_memory import Storages, peak_bytes
 
 COMPUTE, LINK = "compute", "communication"
 """Names of resources; LINK is the default link of messages without the attribute `link`."""
@@ -250,6 +250,8 @@ class Timeline:
 
     program: Program
     times: Times
+    storages: Storages | None = field(default=None, repr=False)
+    """Of the program, if they are there already."""
 
     @property
     def iteration_ms(self) -> float:
@@ -267,7 +269,7 @@ class Timeline:
 
     @cached_property
     def peak_memory_bytes(self) -> int:
-        return peak_memory(self.program, self.times.order)
+        return peak_bytes(self.storages or Storages(self.program), self.times.order)
 
     @cached_property
     def events(self) -> list[Event]:
