@@ -153,6 +153,8 @@ class Report:
         return text
 
     def _measured_choice(self, plain: bool) -> str:
+        if self.chosen not in self.measured:
+            return f"Every plan refuses the step; the module runs as it is ({self.measured[PLAIN]:.2f} ms)."
         own = self.measured[self.chosen]
         if not plain:
             others = ", ".join(

@@ -5,14 +5,11 @@ from unittest import mock
 import lancet_kernels.optimization.trial as library
 
 
-def with_times(run: str = "milliseconds_per_step", **ms: float):
-    """Pretends that real steps took so long, after running them; those that are not named take 100 ms.
-
-    Args: run: "milliseconds_of" for several microbatches.
-    """
-    real = getattr(library, run)
+def with_times(**ms: float):
+    """Pretends that real steps took so long, after running them; those that are not named take 100 ms."""
+    real = library.milliseconds_of
 
     def pretend(step, ways, rounds):
         return {name: ms.get(name, 100.0) for name in real(step, ways, rounds)}
 
-    return mock.patch.object(library, run, pretend)
+    return mock.patch.object(library, "milliseconds_of", pretend)

@@ -26,9 +26,8 @@ def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
     row, kept = ops.send_rows(expert, slot, counts), int(counts.sum())
     x = torch.randn(w.tokens, w.width, dtype=dtype, device=device)
     rows = torch.randn(kept, w.width, dtype=dtype, device=device)
-    out = torch.empty_like(rows)
     runs = {
-        ("permute", "ours"): lambda: permute(x, row, None, kept, out=out),
+        ("permute", "ours"): lambda: permute(x, row, None, kept),
         ("permute", "torch ops"): lambda: ops.dispatch(x, row, None, kept),
         ("combine", "ours"): lambda: combine(rows, row, weight),
         ("combine", "torch ops"): lambda: ops.combine(rows, row, weight),

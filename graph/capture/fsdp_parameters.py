@@ -114,6 +114,10 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     Raises: UserError for what is not supported: tensor parallelism below FSDP, parameters that are kept on
     the CPU, a mesh to which parameters are resharded after the forward.
     """
+    for group in units(model):
+        if not group.is_sharded:
+            # FSDP leaves the outermost module gathered after a forward without gradients.
+            group.reshard()
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     outermost = _outermost(model)
     result = []
@@ -121,9 +125,6 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     for state, group in _units(model):
         # Parameters of one call may be sharded over several meshes, each a group of its own.
         unit = number_of.setdefault(id(state), len(number_of))
-        if not group.is_sharded:
-            # FSDP leaves the outermost module gathered after a forward without gradients.
-            group.reshard()
         for held in group.fsdp_params:
             info = held._module_info
             if getattr(info.module, info.param_name) is not held.sharded_param:
@@ -311,7 +312,6 @@ class Twin:
 
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
         self.parameters, self._units = tuple(parameters), units(model)
-        self.reshard()
         first: dict[Tensor, str] = {p.parameter: p.name for p in parameters}
         every = model.named_parameters(remove_duplicate=False)
         self.groups: dict[str, str] = {}

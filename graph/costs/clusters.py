@@ -85,8 +85,10 @@ class CommunicationModel:
         # Any two ranks may exchange data: in the worst case every GPU of a node sends to another node at
         # once.
         leaving = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 0
-        local = min(among, cluster.gpus_per_node)
-        placement = local, among // local, 1
+        # Of groups that do not fill nodes, the one on most nodes.
+        node = cluster.gpus_per_node
+        nodes = max((i + among - 1) // node - i // node + 1 for i in range(0, gpus, among))
+        placement = -(-among // nodes), nodes, 1
         points = {
             ("all_to_all", "world"): _points(lambda size: grouped_all_to_all_ms(cluster, size, *placement)),
             ("point_to_point", "world"): _points(lambda size: point_to_point_ms(cluster, size, leaving)),
@@ -100,7 +102,7 @@ class CommunicationModel:
             sums["replica"] = gpus, among
         if shard_ranks is not None:
             sums |= {"shards": (shard_ranks, 1), "copies": (gpus, shard_ranks)}
-        inside = {("all_to_all", "world")} if among <= cluster.gpus_per_node else set()
+        inside = {("all_to_all", "world")} if nodes == 1 else set()
         for group, ranks in sums.items():
             whole = _points(partial(_all_reduce_ms, cluster, *ranks))
             if _ranks_by_node(cluster, *ranks)[1] == 1:
@@ -344,6 +346,7 @@ class Cluster:
         return self.peak_tflops[named] * self.compute_efficiency[named]
 
 
+_MAY_BE_ZERO = ("_us", "_passes", "_keys", "sms")
 _NAMED = {"dispatchers": Dispatcher, "attention": Attention}
 """Tables of tables, by name."""
 
@@ -398,7 +401,6 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             do="move it up",
         )  # fmt: skip
     cluster: Cluster = _from_table(Cluster, data, f"cluster file {source}")
-    numbers = {f.name: data[f.name] for f in fields(Cluster) if f.type in ("int", "float")}
     for table in _TABLES:
         if not isinstance(data[table], dict) or "float32" not in data[table]:
             raise UserError(
@@ -411,14 +413,8 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
                 expected=sorted(data["peak_tflops"]),
                 do="name the same dtypes in both tables",
             )
-        numbers |= {f"{table}.{dtype}": value for dtype, value in data[table].items()}
-    for key, value in numbers.items():
-        latency = key.endswith("_us")
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or value < 0 or (value == 0 and not latency):
-            raise UserError(
-                f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
-            )
+        for dtype, value in data[table].items():
+            _check_number(f"{table}.{dtype}", value, f"cluster file {source}")
     if "kernels" in data:
         kernels = _from_table(Kernels, data["kernels"], f"[kernels] in cluster file {source}")
         cluster = replace(cluster, kernels=kernels)
@@ -444,4 +440,15 @@ def _from_table(kind: type, table: object, where: str) -> Any:
     ):
         if names:
             raise UserError(where, got=f"{what} key {', '.join(sorted(names))}", expected=expected, do=do)
+    numbers = [f.name for f in fields(kind) if f.type.startswith(("int", "float", "tuple"))]
+    for key in set(numbers) & set(table):
+        for value in table[key] if isinstance(table[key], list) else [table[key]]:
+            _check_number(key, value, where)
     return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
+
+
+def _check_number(key: str, value: object, where: str) -> None:
+    """Raise UserError unless it is a positive number; some may be zero."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value < 0 or (value == 0 and not key.endswith(_MAY_BE_ZERO)):
+        raise UserError(f"{key} in {where}", got=value, expected="a positive number", do="correct it")

@@ -33,7 +33,6 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import create_function_from_signature
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, shared_memory
 from lancet_kernels.kernels.specimens import Specimen
 from lancet_kernels.kernels.symmetric import nvshmem
@@ -142,14 +141,7 @@ class CompiledKernel:
 
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
     """Compile for sm_`arch` and inspect the machine code. Raises Triton's error if it does not compile;
-    UserError if kernels are interpreted, or NVSHMEM's bitcode is missing or not readable."""
-    if runtime.INTERPRETED:
-        raise UserError(
-            "compiling kernels",
-            got="TRITON_INTERPRET set",
-            expected="kernels that are not interpreted",
-            do="unset it, or call lancet kernels, which compiles in other processes",
-        )
+    UserError if NVSHMEM's bitcode is missing or not readable."""
     start = time.perf_counter()
     compiled, options = _compile(specimen, arch)
     usage = _tool("-res-usage", compiled.asm["cubin"])

@@ -165,7 +165,7 @@ class OverlapConfig:
         """
         tile = GemmConfig(128, 256, 64, 8, 4)
         hopper = cls(tile, put_rows=2, put_block=1024, programs=programs, tma=True, bodies="gluon")
-        if not portable and not hopper.refusals(width, hidden, dtype, arch, far):
+        if not portable and hopper.runs_on_hopper(width, hidden, dtype, arch, far):
             return hopper
         if dtype.itemsize == 4:
             tile = GemmConfig(64, 32, 16, 8, 2)
@@ -175,26 +175,17 @@ class OverlapConfig:
             tile = GemmConfig(64, 64, 32, 8, 4)
         return cls(tile, programs=programs, tma=arch >= 90)
 
-    def refusals(
-        self, width: int, hidden: int, dtype: torch.dtype, arch: int, far: bool
-    ) -> list[tuple[str, object, str]]:
-        """(what, what it is, what it should be) of all that keeps the Hopper kernel from running.
-
-        arch: 90 for compute capability 9.0, 0 for no GPU. far: some peers are reached by NVSHMEM only.
-        """
-        tile, block = self.gemm, self.gemm.block_k
-        fits = tile in [GemmConfig(128, 256, 64, 8, stages) for stages in (2, 3, 4)]
-        divides = width % block == 0 and hidden % block == 0
-        here = f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU"
-        checks = (
-            ("tile", str(tile), "128x256x64 with 8 warps and 2 to 4 stages", fits),
-            ("tma", self.tma, "True", self.tma),
-            ("type", dtype, "torch.bfloat16 or torch.float16", dtype in (torch.bfloat16, torch.float16)),
-            ("widths of model and experts", (width, hidden), f"multiples of {block}", divides),
-            ("transport", "NVSHMEM" if far else "pointers", "pointers to all peers", not far),
-            ("device", here, "a GPU of compute capability 9.0", arch == 90),
+    def runs_on_hopper(self, width: int, hidden: int, dtype: torch.dtype, arch: int, far: bool) -> bool:
+        """Can the Hopper kernel run with it? Args: as of `for_gpu`."""
+        step = self.gemm.block_k
+        return (
+            self.gemm in [GemmConfig(128, 256, 64, 8, stages) for stages in (2, 3, 4)]
+            and self.tma
+            and dtype in (torch.bfloat16, torch.float16)
+            and width % step == hidden % step == 0
+            and not far
+            and arch == 90
         )
-        return [(what, got, expected) for what, got, expected, fits in checks if not fits]
 
     def cut(self, dtype: torch.dtype, activation: str, *, aligned: bool, backward: bool) -> Cut:
         """How one launch is cut; block_m stays. aligned: are all its operands, for tensor descriptors?
@@ -250,8 +241,9 @@ def default_overlap_config(
     config = tuned((width, hidden, activation, pes_here), dtype, device)
     gpu = torch.cuda.get_device_properties(device)
     programs = max(1, multiprocessors(gpu.multi_processor_count) // pes_here)
-    if config is None or (far and config.bodies == "gluon"):
-        config = OverlapConfig.for_gpu(width, hidden, dtype, 10 * gpu.major + gpu.minor, programs, far)
+    here = width, hidden, dtype, 10 * gpu.major + gpu.minor
+    if config is None or (config.bodies == "gluon" and not config.runs_on_hopper(*here, far)):
+        config = OverlapConfig.for_gpu(*here, programs, far)
     return replace(config, programs=min(config.programs, programs))
 
 

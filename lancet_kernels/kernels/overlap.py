@@ -32,7 +32,6 @@ from lancet_kernels.kernels.overlap_data import (
     Routing,
     SavedPass,
     check_pass,
-    check_same_exchange,
 )
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol import combine
@@ -64,7 +63,7 @@ def moe_forward(
 
     Raises UserError for wrong dtype, layout, device or size, before anything is sent.
     """
-    check_pass(exchange, x, routing, experts, config, dense)
+    check_pass(exchange, x, routing, experts)
     opened = exchange.begin()
     exchange.schedule(opened, routing.count)
     pre = exchange.kept(experts.w1.shape[2])
@@ -93,8 +92,7 @@ def moe_backward(
 
     Raises UserError as moe_forward.
     """
-    check_pass(backward, dy, routing, experts, config, dense)
-    check_same_exchange(forward, backward)
+    check_pass(backward, dy, routing, experts)
     if not saved.opened.open:
         raise UserError(
             f"backward of a pass of {forward.name}",

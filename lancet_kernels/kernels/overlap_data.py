@@ -5,7 +5,6 @@ Whether a pass can run with it is checked before anything is sent: no peer waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.config import OverlapConfig, check_activation
+from lancet_kernels.kernels.config import check_activation
 from lancet_kernels.kernels.protocol.exchange import Exchange, OpenPass
 from lancet_kernels.kernels.runtime import check_tensor
 
@@ -107,8 +106,6 @@ def check_pass(
     x: Tensor,
     routing: Routing,
     experts: Experts,
-    config: OverlapConfig,
-    dense: Sequence[DenseGemm] = (),
 ) -> None:
     """Raise UserError unless a pass with these can run: before anything is sent."""
     experts_in_all = exchange.world * exchange.local_experts
@@ -132,51 +129,9 @@ def check_pass(
     for name, tensor, shape, dtype in checks:
         if tensor is not None:
             check_tensor(f"{name} of the fused experts", tensor, shape=shape, dtype=dtype, device=x.device)
-    if num_tokens * num_choices > exchange.send_rows:
-        raise UserError(
-            f"rows to send through {exchange.name}",
-            got=f"{num_tokens} tokens with {num_choices} choices each",
-            expected=f"at most {exchange.send_rows} rows",
-            do="declare more tokens when the exchange is made",
-        )
     check_routing(routing)
-    check_dense(dense, x)
     if (experts.b1 is None) != (experts.b2 is None):
         raise UserError("biases", got="one of b1 and b2", expected="both or neither", do="give zeros")
-    if config.gemm.block_m != exchange.chunk_rows:
-        raise UserError(
-            "config.gemm.block_m",
-            got=config.gemm.block_m,
-            expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
-            do="make the exchange with chunk_rows=config.gemm.block_m",
-        )
-    check_gluon(config, width, hidden, exchange.dtype, x.device, exchange.nvshmem)
-
-
-def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
-    """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
-    for i, problem in enumerate(problems):
-        a, b = problem.a.shape, problem.b.shape
-        shapes = {"a": (None, None), "b": (*a[:1], None), "c": (*a[1:], *b[1:])}
-        for which, shape in shapes.items():
-            what, operand = f"{which} of independent GEMM {i}", getattr(problem, which)
-            check_tensor(what, operand, shape=shape, dtype=x.dtype, device=x.device)
-
-
-def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
-    """Raise UserError unless rows of a forward pass have the same places in both, which are two."""
-    if forward is backward:
-        raise UserError(
-            "the exchange of the backward", got="that of the forward", expected="another", do="make two"
-        )
-    for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows".split():
-        if getattr(forward, name) != getattr(backward, name):
-            raise UserError(
-                f"{name} of {backward.name}, the exchange of the backward",
-                got=getattr(backward, name),
-                expected=f"{getattr(forward, name)}, as {forward.name} has",
-                do="make both exchanges alike",
-            )
 
 
 def check_routing(routing: Routing) -> None:
@@ -198,20 +153,4 @@ def check_routing(routing: Routing) -> None:
             got=f"{len(row)} choices with a row and counts of {int(count.sum())} rows, not the same ones",
             expected="rows by expert, as the counts say, and choice to be the inverse of row",
             do="make the tables from one call of a gate",
-        )
-
-
-def check_gluon(
-    config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, device: torch.device, nvshmem: bool
-) -> None:
-    """Raise UserError unless the Hopper kernel can do what `config` asks it to, operands aligned or not."""
-    if config.bodies != "gluon" or runtime.records_all():
-        return
-    arch = runtime.architecture(device) if device.type == "cuda" else 0
-    for what, got, expected in config.refusals(width, hidden, dtype, arch, nvshmem):
-        raise UserError(
-            f"{what} of a fused launch with bodies='gluon'",
-            got=got,
-            expected=expected,
-            do="use bodies='triton'",
         )

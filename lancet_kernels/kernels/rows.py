@@ -11,7 +11,7 @@
 
 A choice with a negative row is dropped: it is never written, and it contributes zero. Rows that are not real
 are neither read nor written; `count` is read on the device, so the host need not know it. Arithmetic is in
-float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`UNFUSED`). All raise
+float32, rounded once. Products are not fused into sums (`UNFUSED`). All raise
 UserError for wrong dtypes, shapes, layouts or devices.
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
@@ -32,8 +32,7 @@ from lancet_kernels.kernels.portable.gemm import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.protocol.device import INTERPRETED
 from lancet_kernels.kernels.runtime import check_tensor, launch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ACTIVATION_DTYPES = DTYPES[:3]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
 # A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.
@@ -104,7 +103,7 @@ def permute_kernel(
     m_t, m_d = t < T, i_d < D
     # [BT, BD]
     b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
-    if weight_ptr is not None and x_ptr.dtype.element_ty != tl.float64:
+    if weight_ptr is not None:
         b_x = b_x.to(tl.float32)
     for first in range(0, K, UNROLLED):
         for j in tl.static_range(UNROLLED if K > UNROLLED else K):
@@ -135,7 +134,7 @@ def combine_kernel(
     t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
     i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
     m_t, m_d = t < T, i_d < D
-    acc = tl.zeros([BT, BD], tl.float64 if rows_ptr.dtype.element_ty == tl.float64 else tl.float32)
+    acc = tl.zeros([BT, BD], tl.float32)
     for first in range(0, K, UNROLLED):
         for j in tl.static_range(UNROLLED if K > UNROLLED else K):
             k = first + j
@@ -163,7 +162,7 @@ def combine_dweight_kernel(
     k = tl.program_id(0) % K
     t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
     offset, m_kept = place_row(row_ptr, t * K + k, t < T, D)
-    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
+    acc = tl.zeros([BT, BD], tl.float32)
     for d in range(0, D, BD):
         i_d = d + tl.arange(0, BD)
         m = m_kept[:, None] & (i_d < D)[None, :]
@@ -245,8 +244,7 @@ def _check(name: str, values: Tensor, row_TK: Tensor, weight_TK: Tensor | None =
     num_tokens, device = len(values) if name == "x_TD" else None, values.device
     check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
     if weight_TK is not None:
-        dtypes = (torch.float32, torch.float64) if values.dtype == torch.float64 else (torch.float32,)
-        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=device)
+        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=torch.float32, device=device)
 
 
 def _move_rows(kernel: Any, row_TK: Tensor, weight_TK: Tensor | None, **operands: Tensor) -> None:
@@ -260,29 +258,18 @@ def _move_rows(kernel: Any, row_TK: Tensor, weight_TK: Tensor | None, **operands
     )  # fmt: skip
 
 
-def permute(
-    x_TD: Tensor,
-    row_TK: Tensor,
-    weight_TK: Tensor | None,
-    num_rows: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+def permute(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, num_rows: int) -> Tensor:
     """rows[row[t, k]] = x[t] * weight[t, k], where kept.
 
-    Args:
-        x_TD: float32, bfloat16, float16 or float64; row_TK: int64, negative where dropped, no two alike, all
-            below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
-        num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
+    Args: x_TD: float32, bfloat16 or float16; row_TK: int64, negative where dropped, no two alike, all below
+        num_rows; weight_TK: float32, None means 1. num_rows: how many rows to make.
     Returns: [num_rows, D]; rows without a choice are not written.
     """
     _check("x_TD", x_TD, row_TK, weight_TK)
-    if out is None:
-        out = x_TD.new_empty(num_rows, x_TD.shape[1])
-    check_tensor("out", out, shape=(num_rows, x_TD.shape[1]), dtype=x_TD.dtype, device=x_TD.device)
-    if x_TD.numel() and out.numel():
-        _move_rows(permute_kernel, row_TK, weight_TK, x_ptr=x_TD, rows_ptr=out)
-    return out
+    rows_SD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    if x_TD.numel() and num_rows:
+        _move_rows(permute_kernel, row_TK, weight_TK, x_ptr=x_TD, rows_ptr=rows_SD)
+    return rows_SD
 
 
 def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
@@ -298,14 +285,14 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
 
 
 def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
-    """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
+    """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: float32 [T, K].
 
     In combine x is the gradient of its output; in permute the rows are.
     """
     _check("x_TD", x_TD, row_TK)
     (num_tokens, top_k), width = row_TK.shape, x_TD.shape[1]
     check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=x_TD.device)
-    dweight_TK = x_TD.new_empty(num_tokens, top_k, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    dweight_TK = x_TD.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dweight_TK.numel():
         tile = _tile_of(width)
         launch(
@@ -344,7 +331,7 @@ def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -
 def _check_activation(h_RH: Tensor, count: Tensor, kind: str) -> int:
     """-> F."""
     check_activation(kind)
-    check_tensor("h_RH", h_RH, shape=(None, None), dtype=ACTIVATION_DTYPES)
+    check_tensor("h_RH", h_RH, shape=(None, None), dtype=DTYPES)
     check_tensor("count", count, shape=(1,), dtype=torch.int64, device=h_RH.device)
     halves = 2 if kind == "swiglu" else 1
     if h_RH.shape[1] % halves:

@@ -179,18 +179,13 @@ class Guards:
             for name, value in getattr(owner, kind).items()
         ]
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None where nobody else has it any more."""
-        return self._module()
-
     def reason(self, arguments: Arguments) -> str:
         """Why this call must run without the plan; "" if it can use the plan.
 
         Raises: UserError as `refuse_changes`.
         """
         self.refuse_changes()
-        module = self.module
+        module = self._module()
         # Last: inputs of another shape can run with the plan if that is all.
         reason = self._mode(module) or self.inputs.reason(arguments)
         if reason:
@@ -199,7 +194,7 @@ class Guards:
 
     def refuse_changes(self) -> None:
         """Raise UserError for changed parameters, or a wrapper that would make their gradients wrong."""
-        module = self.module
+        module = self._module()
         if module is None:
             return
         self._refuse_wrappers(module)

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -50,10 +50,6 @@ from lancet_kernels.schedules.rewrite.gathers import sum_held
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, Timeline
 
 _log = logging.getLogger(__name__)
-
-_Inputs = Union[Sequence[object], Mapping[str, object]]  # noqa: UP007  Python 3.10 subscribes no other form
-"""A tuple by position, or a dict by name."""
-
 
 MOST_SHAPES = 8
 """How many captured shapes are kept, beside the one that was planned; those used last (as torch.compile)."""
@@ -270,7 +266,7 @@ class OptimizedModule(nn.Module):
         with self._step.accumulation.without_sums():
             yield
 
-    def microbatches(self, batches: Sequence[_Inputs]) -> list[Any]:
+    def microbatches(self, batches: Sequence[Sequence[object] | Mapping[str, object]]) -> list[Any]:
         """Run forward and backward of several microbatches, whose gradients are summed over the ranks once.
 
         Gradients are those of the mean of the losses (of their sum, if the step was planned with

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -35,6 +35,7 @@ from lancet_kernels.graph.costs.clusters import (
 )
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.from_fx import is_instruction, is_wait, op_name, program_from_graph
+from lancet_kernels.graph.ops import argument_names
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules import STRATEGY_NAMES
@@ -253,14 +254,6 @@ def _own_time(instruction: Instruction, _tensors: object) -> float:
     return instruction.milliseconds
 
 
-class _Placement(NamedTuple):
-    """Where the ranks of a process group are: ranks on a node, nodes, groups that share a node's network."""
-
-    local: int
-    nodes: int
-    at_once: int
-
-
 def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, cluster: Cluster) -> list[float]:
     """The time of each instruction of a Program: that of `costs` if it knows one, or the cluster's."""
     nodes = {node.name: node for node in graph.nodes}
@@ -277,23 +270,23 @@ def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, clu
     return result
 
 
-def _collective_ms(cluster: Cluster, collective: str, size: float, placement: _Placement) -> float:
+def _collective_ms(cluster: Cluster, collective: str, size: float, placement: tuple[int, int, int]) -> float:
     if collective in ("all_to_all", "point_to_point"):
         return grouped_all_to_all_ms(cluster, size, *placement)
     # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
     return grouped_all_reduce_ms(cluster, size, *placement) / (1 if collective == "all_reduce" else 2)
 
 
-def _placement(node: fx.Node, cluster: Cluster) -> _Placement:
-    """Where the ranks of a collective are. A group that is unknown here counts as consecutive ranks."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+def _placement(node: fx.Node, cluster: Cluster) -> tuple[int, int, int]:
+    """Of the group of a collective: ranks on a node, nodes, groups that share a node's network. A group that
+    is unknown here counts as consecutive ranks."""
+    arguments = {**dict(zip(argument_names(node.target), node.args, strict=False)), **node.kwargs}
     splits = arguments.get("output_split_sizes")
     count = len(splits) if isinstance(splits, (list, tuple)) else arguments.get("group_size", 2)
     ranks = _ranks(arguments.get("group_name")) or range(count)
     nodes = len({rank // cluster.gpus_per_node for rank in ranks})
     local = math.ceil(len(ranks) / nodes)
-    return _Placement(local, nodes, max(1, cluster.gpus_per_node // local) if nodes > 1 else 1)
+    return local, nodes, (max(1, cluster.gpus_per_node // local) if nodes > 1 else 1)
 
 
 def _ranks(group: object) -> list[int] | None:

@@ -22,7 +22,7 @@ from lancet_kernels.graph.costs.costs import source_of
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.optimization.paired import with_pair
-from lancet_kernels.optimization.rank_agreement import plans_of_first_rank, result_of_first_rank
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.optimization.step import ModelStep, agreed
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.cut.ranges import range_names
@@ -149,13 +149,13 @@ def plans_of(
     """
     world = step.groups.world
     if given is not None:
-        plans = plans_of_first_rank(world, lambda: [plan_of_file(given, step, strategy)])
+        plans = result_of_first_rank(world, lambda: [plan_of_file(given, step, strategy)])
     else:
         # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
         # A pair is a schedule of whole instructions.
         base = "lancet-dw" if strategy == MICROBATCHES else strategy
-        plans = plans_of_first_rank(world, lambda: plans_for(step, base, options, cache, most))
+        plans = result_of_first_rank(world, lambda: plans_for(step, base, options, cache, most))
     planned = predicted(step, plans, measured)
     best, timeline = planned.pop(fastest_that_fits([plan for plan, _ in planned]))
     if best.report.chosen:

@@ -8,7 +8,7 @@ by all ranks together, or from what is the same on all of them:
     the graph, parameters                    compared (`alike`): an error that names the ranks
     measure again, or use stored times       rank 0 reads the file (`graph.costs.profiler`); later figures are
                                              means, medians or maxima over all ranks
-    a plan of the cache, a stale one, a new  rank 0 (`plans_of_first_rank`), also fused launches or streams,
+    a plan of the cache, a stale one, a new  rank 0 (`result_of_first_rank`), also fused launches or streams,
     one; the order of a pair                 and its error is that of all ranks
     which plan after trials, none, in pairs  the times of the slowest rank in each round (`trial`)
     with the plan or without it: a mode, a   all ranks before the call (`CallAgreement`): if one cannot run
@@ -47,7 +47,6 @@ from lancet_kernels.ops.comm.groups import (
     values_of_ranks,
 )
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.walk import WITHOUT_PASSES
 
 Value = TypeVar("Value")
@@ -55,15 +54,18 @@ _COMPARISON = "comparison of the ranks' graphs and plans"
 _MESSAGE_BYTES = 512
 
 
-def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str) -> Value:
-    """What `make` gives beside a digest, which has to be the same on all ranks. Collective.
+def alike(
+    make: Callable[[], Value], digest_of: Callable[[Value], str], group: str, what: str, do: str
+) -> Value:
+    """What `make` gives, with a digest that has to be the same on all ranks. Collective.
 
     Args: what: it gives. do: the advice.
     Raises: the UserError of `make` on this rank; UserError that names the ranks with another digest, or none.
     """
     value, refusal, digest = None, None, ""
     try:
-        value, digest = make()
+        value = make()
+        digest = digest_of(value)
     except UserError as error:
         refusal = error
     digests = values_of_ranks(digest, group, _COMPARISON)
@@ -81,19 +83,6 @@ def alike(make: Callable[[], tuple[Value, str]], group: str, what: str, do: str)
                 do=do,
             )
     return cast("Value", value)
-
-
-def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
-    """The plans of rank 0, on every rank. Raises: UserError on all ranks if rank 0 failed."""
-    plans = result_of_first_rank(group, make)
-    if len(set(values_of_ranks(tuple(plan.fingerprint for plan in plans), group, _COMPARISON))) != 1:
-        raise UserError(
-            "plan across ranks",
-            got="different plans",
-            expected="the same plan on every rank",
-            do="start all ranks with one version",
-        )
-    return plans
 
 
 def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:

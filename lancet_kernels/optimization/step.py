@@ -352,14 +352,8 @@ def capture_step(
 
 def agreed(make: Callable[[], ModelStep], group: str) -> ModelStep:
     """The step, if all ranks have the same one. Collective. Raises: as `capture_step`."""
-
-    def with_digest() -> tuple[ModelStep, str]:
-        step = make()
-        return step, step.digest
-
-    return alike(
-        with_digest, group, "training step", "give every rank the same model and the same input shapes"
-    )
+    do = "give every rank the same model and the same input shapes"
+    return alike(make, lambda step: step.digest, group, "training step", do)
 
 
 def placeholder_value(node: fx.Node, state: Callable[[str], Tensor], leaves: Sequence[object]) -> object:

@@ -63,11 +63,13 @@ def fastest(
     blocking = [one for one in others[MOST_TRIED - 1 :] if one[0].report.chosen == "none"]
     tried = [planned[0], *others[: MOST_TRIED - 1], *blocking]
     modules = {plan.report.chosen: build(plan, line) for plan, line in tried}
-    ways = {name: module.bare_step(step.arguments) for name, module in modules.items()}
-    ways[PLAIN] = build(replace(best, plain=True), timeline).bare_step(step.arguments)
-    measured = milliseconds_per_step(step, ways, trials)
-    chosen = modules[min(measured.keys() & modules, key=measured.__getitem__)]
-    if measured[chosen.plan.report.chosen] > (1 - WORTH) * measured.get(PLAIN, math.inf):
+    ways = modules | {PLAIN: build(replace(best, plain=True), timeline)}
+    runs = {name: partial(_one_step, module.bare_step(step.arguments)) for name, module in ways.items()}
+    measured = milliseconds_of(step, runs, trials)
+    # Where every plan refuses the step, the module as it is may run.
+    name = min(measured.keys() & modules, key=measured.__getitem__, default=best.report.chosen)
+    chosen = modules[name]
+    if measured.get(name, math.inf) > (1 - WORTH) * measured.get(PLAIN, math.inf):
         chosen = build(replace(chosen.plan, plain=True), chosen.timeline)
     chosen.report(measured=measured)
     return _in_pairs_if_faster(step, build, chosen, trials) if step.accumulate > 1 else chosen
@@ -93,21 +95,14 @@ def _in_pairs_if_faster(
     return chosen
 
 
-def milliseconds_per_step(
-    step: ModelStep, ways: Mapping[str, Callable[[], object]], rounds: int
-) -> dict[str, float]:
-    """As `milliseconds_of`, of forward and backward. Args: ways: run a forward of `step` and return what its
-    module does."""
-    return milliseconds_of(step, {name: partial(_one_step, way) for name, way in ways.items()}, rounds)
-
-
 def milliseconds_of(
     step: ModelStep, runs: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
     """Time by name (`typical`), in each round that of the slowest rank: the same on all ranks. Collective.
 
     Args: runs: run one step, or several microbatches of it, forward and backward.
-    Raises: the UserError with which all of them refuse the step; those with which some do are logged.
+    Raises: the UserError with which all of them refuse the step, on the other ranks one that says so; those
+    with which some do are logged.
     """
     refusals: dict[str, UserError] = {}
 
@@ -123,8 +118,14 @@ def milliseconds_of(
     of_ranks = values_of_ranks(own, step.groups.world, "comparison of measured steps")
     slowest = {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
     ended = {name: times for name, times in slowest.items() if math.inf not in times}
-    if not ended and refusals:
-        raise next(iter(refusals.values()))
+    if not ended:
+        elsewhere = UserError(
+            "a measured step",
+            got="one that other ranks refuse, whatever the plan",
+            expected="a step that every rank can run",
+            do="look at their error",
+        )
+        raise next(iter(refusals.values()), elsewhere)
     for name, error in refusals.items():
         _log.info("%s was not tried: %s", name, error)
     return typical(ended)

@@ -102,13 +102,13 @@ def parallelize(
         )
     own = Groups.of_ranks(group)
     arguments = example_arguments(model, example_inputs)
-
-    def with_digest() -> tuple[OneDeviceModel, str]:
-        device_model = OneDeviceModel(model, arguments, copies)
-        return device_model, fingerprint(device_model.microbatch_program())
-
-    do = "give every rank the same whole batch"
-    device_model = alike(with_digest, own.world, "model to parallelize", do)
+    device_model = alike(
+        lambda: OneDeviceModel(model, arguments, copies),
+        lambda made: fingerprint(made.microbatch_program()),
+        own.world,
+        "model to parallelize",
+        "give every rank the same whole batch",
+    )
     chosen = _strategy(device_model, strategy, own, cluster, memory_gb, times)
     graph = device_model.sharded_graph(chosen, own.expert)
     optimized = optimize(

@@ -104,7 +104,7 @@ class FusedMemory:
         for device, shared in cls._of_group.pop(process_group or ALONE, {}).items():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
-            shared.memory.close(together=False)
+            shared.memory.close()
 
     def pool(self, each_pass: int, **sizes) -> SharedExchanges:
         """What layers of these sizes share."""

@@ -205,8 +205,6 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        # Passes that have been opened.
-        self.begun = 0
         # By place: whose it is, and the words to release should that pass have been dropped.
         self._open: dict[int, tuple[weakref.ref[OpenPass], Tensor]] = {}
 
@@ -250,7 +248,6 @@ class Exchange:
             )
         if place in self._open:
             self._give_back(place, self._open[place][1], backward=table is not None)
-        self.begun += 1
         self._epoch += 1
         words = torch.zeros(8, dtype=torch.int64, device=self.memory.device)
         words[:1].copy_(self._epoch)

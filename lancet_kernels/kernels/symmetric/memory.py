@@ -1,10 +1,10 @@
 """What is symmetric memory? Named regions that every PE has, and the addresses by which PEs write into them.
 
-    with create(group, device) as memory:
-        rows = memory.allocate("rows", (E, C, D), torch.bfloat16)      # collective, zero-filled
-        arrived = memory.allocate("arrived", (E,), torch.int64)        # signal words, only ever growing
-        kernel[grid](rows.local, rows.peers, arrived.local, arrived.peers, ...)
-        memory.barrier()
+    memory = create(group, device)
+    rows = memory.allocate("rows", (E, C, D), torch.bfloat16)      # collective, zero-filled
+    arrived = memory.allocate("arrived", (E,), torch.int64)        # signal words, only ever growing
+    kernel[grid](rows.local, rows.peers, arrived.local, arrived.peers, ...)
+    memory.barrier()
 
 `rows.local` is this PE's copy. `rows.peers[p]` is the address of PE p's copy as this PE reaches it:
 what is stored there arrives at p, also while p runs. 0: no pointer reaches p (then NVSHMEM's puts do).
@@ -126,22 +126,14 @@ class SymmetricMemory(ABC):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def close(self, *, together: bool = True) -> None:
-        """Free all regions; may be called twice. Does not wait for peers that may still write into them.
-        together: the other PEs close it, too; False: after an error, when they may be anywhere."""
+    def close(self) -> None:
+        """Free all regions; may be called twice. Does not wait for peers, which may still write into them."""
         if self._open:
             self._open = False
             for region in self._regions.values():
                 region._forget()
             self._regions.clear()
-            self._free(together)
-
-    def __enter__(self) -> SymmetricMemory:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error there is no rendezvous: the other ranks may be anywhere.
-        self.close(together=error_type is None)
+            self._free()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -156,8 +148,8 @@ class SymmetricMemory(ABC):
         """-> (this PE's copy, uint8 and zero; the addresses of all copies)."""
 
     @abstractmethod
-    def _free(self, together: bool) -> None:
-        """Give everything back. together: the other PEs do the same now."""
+    def _free(self) -> None:
+        """Give everything back."""
 
 
 def disagreement(asked: dict[int, str]) -> UserError:
@@ -218,7 +210,7 @@ class VirtualMemory(SymmetricMemory):
             copies.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
         return copies[self.rank], [copy.data_ptr() for copy in copies]
 
-    def _free(self, together: bool) -> None:
+    def _free(self) -> None:
         # The copies go with the last PE that has them.
         del self._requests
 

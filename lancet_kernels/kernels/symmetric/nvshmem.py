@@ -4,14 +4,13 @@ Where NVLink does not reach (another node, PCIe) the table of peers has 0, and k
 NVSHMEM=True use NVSHMEM's puts.
 
 NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
-one can have it. It is initialised with the first memory and finalised when Python exits.
+one can have it. It is initialised with the first memory.
 
 Nothing of NVSHMEM is imported before it is needed.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import importlib
@@ -20,7 +19,6 @@ import sys
 import weakref
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -61,9 +59,8 @@ def missing() -> str:
 class NvshmemMemory(MemoryOfRanks):
     """One rank of a process group whose ranks have a GPU each."""
 
-    # NVSHMEM belongs to the process. Initialised by us; how many memories were not closed in good order.
+    # NVSHMEM belongs to the process. Initialised by us?
     _started: ClassVar[bool] = False
-    _unsettled: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -95,7 +92,6 @@ class NvshmemMemory(MemoryOfRanks):
         if not any(started):
             self._start(meetings)
         meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
-        NvshmemMemory._unsettled += 1
         self._pointer_ok = [signals_reach(self.device, gpu) for gpu in gpus]
         self._raw: list[Tensor] = []
         near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
@@ -129,7 +125,6 @@ class NvshmemMemory(MemoryOfRanks):
             do="look at NVSHMEM_DEBUG=INFO",
         )
         NvshmemMemory._started = True
-        atexit.register(_finalize, self._core)
 
     def _check_pes(self) -> None:
         if not NvshmemMemory._started:
@@ -155,24 +150,9 @@ class NvshmemMemory(MemoryOfRanks):
         self.far = any(self._meetings.meet(f"{request}: zero", not all(addresses)))
         return raw, addresses
 
-    def _free(self, together: bool) -> None:
-        raw, self._raw = self._raw, []
-        if together:
-            # Freeing is collective in NVSHMEM. Without the others the memory stays until the process ends.
-            self._meetings.meet("close")
-            torch.cuda.synchronize(self.device)
-            for tensor in raw:
-                self._core.free_tensor(tensor)
-            NvshmemMemory._unsettled -= 1
-
-
-def _finalize(core: ModuleType) -> None:
-    """At exit, if every memory was closed in good order: it is collective, and would wait for a dead rank.
-
-    Not left out: NVSHMEM's proxy thread may still poll InfiniBand when the libraries go, and crash.
-    """
-    if NvshmemMemory._unsettled == 0:
-        core.finalize()
+    def _free(self) -> None:
+        # Freeing is collective in NVSHMEM: without the others the memory stays until the process ends.
+        self._raw.clear()
 
 
 _initialised: weakref.WeakSet[Any] = weakref.WeakSet()

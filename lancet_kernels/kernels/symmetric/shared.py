@@ -67,7 +67,7 @@ class SharedMemory(MemoryOfRanks):
         self._mapped.append(mapped)
         return mapped[self.rank], [copy.data_ptr() for copy in mapped]
 
-    def _free(self, together: bool) -> None:
+    def _free(self) -> None:
         # Unmapped with the last tensor on it; peers keep what they have mapped.
         self._mapped.clear()
 

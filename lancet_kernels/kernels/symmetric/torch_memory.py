@@ -93,7 +93,7 @@ class TorchMemory(MemoryOfRanks):
         begins = self._meetings.meet(f"{request}: zero", begin)
         return raw, [p + b for p, b in zip(handle.buffer_ptrs, begins, strict=True)]
 
-    def _free(self, together: bool) -> None:
+    def _free(self) -> None:
         # Peers keep what they have mapped.
         self._regions_of_torch.clear()
 

@@ -5,6 +5,7 @@ Kernels and dispatchers of a cluster file, by hand.
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from importlib import resources
@@ -48,7 +49,10 @@ def test_a_cluster_that_does_not_exist(tmp_path):
 
 
 MINE = 'name = "mine"\n'
-P3DN = (resources.files("lancet_kernels.graph.costs") / "clusters" / "p3dn.toml").read_text()
+P3DN, H100 = (
+    (resources.files("lancet_kernels.graph.costs") / "clusters" / f"{name}.toml").read_text()
+    for name in ("p3dn", "dgx-h100")
+)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,12 @@ P3DN = (resources.files("lancet_kernels.graph.costs") / "clusters" / "p3dn.toml"
             r"\[dispatchers.mine\] in .*: got missing key inside_gb_per_s, ",
         ),
         (P3DN + "\n[dispatchers]\nmine = 1", r"\[dispatchers.mine\] in .*: got 1, expected a table"),
+        (
+            H100.replace("multiprocessors = 132", "multiprocessors = 0"),
+            r"multiprocessors in \[kernels\] in .*",
+        ),
+        (re.sub(r"dense = .*", 'dense = "x"', H100), r"dense in \[kernels\] .*: got x, expected a positive"),
+        (re.sub(r"widths = .*", "widths = [64, -1]", H100), r"widths in \[attention\..*: got -1"),
     ],
 )
 def test_cluster_files_are_checked(tmp_path, text, message):
@@ -88,6 +98,16 @@ def test_a_cluster_of_ones_own(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(P3DN.replace("launch_us = 9.0", "launch_us = 0.0"))
     assert load_cluster(file).launch_us == 0
+
+
+def test_groups_that_do_not_fill_nodes_are_on_several():
+    """Of 24 ranks on nodes of 8: groups of 12 and of 6 cross nodes, groups of 8 do not."""
+    cluster = load_cluster("p3dn")
+    ms = {
+        ranks: CommunicationModel.from_cluster(cluster, 24, ranks).milliseconds("all_to_all", 16e6)
+        for ranks in (6, 8, 12, 24)
+    }
+    assert 10 * ms[8] < ms[6] < ms[12] < ms[24]
 
 
 def test_interpolation_by_hand():
@@ -198,18 +218,12 @@ def test_measured_times_survive_and_merge(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        "[" * 100_000,
-        "\x00\xff",
-        '{"format": "else", "version": 1, "milliseconds": {}}',
-        '{"format": "lancet-measured-times", "version": 99, "milliseconds": {}}',
         '{"format": "lancet-measured-times", "version": 1, "milliseconds": {"a": "fast"}}',
         '{"format": "lancet-measured-times", "version": 1, "milliseconds": [1]}',
     ],
 )
-def test_a_corrupt_or_foreign_file_is_ignored_with_one_warning(tmp_path, text):
+def test_a_corrupt_file_is_ignored_with_one_warning(tmp_path, text):
+    """Other content than times; what else may be wrong with such a file: test_config.py of the kernels."""
     path = tmp_path / "times.json"
     path.write_text(text)
     with warnings.catch_warnings(record=True) as caught:

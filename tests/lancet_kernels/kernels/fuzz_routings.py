@@ -23,6 +23,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -118,7 +119,7 @@ class Fuzz:
         """
         layer = self.layer
         x_rows, _, _ = self.begin(seed)
-        self.expected_rows[id(layer.forward), layer.forward.begun + 1] = x_rows
+        self.expected_rows[id(layer.forward), int(layer.forward._epoch) + 1] = x_rows
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = layer.run_forward()
@@ -135,7 +136,7 @@ class Fuzz:
         layer = self.layer
         _, dy_rows, self.expected_weights = self.begin(seed)
         if seed % BACKWARD_EVERY == 0:
-            self.expected_rows[id(layer.backward), layer.backward.begun + 1] = dy_rows
+            self.expected_rows[id(layer.backward), int(layer.backward._epoch) + 1] = dy_rows
             self.nap(0.5)
             with poisoned_buffers():
                 made = layer.run_backward(saved)
@@ -208,7 +209,7 @@ class Fuzz:
 
 def fuzz_on_rank(first: int, passes: int, nap_s: float) -> None:
     """Raises for the first pass that is wrong or does not finish."""
-    with GuardedMemory(timeout_s=WAIT_S) as memory:
+    with closing(GuardedMemory(timeout_s=WAIT_S)) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
         fuzz = Fuzz(memory, local, passes=1 + first // passes % 3, nap_s=nap_s, seed=first)
         with fuzz.watched():

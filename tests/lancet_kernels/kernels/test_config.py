@@ -20,7 +20,6 @@ from lancet_kernels.kernels.config import (
     default_overlap_config,
     tuned,
 )
-from lancet_kernels.kernels.overlap_data import check_gluon
 from lancet_kernels.measure.fused_pass import Workload
 from lancet_kernels.measure.tuner import Task
 from tests.lancet_kernels.kernels.overlap_ranks import CONFIG
@@ -78,38 +77,30 @@ SIZES = {"width": 128, "hidden": 192, "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    ("what", "change"),
+    ("runs", "change"),
     [
-        ("", {}),
-        ("", {"dtype": torch.float16}),
-        ("type", {"dtype": torch.float32}),
-        ("widths of model and experts", {"hidden": 96}),
-        ("transport", {"far": True}),
-        ("device", {"arch": 100}),
-        ("device", {"arch": 80}),
+        (True, {}),
+        (True, {"dtype": torch.float16}),
+        (False, {"dtype": torch.float32}),
+        (False, {"hidden": 96}),
+        (False, {"far": True}),
+        (False, {"arch": 100}),
+        (False, {"arch": 80}),
     ],
     ids=str,
 )
-def test_the_hopper_kernel_is_the_default_where_it_can_run(what, change):
-    given = SIZES | {"arch": 90} | change
+def test_the_hopper_kernel_is_the_default_where_it_can_run(runs, change):
+    given = SIZES | {"arch": 90, "far": False} | change
     config = OverlapConfig.for_gpu(**{"programs": 132} | given)
-    assert (config.bodies, config.programs) == ("triton" if what else "gluon", 132)
-    refusals = HOPPER.refusals(**{"far": False} | given)
-    assert [each[0] for each in refusals] == ([what] if what else [])
+    assert (config.bodies, config.programs) == ("gluon" if runs else "triton", 132)
+    assert HOPPER.runs_on_hopper(**given) is runs
 
 
 @pytest.mark.parametrize(
-    ("what", "config"),
-    [
-        ("tile", replace(HOPPER, gemm=replace(HOPPER.gemm, block_n=128))),
-        ("tma", replace(HOPPER, tma=False)),
-        ("device", HOPPER),
-    ],
+    "config", [replace(HOPPER, gemm=replace(HOPPER.gemm, block_n=128)), replace(HOPPER, tma=False)]
 )
-def test_what_the_hopper_kernel_cannot_do_is_one_line(what, config):
-    message = rf"{what} of a fused launch with bodies='gluon'.*use bodies='triton'"
-    with pytest.raises(UserError, match=message):
-        check_gluon(config, *SIZES.values(), torch.device("cpu"), nvshmem=False)
+def test_the_hopper_kernel_has_its_own_tile_and_descriptors(config):
+    assert not config.runs_on_hopper(**SIZES, arch=90, far=False)
 
 
 def test_configuration_is_the_default_one():

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import GemmConfig
-from lancet_kernels.kernels.overlap import aligned, moe_backward
+from lancet_kernels.kernels.overlap import aligned
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.protocol.schedule import BASE
 from lancet_kernels.kernels.symmetric import virtual_memories
-from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
+from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import (
-    CONFIG,
     Layer,
     answer_of,
     check_same,
@@ -91,11 +89,6 @@ def refused(layer: Layer, message: str) -> None:
     assert layer.forward.rows.local.isnan().all()
 
 
-def test_another_tile_than_the_chunks_is_refused(layer):
-    layer.config = replace(CONFIG, gemm=GemmConfig(32, 32, 16, 1, 1))
-    refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows of a tile of layer.forward\)")
-
-
 @pytest.mark.parametrize("passes", [0, -1])
 def test_no_pass_is_too_few(passes):
     with pytest.raises(UserError, match="passes"):
@@ -104,43 +97,6 @@ def test_no_pass_is_too_few(passes):
 
 def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
     return DenseGemm(*(torch.zeros(shape, dtype=dtype) for shape in (a, b, c)))
-
-
-BAD_DENSE = {
-    "another dtype": (dense((3, 2), (3, 4), (2, 4), torch.float16), "a of independent GEMM 1: got torch.f"),
-    "b does not fit": (dense((2, 3), (3, 4), (2, 4)), r"b of independent GEMM 1: .*expected .*\[2, any\]"),
-    "c does not fit": (dense((2, 3), (2, 4), (2, 4)), r"c of independent GEMM 1: .*expected .*\[3, 4\]"),
-    "three dimensions": (dense((1, 2, 3), (3, 4), (2, 4)), r"a of .* 1: got \[1, 2, 3\], .*\[any, any\]"),
-}
-
-
-@pytest.mark.parametrize("what", BAD_DENSE)
-def test_bad_independent_gemms_are_refused(layer, what):
-    problem, message = BAD_DENSE[what]
-    layer.dense = [dense((3, 2), (3, 4), (2, 4)), problem]
-    refused(layer, message)
-
-
-def test_exchanges_that_differ_are_refused(layer):
-    (memory,) = virtual_memories(1)
-    layer.forward = make_exchange(memory, "other", CASE)
-    _, saved = layer.run_forward()
-    backward = make_exchange(memory, "wider", CASE, chunk_rows=32)
-    with pytest.raises(
-        UserError, match=r"config\.gemm\.block_m|chunk_rows of wider, the exchange of the backward"
-    ):
-        moe_backward(
-            layer.forward, saved, backward, layer.dy, layer.routing, layer.experts,
-            replace(CONFIG, gemm=GemmConfig(32, 32, 16, 1, 1)),
-        )  # fmt: skip
-
-
-def test_more_tokens_than_declared_are_refused(layer):
-    layer.x, _ = tokens_of(replace(CASE, tokens=7), 0)
-    layer.routing = routing_of(replace(CASE, tokens=7), 0)
-    refused(
-        layer, r"rows to send through layer\.forward: got 7 tokens with 2 choices each, .*at most 12 rows"
-    )
 
 
 def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):

@@ -4,8 +4,9 @@ Every buffer starts as NaN between guard bands. Accuracy: at most twice the erro
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ Work = list[tuple[Case, dict]]
 def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
     """One pass of each case. -> its answer, and the independent GEMMs in it."""
     made = []
-    with GuardedMemory(timeout_s=30) as memory:
+    with closing(GuardedMemory(timeout_s=30)) as memory:
         for number, (case, options) in enumerate(work):
             changes = dict(options)
             dense = changes.pop("dense", False)
@@ -129,12 +130,16 @@ def many() -> Iterator[tuple[Case, dict]]:
             yield replace(base, choose=choose, capacity=capacity, tokens=40, activation="swiglu"), DENSE
 
 
+RANKS = (1, 2, 4)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_the_whole_grid(pool, ranks):
+    """Each case on one number of ranks, in turn."""
     work = [
         (replace(case, world=ranks, choices=min(case.choices, ranks * case.local), uneven=uneven), options)
-        for case, options in many()
+        for case, options in islice(many(), RANKS.index(ranks), None, 3)
         for uneven in ((False, True) if case.tokens == 13 and case.local == 3 else (False,))
     ]
     for start in range(0, len(work), 8):

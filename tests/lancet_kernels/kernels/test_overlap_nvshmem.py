@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +121,7 @@ def network(memory: FarMemory) -> Iterator[Network]:
 
 def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
     """The same two passes over the network and over pointers -> how often the network was used."""
-    with GuardedMemory(timeout_s=30) as memory, FarMemory(timeout_s=30) as far_memory:
+    with closing(GuardedMemory(timeout_s=30)) as memory, closing(FarMemory(timeout_s=30)) as far_memory:
         with poisoned_buffers():
             near = make_layer(memory, "near", case, **options)
             expected = near.run()

@@ -3,6 +3,7 @@
 What comes too late is an error or NaN, never a wrong number; delays of all kinds: `fuzz_routings.py`.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -80,7 +81,7 @@ def late_on_rank(case: Case, changes: dict, at: str) -> str:
     at: "launch": before its forward; "second launch": rank 0 gave up in the first launch of two;
     "backward": before its backward; "release": before it releases rows that rank 0 needs.
     """
-    with SharedMemory(timeout_s=30) as memory, poisoned_buffers():
+    with closing(SharedMemory(timeout_s=30)) as memory, poisoned_buffers():
         layer = make_layer(memory, "layer", case, **changes)
         good = [layer.run() for _ in range(2)]
         check_same(*good, "again")

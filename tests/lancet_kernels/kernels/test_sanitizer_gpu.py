@@ -14,7 +14,7 @@ LIMIT_S = 90  # for a case
 # One PE each: the sanitizer may let one kernel run at a time, so PEs that wait for another would not move.
 CASES = {
     "fused": ("test_virtual_pes.py", "test_forward_and_backward and cuda and W1"),
-    "permute": ("test_row_kernels.py", "cuda and (by_hand or given_rows or parts)"),
+    "permute": ("test_row_kernels.py", "cuda and (permute or combine or parts)"),
 }
 
 

@@ -104,7 +104,7 @@ def plain_and_planned(folder: str, cache: str) -> dict[str, float]:
     with with_times(plain=1.0):
         ready = optimize(model, inputs, times=f"{folder}/times.json", cache=cache, trials=1)
     assert ready.plan.plain
-    with mock.patch.object(library, "milliseconds_per_step", None):
+    with mock.patch.object(library, "milliseconds_of", None):
         again = optimize(model, inputs, times=f"{folder}/times.json", cache=cache)
     assert again.plan.plain, "what was stored is not measured again"
     planned = optimize(model, inputs, strategy="none", times=f"{folder}/times.json")
@@ -158,11 +158,7 @@ def pairs_on_a_rank(folder: str, ms: float) -> tuple[bool, str, str]:
         return planned(*args, **by_name).reported(pair_ms=0.0)
 
     pretend = mock.patch.object(library, "with_pair", promising)
-    with (
-        pretend,
-        with_times(plain=1000.0),
-        with_times("milliseconds_of", **{IN_PAIRS: ms, ONE_BY_ONE: 300.0}),
-    ):
+    with pretend, with_times(plain=1000.0, **{IN_PAIRS: ms, ONE_BY_ONE: 300.0}):
         times = f"{folder}/times.json"
         ready = optimize(model, inputs, times=times, trials=1, accumulate=3)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -210,7 +206,29 @@ def test_number_of_trials_is_checked() -> None:
 
 def test_without_trials_nothing_is_run(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with mock.patch.object(library, "milliseconds_per_step", None):
+    with mock.patch.object(library, "milliseconds_of", None):
         ready = optimize(model, (torch.ones(2, 4),), times=tmp_path / "times.json", trials=0)
     assert not ready.plan.plain
     assert json.loads(json.dumps(ready.plan.to_json()))["report"]["measured"] == {}
+
+
+def test_the_module_as_it_is_runs_where_every_plan_refuses_the_step(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with mock.patch.object(library, "milliseconds_of", return_value={library.PLAIN: 5.0}):
+        ready = optimize(model, (torch.ones(2, 4),), times=tmp_path / "times.json")
+    assert ready.plan.plain
+
+
+def refused_on_one_rank(folder: str) -> str:
+    def refuse(_module: object) -> None:
+        if dist.get_rank() == 1:
+            raise UserError("a step", got="this one", expected="another", do="change it")
+
+    with mock.patch.object(library, "_one_step", refuse):
+        return refusal(lambda: optimize(Model(), batch(), times=f"{folder}/times.json", trials=1))
+
+
+def test_a_step_that_one_rank_always_refuses_is_refused_on_all(pool, tmp_path) -> None:
+    first, second = pool.run(refused_on_one_rank, str(tmp_path))
+    assert "one that other ranks refuse" in first
+    assert "a step: got this one" in second

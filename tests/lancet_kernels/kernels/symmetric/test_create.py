@@ -1,5 +1,7 @@
 """Which maker is picked, for which ranks; and what happens when the ranks do not agree on it."""
 
+from contextlib import closing
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,7 @@ def create_for_groups_on_rank() -> list:
     rank, said = dist.get_rank(), []
     pair = dist.new_group([0, 2])
     for group in (None, pair) if rank in (0, 2) else (None,):
-        with create(group, timeout_s=10) as memory:
+        with closing(create(group, timeout_s=10)) as memory:
             assert isinstance(memory, SharedMemory)
             empty = memory.allocate("empty", (3, 0), torch.bfloat16)
             words = memory.allocate("words", (2,), torch.int64)
@@ -22,7 +24,7 @@ def create_for_groups_on_rank() -> list:
             memory.barrier()
     alone = dist.new_group([1])
     if rank == 1:
-        with create(alone) as memory:
+        with closing(create(alone)) as memory:
             said.append((memory.rank, memory.world, memory.reason, 1, [0, 0]))
     return said
 

@@ -1,5 +1,7 @@
 """Several PEs in one process: the same interface, on one device, without anything that waits."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ def test_mismatch_is_named():
 
 
 def test_one_rank_is_a_virtual_pe():
-    with create() as memory:
+    with closing(create()) as memory:
         assert (memory.rank, memory.world) == (0, 1)
         assert memory.reason == "virtual: one PE: no peers, on cpu"
         assert memory.allocate("x", (4,), torch.float32).peers.shape == (1,)

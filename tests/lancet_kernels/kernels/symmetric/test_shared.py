@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def payload(writer: int, reader: int, num_bytes: int) -> bytes:
 def put_on_rank() -> bytes:
     """Every rank puts a row of 30 bytes to every rank, by address alone. -> this rank's copy, as bytes."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with SharedMemory(timeout_s=10) as memory:
+    with closing(SharedMemory(timeout_s=10)) as memory:
         region = memory.allocate("rows", (world, 3, 5), torch.bfloat16)
         assert (memory.rank, memory.world) == (rank, world)
         assert (region.local.shape, region.local.dtype) == ((world, 3, 5), torch.bfloat16)
@@ -49,7 +50,7 @@ def test_puts_are_seen_bitwise(pool, ranks):
 
 def put_while_it_runs_on_rank() -> float:
     """Rank 1 looks at its copy until rank 0 has put, without any call in between. -> seconds that it took."""
-    with SharedMemory(timeout_s=10) as memory:
+    with closing(SharedMemory(timeout_s=10)) as memory:
         flag = memory.allocate("flag", (1,), torch.int64)
         begin = time.monotonic()
         if memory.rank == 0:
@@ -94,7 +95,7 @@ MISMATCHES = [
 def mismatches_on_rank() -> list[tuple[str, str]]:
     """After each mismatch a barrier, and a region, show that the memory still works."""
     said = []
-    with SharedMemory(timeout_s=10) as memory:
+    with closing(SharedMemory(timeout_s=10)) as memory:
         for number, pair in enumerate(MISMATCHES):
             request = pair[memory.rank != 1]
             ask = memory.barrier if request == "barrier" else partial(memory.allocate, *request)
@@ -116,7 +117,7 @@ def test_mismatch_is_named_on_every_rank(pool, ranks):
 
 def bad_requests_on_rank() -> list[tuple[str, str]]:
     """Requests that all ranks make, and none can get; one that they can get comes last."""
-    with SharedMemory(timeout_s=10) as memory:
+    with closing(SharedMemory(timeout_s=10)) as memory:
         memory.allocate("x", (4,), torch.float32)
         errors = [
             failure(lambda: memory.allocate("x", (4,), torch.float32)),
@@ -146,7 +147,7 @@ def test_bad_requests(pool):
 
 def absent_on_rank(step: str) -> tuple[str, str, str]:
     """Rank 1 comes 1 s too late. -> this rank's error, and that of its next call."""
-    with SharedMemory(timeout_s=1.0) as memory:
+    with closing(SharedMemory(timeout_s=1.0)) as memory:
         memory.allocate("x", (4,), torch.float32)
         if memory.rank == 1:
             time.sleep(2.0)

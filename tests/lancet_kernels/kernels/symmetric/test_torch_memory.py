@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,7 +70,7 @@ def put_on_rank() -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, torch_memory.SYMMETRIC_MEMORY, stand_in)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        with TorchMemory(None, CPU, timeout_s=20) as memory:
+        with closing(TorchMemory(None, CPU, timeout_s=20)) as memory:
             rows = memory.allocate("rows", (world, 6), torch.float64)
             zero = not rows.local.any()
             memory.barrier()
