@@ -72,6 +72,12 @@ def rule_for(instruction: Instruction) -> Rule | None:
     return facts(instruction.op).rule
 
 
+def is_gate(instruction: Instruction) -> bool:
+    """Does it give slots, and hand on how many are used?"""
+    rule = rule_for(instruction)
+    return rule is not None and bool(rule.carries)
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """The argument that a node passes to an op by position. Args: name: as in the op's schema."""
     return node.args[argument_names(node.target).index(name)]

@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.graph.program.program_json import SavedJson
 from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.report import Report
@@ -107,6 +106,7 @@ class Plan(SavedJson):
     """
 
     KIND, VERSION, AGAIN = "plan", 11, "plan again"
+    WHAT, MADE = "plan for", "made"
 
     program: str
     program_fingerprint: str
@@ -130,11 +130,6 @@ class Plan(SavedJson):
         data = replace(self, report=Report()).to_json()
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-    def check(self, program: Program) -> None:
-        """Raise UserError unless the plan belongs to this program."""
-        what = f"plan for {self.program}"
-        check_fingerprint(program, self.program_fingerprint, what, "made", "plan again")
 
     def fields_to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

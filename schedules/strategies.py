@@ -354,7 +354,7 @@ class Planner:
         if most_parts not in self._partitions:
             options = replace(self.options.partition, most_parts=most_parts)
             whole = whole_forward(self._costs, most_parts, options.longest_range_ms)
-            chosen = choose_ranges(self._costs, options).ranges
+            chosen, _ = choose_ranges(self._costs, options)
             self._partitions[most_parts] = [chosen, *([(whole,)] if whole else [])]
         return self._partitions[most_parts]
 

@@ -318,7 +318,7 @@ def links(cluster: Cluster, gpus: int) -> CommunicationModel:
             return _between_ms(cluster, machines, gpus, name, inside.get(name), size)
         # An all-to-all is asked for with a rank's slice.
         whole = gpus if name == "all_to_all" else 1
-        return calculated.latency(name) + size / (inside[name] * 1e9 / whole) * 1e3
+        return calculated.milliseconds(name, 0.0) + size / (inside[name] * 1e9 / whole) * 1e3
 
     names = ("all_gather", "reduce_scatter", "all_reduce") if machines > 1 else tuple(inside)
     points = {

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -60,7 +61,8 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Give = Callable[[Iterable[tuple[str, Tensor | None]]], None]
 """Takes gradients, by parameter."""
 
-
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""A page for an operator that fails on fake tensors; the error says the same."""
 _Line = tuple[str, int, str]
 """File, number and text of a line."""
 
@@ -211,7 +213,7 @@ def capture(
     """
     try:
         # Passes change the graphs many times before anybody needs their Python code.
-        with _without_log(), _use_lazy_graph_module(True):
+        with mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True), _use_lazy_graph_module(True):
             traced, plain, assumptions = trace(module, inputs, by_name or {})
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
@@ -375,15 +377,3 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """torch logs a page for an operator that fails on fake tensors; the error says the same."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
@@ -52,11 +51,6 @@ def fake_mode_of(node: fx.Node) -> Iterator[None]:
     value = node.meta["val"]
     with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, during(expects_sizes=True):
         yield
-
-
-def is_fake(value: object) -> bool:
-    """Is this a fake tensor, which has no contents?"""
-    return isinstance(value, FakeTensor)
 
 
 def set_value(node: fx.Node, value: object) -> None:

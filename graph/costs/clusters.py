@@ -129,10 +129,6 @@ class CommunicationModel:
             )
         return interpolated(points, bytes)
 
-    def latency(self, collective: str) -> float:
-        """Milliseconds that even an empty message takes."""
-        return self.milliseconds(collective, 0.0)
-
     def to_json(self) -> list[dict[str, Any]]:
         """A list of JSON values, one entry per collective and group."""
         return [

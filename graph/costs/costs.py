@@ -242,10 +242,6 @@ class KernelCosts:
             return 0.0
         return self._compute_ms(instruction, tensors) + self.kernels.kernel_us * 1e-3
 
-    def check(self) -> None:
-        """Raises: UserError for a number of GPUs that is not a part of a node or whole nodes."""
-        assert self.communication
-
     @property
     def source(self) -> str:
         """Where the costs come from."""

@@ -24,56 +24,17 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def connected(items: Iterable[Item], edges: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Items that edges connect, whatever their direction, group by group; each in its order among the items.
+    """Items that edges connect, whatever their direction, group by group.
 
     Example: connected("abcd", ["ac"]) is [[a, c], [b], [d]].
     """
-    leader = {item: item for item in items}
-
-    def find(item: Item) -> Item:
-        while leader[item] != item:
-            leader[item] = leader[leader[item]]
-            item = leader[item]
-        return item
-
+    group = {item: [item] for item in items}
     for a, b in edges:
-        leader[find(a)] = find(b)
-    groups: dict[Item, list[Item]] = {}
-    for item in leader:
-        groups.setdefault(find(item), []).append(item)
-    return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Reachability:
-    """Bit j of `ancestors[i]` says that a directed path leads from j to i; `descendants` is its transpose."""
-
-    ancestors: list[int]
-    descendants: list[int]
-
-    @classmethod
-    def of(cls, dependencies: Sequence[Sequence[int]]) -> Reachability:
-        """From the direct dependencies of a valid order (each points to earlier positions only).
-
-        Example: `[(), (0,), (1,)]` gives ancestors `[0b000, 0b001, 0b011]`.
-        """
-        ancestors = [0] * len(dependencies)
-        descendants = [0] * len(dependencies)
-        for i, before in enumerate(dependencies):
-            reach = 0
-            for j in before:
-                reach |= ancestors[j] | (1 << j)
-            ancestors[i] = reach
-        for i in reversed(range(len(dependencies))):
-            reach = descendants[i] | (1 << i)
-            for j in dependencies[i]:
-                descendants[j] |= reach
-        return cls(ancestors, descendants)
-
-    def independent(self, i: int) -> int:
-        """Bitset of the instructions without a path to or from i, in either direction, i itself excluded."""
-        everything = (1 << len(self.ancestors)) - 1
-        return everything & ~(self.ancestors[i] | self.descendants[i] | 1 << i)
+        small, large = sorted((group[a], group[b]), key=len)
+        if small is not large:
+            large += small
+            group.update(dict.fromkeys(small, large))
+    return list({id(of): of for of in group.values()}.values())
 
 
 def bitset(positions: Sequence[int]) -> int:
@@ -172,12 +133,6 @@ class Instruction:
     after: str = ""
     microbatches: int = 1
 
-    def __post_init__(self):
-        for name in ("inputs", "outputs", "mutates"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "kind", Kind(self.kind))
-        object.__setattr__(self, "phase", Phase(self.phase))
-
     @property
     def is_free(self) -> bool:
         """Does it take no time? Then whoever reads its result may repeat it."""
@@ -227,8 +182,6 @@ class Program:
     """The dependencies of a reordered program, which are those of the original."""
 
     def __post_init__(self):
-        for name in ("instructions", "inputs", "outputs", "parameters"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
     def __len__(self) -> int:
@@ -333,9 +286,13 @@ class Program:
         return [tuple(a) for a in after]
 
     @cached_property
-    def reachability(self) -> Reachability:
-        """Which instructions are connected by directed paths."""
-        return Reachability.of(self.dependencies)
+    def descendants(self) -> list[int]:
+        """For each instruction, the bitset of those that a directed path leads to."""
+        descendants = [0] * len(self)
+        for i in reversed(range(len(self))):
+            for j in self.dependents[i]:
+                descendants[i] |= descendants[j] | 1 << j
+        return descendants
 
     def is_view(self, instruction: Instruction) -> bool:
         """Do its results share the storage of other tensors?"""

@@ -47,31 +47,20 @@ def fingerprint(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_fingerprint(program: Program, expected: str, what: str, participle: str, do: str) -> None:
-    """Raise UserError unless the program has the expected fingerprint.
-
-    Args, for the message: what: the object that belongs to a program, "plan for X". participle: the one in
-    "the program it was planned for". do: the advice.
-    """
-    actual = fingerprint(program)
-    if actual != expected:
-        raise UserError(
-            what,
-            got=f"program {program.name} ({actual[:12]})",
-            expected=f"the program it was {participle} for ({expected[:12]})",
-            do=do,
-        )
-
-
 class SavedJson(ABC):
     """Belongs to one Program, and can be saved to a file.
 
-    Class attributes: KIND, VERSION: of the JSON. AGAIN: what to do for another one: "plan again".
+    Class attributes, also for messages: KIND, VERSION: of the JSON. AGAIN: what to do for another one: "plan
+    again". WHAT, MADE: "plan for" a program, for which it was "made".
     """
 
     KIND: ClassVar[str]
     VERSION: ClassVar[int]
     AGAIN: ClassVar[str]
+    WHAT: ClassVar[str]
+    MADE: ClassVar[str]
+    program: str
+    program_fingerprint: str
 
     @abstractmethod
     def fields_to_json(self) -> dict[str, Any]:
@@ -82,9 +71,16 @@ class SavedJson(ABC):
     def from_fields(cls: type[Saved], fields: dict[str, Any]) -> Saved:
         """The object with the fields that `fields_to_json` gave."""
 
-    @abstractmethod
     def check(self, program: Program) -> None:
         """Raise UserError unless it belongs to this program."""
+        actual, expected = fingerprint(program), self.program_fingerprint
+        if actual != expected:
+            raise UserError(
+                f"{self.WHAT} {self.program}",
+                got=f"program {program.name} ({actual[:12]})",
+                expected=f"the program it was {self.MADE} for ({expected[:12]})",
+                do=self.AGAIN,
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values."""

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from lancet_kernels.graph.rules.derived import parse
-
 FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
 PHASES = (FORWARD, BACKWARD, GRADIENT)
 
@@ -229,26 +227,13 @@ class Product:
         return tuple(d for d in every if d not in self.result.dimensions)
 
 
-def products(equation: str) -> dict[str, Product]:
-    """The product that each phase computes, from the equation of the forward (`graph.rules.derived`).
-
-    Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
-    """
-    sides = [[o.split() for o in side.split(",")] for side in equation.split("->")]
-    assert [len(side) for side in sides] == [2, 1], f"{equation}: not two operands -> one result"
-    parsed = parse(equation, tuple(len(o) for side in sides for o in side))
-    dimensions = [tuple(d for d in o if d is not None) for o in (*parsed.inputs, *parsed.outputs)]
-    (i, w, o), (di, dw, do) = (
-        [Operand(prefix + name, d) for name, d in zip("IWO", dimensions, strict=True)] for prefix in ("", "d")
-    )
-    return {
-        FORWARD: Product(FORWARD, o, (i, w)),
-        BACKWARD: Product(BACKWARD, di, (do, w)),
-        GRADIENT: Product(GRADIENT, dw, (i, do)),
-    }
-
-
-LINEAR = products("b m n, n k -> b m k")
+_I, _W, _O = ("b", "m", "n"), ("n", "k"), ("b", "m", "k")
+LINEAR = {
+    FORWARD: Product(FORWARD, Operand("O", _O), (Operand("I", _I), Operand("W", _W))),
+    BACKWARD: Product(BACKWARD, Operand("dI", _I), (Operand("dO", _O), Operand("W", _W))),
+    GRADIENT: Product(GRADIENT, Operand("dW", _W), (Operand("I", _I), Operand("dO", _O))),
+}
+"""The product of each phase of a linear layer: O = I W, dI = dO W, dW = I dO."""
 
 
 def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:

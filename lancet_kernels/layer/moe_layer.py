@@ -32,19 +32,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import is_fake
 from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
 from lancet_kernels.layer.expert_states import ExpertsByGlobalId
-from lancet_kernels.layer.layer_checks import (
-    check_capacity_factor,
-    check_data_parallel,
-    check_factory,
-    check_input,
-    check_sizes,
-)
+from lancet_kernels.layer.layer_checks import check_data_parallel, check_factory, check_input, check_sizes
 from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import AnyGroups, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
@@ -151,8 +145,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
     Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
     kind) only the layer's input is kept, and no memory for received rows is held until the backward.
 
-    Activation checkpointing keeps the choices of each token (`layer.checkpointed_run`): the second run routes
-    as the first did, whatever the router gives.
+    Activation checkpointing keeps the choices of each token (`CheckpointedRun`): the second run routes as the
+    first did, whatever the router gives.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
@@ -199,8 +193,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         # Whose tokens are numbered through, for gates that are keyed by the token's global index.
         # An expert group alone does not say which ranks have tokens of their own: then all have.
         self._data_group = group_name(None) if self.groups is None else self.groups.data
-        check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
-        check_capacity_factor(self.gate, capacity_factor)
+        check_sizes(self.gate, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
+        self.gate.check_capacity_factor(capacity_factor)
         check_factory(device, dtype)
         self.top_k = top_k
         self._set_up(
@@ -244,7 +238,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Normal(0, 0.02) weights, zero biases. Experts' values depend on global ids, not on the ranks."""
-        if is_fake(self.w1):
+        if isinstance(self.w1, FakeTensor):
             return  # Nothing to fill, and no number to read from a generator.
         # One number from the default generator, so that ranks that were seeded alike stay alike.
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -334,10 +328,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
                     slots = self.gate.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
                 slot_TK, used_out_E = run.as_at_first(self, slots) if self._slots_follow_logits() else slots
                 weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
-            count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
-            is_dropless = self.capacity_factor is None and real_T1 is None
             y_TD = self._experts(
-                self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity, is_dropless
+                self._cast(x_TD), expert_TK, slot_TK, weight_TK, used_out_E, capacity, real_T1
             )
         shared_TD = self._shared_expert(x_TD)
         y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)

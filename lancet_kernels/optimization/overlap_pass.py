@@ -166,7 +166,7 @@ def _with_urgent_sums(program: Program) -> Program:
         products |= bool(instruction.flops) << i
 
     def urgent(i: int, instruction: Instruction) -> Instruction:
-        if instruction.kind is not Kind.ALL_REDUCE or not program.reachability.descendants[i] & products:
+        if instruction.kind is not Kind.ALL_REDUCE or not program.descendants[i] & products:
             return instruction
         attributes = {**instruction.attributes, "collective": Kind.ALL_REDUCE.value}
         return replace(instruction, kind=Kind.OTHER_COMMUNICATION, attributes=attributes)

@@ -264,8 +264,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     for name in strategies:
         check_name("strategy", name, STRATEGIES)
     start = time.perf_counter()
-    question.cost.check()  # before seconds of capturing
-    chosen = depths_of(question.hf)
+    assert question.cost  # which may raise, before seconds of capturing
     captured = Captured.of(question)
     capture_s = time.perf_counter() - start
     result: dict[str, Simulated] = {}
@@ -277,7 +276,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
             impossible[name] = str(error)
         else:
             result[name] = captured.simulated(name)
-    flops = chosen.at_full_depth(*(one.flops for one in captured.microbatches)) * question.accumulate
+    flops = captured.depths.at_full_depth(*(one.flops for one in captured.microbatches)) * question.accumulate
     plan_s = time.perf_counter() - start - capture_s
     return Answer(question, result, impossible, flops, {"capture": capture_s, "plan": plan_s})
 

@@ -223,7 +223,7 @@ class Question:
             attention=self.attention,
             busiest=self.load.time,
         )
-        costs.check()
+        assert costs.communication  # Raises for a number of GPUs that is not a part of a node or whole nodes.
         return costs
 
     @cached_property
@@ -237,7 +237,7 @@ class Question:
 
     @property
     def policy(self) -> str:
-        """What is recomputed, as a policy of `saved`."""
+        """What is recomputed, one of `recomputation.POLICIES`."""
         return "attention" if self.recompute == "selective" else self.recompute
 
     @property

@@ -29,7 +29,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import module_of, state_name
 from lancet_kernels.graph.from_fx import GENERATOR, program_from_fx
 from lancet_kernels.graph.meta import GRADIENTS_OF, IN_BACKWARD, UNIT
-from lancet_kernels.graph.ops import rule_for
+from lancet_kernels.graph.ops import is_gate, rule_for
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.rules.rules import CARRIED, PARTIAL, WHOLE, Form, Rule, cut_along, sliced
 from lancet_kernels.schedules.cut.ranges import PartitionRange
@@ -108,7 +108,7 @@ class _Forms:
         self.forms = {t: cut_along(0) for t in inputs}
         for i, instruction in enumerate(program.instructions):
             # A gate that reads no activation (the random gate) also routes part by part.
-            if any(map(self._is_in_parts, instruction.inputs)) or _is_gate(instruction):
+            if any(map(self._is_in_parts, instruction.inputs)) or is_gate(instruction):
                 self._visit(i, instruction)
         uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.in_parts)
         if uncut:
@@ -208,11 +208,6 @@ def _why_refused(instruction: Instruction) -> UserError | None:
 def _is_launch(instruction: Instruction) -> bool:
     """Is it a fused launch of an MoE layer, which communicates, too?"""
     return instruction.op.startswith("lancet.fused_experts")
-
-
-def _is_gate(instruction: Instruction) -> bool:
-    rule = rule_for(instruction)
-    return rule is not None and bool(rule.carries)
 
 
 def _refuse(got: str, expected: str, do: str) -> UserError:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut, part_instruction
-from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.ops import is_gate
+from lancet_kernels.graph.program.program import Kind, Phase, Program
 from lancet_kernels.graph.rules.rules import CARRIED, Forms
 from lancet_kernels.schedules.cut.ranges import (
     AxisInference,
@@ -169,22 +169,16 @@ def _number(variable: str, convert: Callable, default):
         ) from None
 
 
-@dataclass(frozen=True)
-class ChosenRanges:
-    """The ranges that were chosen, and T(N): the predicted time of the forward pass."""
-
-    ranges: tuple[PartitionRange, ...]
-    forward_ms: float
-
-
 def forward_length(program: Program) -> int:
     """How many instructions the forward pass has: all before the first one of another phase."""
     phases = (i for i, x in enumerate(program.instructions) if x.phase is not Phase.FORWARD)
     return next(phases, len(program))
 
 
-def choose_ranges(costs: PipelineCosts, options: PartitionOptions) -> ChosenRanges:
-    """The ranges of the forward pass with the least T(N).
+def choose_ranges(
+    costs: PipelineCosts, options: PartitionOptions
+) -> tuple[tuple[PartitionRange, ...], float]:
+    """The ranges of the forward pass with the least T(N), the predicted time of the forward pass, and T(N).
 
     A gate that needs the whole batch has no valid cut, so a range around it costs infinitely much: ranges
     then start behind the gate.
@@ -224,7 +218,7 @@ def choose_ranges(costs: PipelineCosts, options: PartitionOptions) -> ChosenRang
         if k > 1:
             ranges.append(costs.cut(groups[i][0], groups[n - 1][1], k))
         n = i
-    return ChosenRanges(tuple(reversed(ranges)), best[-1])
+    return tuple(reversed(ranges)), best[-1]
 
 
 def whole_forward(
@@ -266,14 +260,8 @@ def program_gates(program: Program, length: int) -> int:
     """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no
     gate."""
     instructions = program.instructions[:length]
-    gates = sum(map(_is_gate, instructions))
+    gates = sum(map(is_gate, instructions))
     return gates or sum(i.kind is Kind.ALL_TO_ALL for i in instructions) // 2
-
-
-def _is_gate(instruction: Instruction) -> bool:
-    """Does it give slots, and hand on how many are used?"""
-    rule = rule_for(instruction)
-    return rule is not None and bool(rule.carries)
 
 
 def group_instructions(program: Program, ms: list[float], group_ms: float) -> list[tuple[int, int]]:
@@ -284,7 +272,7 @@ def group_instructions(program: Program, ms: list[float], group_ms: float) -> li
     groups: list[tuple[int, int]] = []
     first, total = 0, 0.0
     instructions = program.instructions[: len(ms)]
-    alone = [i.kind is Kind.ALL_TO_ALL or _is_gate(i) for i in instructions]
+    alone = [i.kind is Kind.ALL_TO_ALL or is_gate(i) for i in instructions]
     for i, one_ms in enumerate(ms):
         total += one_ms
         if any(alone[i : i + 2]) or i + 1 == len(ms) or total >= group_ms:

@@ -45,11 +45,10 @@ _NUMBERS = {WHOLE: -1, IRREGULAR: -2, PARTIAL: -3, CARRIED: -4, WINDOW: -5}
 
 
 class AxisInference:
-    """Infers axes for ranges of one Program. `solved` counts the ranges that were solved."""
+    """Infers axes for ranges of one Program."""
 
     def __init__(self, program: Program):
         self.program = program
-        self.solved = 0
         self._numbers: dict[tuple, int] = {}
         self._structures: dict[tuple[int, int], int] = {}
         self._solutions: dict[int, tuple[Form, ...] | None] = {}
@@ -87,7 +86,6 @@ class AxisInference:
         tables = self._tables(first, last)
         if tables is None:
             return None
-        self.solved += 1
         inside = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
         forms = self._best(tables, {t: self._possible(t, t in inside) for t in tensors})
         if forms is None:

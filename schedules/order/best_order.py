@@ -97,7 +97,7 @@ class _LocalSearch:
     def _earlier(self, i: int, span: int) -> tuple[int, list[int]]:
         """(place, instructions from there on): i is `span` places earlier, behind what it needs."""
         begin, end = max(0, self.place[i] - span), self.place[i] + 1
-        descendants, dependencies = self.program.reachability.descendants, self.program.dependencies
+        descendants, dependencies = self.program.descendants, self.program.dependencies
         moved = [j for j in self.order[begin:end] if j == i or descendants[j] >> i & 1]
         if len(moved) == end - begin:
             return begin, moved
@@ -117,7 +117,7 @@ class _LocalSearch:
     def _later(self, i: int, span: int) -> tuple[int, list[int]]:
         """(place, instructions from there on): i is `span` places later, before what needs it."""
         begin = self.place[i]
-        window, descendants = self.order[begin : begin + span + 1], self.program.reachability.descendants[i]
+        window, descendants = self.order[begin : begin + span + 1], self.program.descendants[i]
         moved = [j for j in window if j == i or descendants >> j & 1]
         inside = set(moved)
         return begin, [j for j in window if j not in inside] + moved

@@ -87,7 +87,7 @@ class Work:
         instructions = program.instructions
         self.is_urgent = [x.kind.is_communication and not sums_gradients(x) for x in instructions]
         self.urgent = bitset([i for i, urgent in enumerate(self.is_urgent) if urgent])
-        self.needed_by_none = [not d & self.urgent for d in program.reachability.descendants]
+        self.needed_by_none = [not d & self.urgent for d in program.descendants]
         self.is_filler = [
             unneeded or _waits_for_backward(program, i) for i, unneeded in enumerate(self.needed_by_none)
         ]
@@ -392,7 +392,7 @@ class ListScheduler:
         """Is there an unsent message that this filler could overlap instead?"""
         if self.work.needed_by_none[filler]:
             return bool(self.unsent)
-        return bool(self.unsent & ~self.program.reachability.descendants[filler])
+        return bool(self.unsent & ~self.program.descendants[filler])
 
 
 def _waits_for_backward(program: Program, i: int) -> bool:

@@ -255,7 +255,7 @@ def weight_gradients(program: Program) -> list[int]:
         instruction = program.instructions[i]
         if instruction.phase is not Phase.BACKWARD or instruction.kind is not Kind.COMPUTE:
             continue
-        if program.reachability.descendants[i] & all_to_alls:
+        if program.descendants[i] & all_to_alls:
             continue
         readers = (program.instructions[j] for j in program.dependents[i])
         if all(
@@ -277,8 +277,11 @@ def sums_gradients(instruction: Instruction) -> bool:
 def overlappable(program: Program) -> dict[int, int]:
     """By position of a weight gradient: the bitset of the all-to-alls without a path to or from it, if
     any."""
-    all_to_alls = bitset(program.positions(Kind.ALL_TO_ALL))
-    labels = {i: program.reachability.independent(i) & all_to_alls for i in weight_gradients(program)}
+    all_to_alls, descendants = program.positions(Kind.ALL_TO_ALL), program.descendants
+    # Nothing that an all-to-all needs is a weight gradient.
+    labels = {
+        i: bitset([a for a in all_to_alls if not descendants[a] >> i & 1]) for i in weight_gradients(program)
+    }
     return {i: label for i, label in labels.items() if label}
 
 
@@ -288,7 +291,7 @@ def units(program: Program, ms: Sequence[float]) -> list[Unit]:
     labels = overlappable(program)
     edges = ((i, j) for i in labels for j in program.dependencies[i] if j in labels)
     result = []
-    for positions in connected(sorted(labels), edges):
+    for positions in map(sorted, connected(labels, edges)):
         shared = labels[positions[0]]
         for i in positions[1:]:
             shared &= labels[i]
@@ -345,7 +348,7 @@ def order_by_slots(program: Program, slots: Mapping[int, float]) -> list[int]:
 def _covered_ms(program: Program, ms: Sequence[float], a: int, movable: int) -> float:
     """Milliseconds of computation, without movable weight gradients, between an all-to-all and the first
     instruction that depends on it."""
-    needs = program.reachability.descendants[a]
+    needs = program.descendants[a]
     total = 0.0
     for i in range(a + 1, len(program)):
         if program.instructions[i].kind is Kind.COMPUTE:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.program.program_json import SavedJson, check_fingerprint
+from lancet_kernels.graph.program.program_json import SavedJson
 from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.shard.blocks import ADJOINT, BlockSignature
 
@@ -173,6 +172,7 @@ class ShardingStrategy(SavedJson):
     """
 
     KIND, VERSION, AGAIN = "sharding", 2, "search again"
+    WHAT, MADE = "sharding of", "searched"
 
     name: str
     program: str
@@ -235,11 +235,6 @@ class ShardingStrategy(SavedJson):
         fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
         fields["shapes"] = {t: tuple(shape) for t, shape in fields["shapes"].items()}
         return cls(**fields)
-
-    def check(self, program: Program) -> None:
-        """Raise UserError unless the strategy is for this program."""
-        what = f"sharding of {self.program}"
-        check_fingerprint(program, self.program_fingerprint, what, "searched", "search again")
 
     def explain(self, names: Mapping[str, str] | None = None) -> str:
         """Which tensor in which form, the stages, and what overlaps what, as text.

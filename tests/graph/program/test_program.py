@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import (
@@ -14,12 +13,12 @@ from lancet_kernels.graph.program.program import (
     Kind,
     Phase,
     Program,
-    Reachability,
     TensorSpec,
     bitset,
 )
 from lancet_kernels.graph.program.program_json import fingerprint
 from tests.examples import examples
+from tests.schedules.small_programs import random_programs
 
 
 def tensors(*names, **aliases):
@@ -37,8 +36,7 @@ def test_dependencies_and_reachability():
     p = chain()
     assert p.dependencies == [(), (0,), (1,)]
     assert p.dependents == [(1,), (2,), ()]
-    assert p.reachability.ancestors == [0b000, 0b001, 0b011]
-    assert p.reachability.descendants == [0b110, 0b100, 0b000]
+    assert p.descendants == [0b110, 0b100, 0b000]
     assert p.positions(Kind.ALL_TO_ALL) == [1]
 
 
@@ -116,25 +114,16 @@ def test_fingerprint_ignores_costs_and_sees_structure():
 
 
 @examples(60)
-@given(st.data())
-def test_reachability_equals_search(data):
-    length = data.draw(st.integers(1, 20))
-    earlier = [
-        tuple(data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True))) if i else ()
-        for i in range(length)
-    ]
-    reach = Reachability.of(earlier)
-    for i in range(length):
-        seen, stack = set(), list(earlier[i])
+@given(random_programs())
+def test_descendants_equal_search(p):
+    for i in range(len(p)):
+        seen, stack = set(), list(p.dependents[i])
         while stack:
             j = stack.pop()
             if j not in seen:
                 seen.add(j)
-                stack += earlier[j]
-        assert reach.ancestors[i] == bitset(sorted(seen))
-        assert all(reach.descendants[j] >> i & 1 for j in seen)
-        others = {j for j in range(length) if j != i and j not in seen and not reach.descendants[i] >> j & 1}
-        assert reach.independent(i) == bitset(sorted(others))
+                stack += p.dependents[j]
+        assert p.descendants[i] == bitset(sorted(seen))
 
 
 PLAIN = {
@@ -148,13 +137,13 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("path", [f"{folder}/{m}.py" for folder, ms in PLAIN.items() for m in ms.split()])
-def test_planning_needs_no_torch_and_pictures_are_imported_late(path):
-    tree = ast.parse((Path(__file__).parents[3] / path).read_text())
-    everywhere = {m for node in ast.walk(tree) for m in imported(node)}
-    on_top = {m for node in tree.body for m in imported(node)}
-    assert "torch" not in everywhere
-    assert "matplotlib" not in on_top
+def test_planning_needs_no_torch_and_pictures_are_imported_late():
+    for path in (f"{folder}/{module}.py" for folder, modules in PLAIN.items() for module in modules.split()):
+        tree = ast.parse((Path(__file__).parents[3] / path).read_text())
+        everywhere = {m for node in ast.walk(tree) for m in imported(node)}
+        on_top = {m for node in tree.body for m in imported(node)}
+        assert "torch" not in everywhere, path
+        assert "matplotlib" not in on_top, path
 
 
 def imported(node: ast.AST) -> set[str]:

@@ -23,7 +23,6 @@ from lancet_kernels.graph.rules.slices import (
     hand_over,
     home_square,
     moves,
-    products,
     shifts,
     sources,
     split,
@@ -359,7 +358,5 @@ def test_what_splits_have_to_sum_and_replicate() -> None:
 
 
 def test_no_sources_of_what_no_device_holds() -> None:
-    with pytest.raises(AssertionError, match="two operands -> one result"):
-        products("m n -> n m")
     with pytest.raises(AssertionError, match=r"no device holds tile \(1,\), which device 1 needs"):
         sources([(0,), (0,)], [(0,), (1,)])

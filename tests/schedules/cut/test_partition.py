@@ -143,7 +143,7 @@ def test_alike_layers_are_solved_once():
         assert inference.forms(norm1, residual1 + 1) is None
         assert inference.forms(norm2, residual2)[nth(p, COMBINE, layer // 2)] == cut_along(0)
         times.add(costs.milliseconds(norm2, residual2, 1))
-    assert inference.solved == 1
+    assert sum(solution is not None for solution in inference._solutions.values()) == 1
     assert len(times) == 4
 
 
@@ -223,12 +223,12 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
     p = moe_chain(*milliseconds)
     cost = GivenCosts(overhead)
     options = PartitionOptions(most_parts=4, group_ms=1e-9, longest_range_ms=longest)
-    found = choose_ranges(PipelineCosts(p, cost), options)
+    ranges, forward_ms = choose_ranges(PipelineCosts(p, cost), options)
     groups = group_instructions(p, durations(p, cost), 1e-9)
-    assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, longest, 4))
-    expanded = expand(p, found.ranges)
+    assert forward_ms == pytest.approx(brute_force(p, cost, groups, longest, 4))
+    expanded = expand(p, ranges)
     early = expanded.reordered(issue_early(expanded, range(len(expanded))))
-    assert simulate(early, cost).iteration_ms <= found.forward_ms + 1e-9
+    assert simulate(early, cost).iteration_ms <= forward_ms + 1e-9
 
 
 @pytest.mark.parametrize("gate", ["switch", "batch-prioritized"])
@@ -241,9 +241,9 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
     options = PartitionOptions(most_parts=4, group_ms=group_ms, longest_range_ms=1e9)
     groups = group_instructions(p, ms, group_ms)
     assert len(groups) < 16
-    found = choose_ranges(PipelineCosts(p, cost), options)
-    assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, 1e9, 4))
-    for r in found.ranges:
+    ranges, forward_ms = choose_ranges(PipelineCosts(p, cost), options)
+    assert forward_ms == pytest.approx(brute_force(p, cost, groups, 1e9, 4))
+    for r in ranges:
         gates = [
             n for n in range(p.index[r.first], p.index[r.last] + 1) if p.instructions[n].op == "lancet.gate"
         ]

@@ -12,7 +12,7 @@ from hypothesis import example
 from hypothesis import given as drawn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
 from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline
@@ -208,11 +208,11 @@ def chain(*lines: tuple[str, float]) -> Program:
     tensors = {"x": TensorSpec("x", shape)}
     inputs, instructions, last = ["x"], [], "x"
     for n, (op, ms) in enumerate(lines):
-        reads = [last]
+        reads = (last,)
         if op == "mm":
             tensors[f"w{n}"] = TensorSpec(f"w{n}", shape)
             inputs.append(f"w{n}")
-            reads.append(f"w{n}")
+            reads = (last, f"w{n}")
         tensors[f"t{n}"] = TensorSpec(f"t{n}", shape)
         attributes = {"dim": 0 if op == "_softmax" else 1} if "softmax" in op else {}
         instructions.append(
@@ -345,7 +345,7 @@ def test_json_both_ways_and_explain(tmp_path):
 def test_a_program_with_collectives_is_refused():
     wrong = Program(
         "wrong",
-        (Instruction("a2a", "lancet.all_to_all", ("x",), ("y",), "all_to_all"),),
+        (Instruction("a2a", "lancet.all_to_all", ("x",), ("y",), Kind.ALL_TO_ALL),),
         {t: TensorSpec(t, (4,)) for t in "xy"},
         ("x",),
     )
