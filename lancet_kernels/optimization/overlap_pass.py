@@ -39,7 +39,7 @@ from lancet_kernels.graph.ops import argument_names
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
 from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.order.ordering import read_late
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED, Step, order, wait_late, walk
 from lancet_kernels.schedules.strategies import MORE_MEMORY
@@ -243,7 +243,7 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
     given = zip(program.instructions, ms, strict=True)
     timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
-    best = best_order(timed, _own_time, memory_limit_bytes=limit, search=True).order
+    best = OrderSearch(timed, _own_time).best(limit, search=True).order
     late = read_late(program, best, float("inf") if limit is None else limit)
     program.reordered(late)  # raises where an instruction would run before one that it depends on
     return late

@@ -22,7 +22,7 @@ from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank
 from lancet_kernels.optimization.step import ModelStep, placeholder_value
 from lancet_kernels.schedules.cut.duplex import pair_of, program_of_pair
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import ALL_REDUCE
 from lancet_kernels.schedules.rewrite.walk import (
@@ -221,7 +221,7 @@ def with_pair(step: ModelStep, plan: Plan, *, must: bool) -> Plan:
         program = program_of_pair(pair, step.program)
         limit_gb = plan.report.memory_limit_gb
         limit = None if limit_gb is None else limit_gb * 1e9
-        best = best_order(program, step.cost, memory_limit_bytes=limit, search=True)
+        best = OrderSearch(program, step.cost).best(limit, search=True)
         return tuple(program.instructions[i].name for i in best.order), best.iteration_ms
 
     names, milliseconds = result_of_first_rank(step.groups.world, planned)

@@ -37,7 +37,7 @@ from lancet_kernels.predict.microbatch import (
 from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import BALANCED, Question, gib
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import AUTO, Planner
@@ -394,7 +394,7 @@ def _of_pair(one: Microbatch, strategy: str, limit_gb: float) -> Simulated:
     ms = durations(pair.program, one.step.cost)
     if strategy == MICROBATCHES:
         limit = limit_gb * 1e9
-        order = best_order(pair.program, one.step.cost, memory_limit_bytes=limit, search=True).order
+        order = OrderSearch(pair.program, one.step.cost).best(limit, search=True).order
     else:
         order = [0, *paired_order(pair.program, *pair.blocks)]
         if strategy == MEGATRON_DELAYED:

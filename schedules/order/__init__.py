@@ -1,5 +1,5 @@
 """Orders of a Program.
 
-Read `weight_gradients` (Lancet's Algorithm 1), then `list_schedule`; `best_order` tries all methods, and
+Read `ordering` (with Lancet's Algorithm 1), then `list_schedule`; `best_order` tries all methods, and
 improves the best by local search. `megatron` is a baseline.
 """

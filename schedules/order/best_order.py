@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, tee
 
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
@@ -43,18 +43,9 @@ SPAN = 0.5
 """The mean length of a move, in lengths of the order."""
 
 
-def improved(
-    program: Program, ms: Sequence[float], order: Sequence[int], storages: Storages, limit_bytes: float | None
-) -> list[int]:
-    """The order after a local search within a memory limit: its simulated step is at most as long.
-
-    The same arguments give the same order. Args: ms: by position.
-    """
-    return _LocalSearch(program, ms, order, storages, limit_bytes).run()
-
-
-class _LocalSearch:
-    """One search. place: by position, its place in the order."""
+class LocalSearch:
+    """A local search from an order, within a memory limit: its simulated step gets no longer. The same
+    arguments give the same order. Args: ms: by position. place: by position, its place in the order."""
 
     def __init__(
         self,
@@ -165,32 +156,13 @@ class Ordered:
         return peak_bytes(self.storages, self.order)
 
 
-def best_order(
-    program: Program, cost: Cost, *, memory_limit_bytes: float | None = None, search: bool = False
-) -> Ordered:
-    """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
-
-    Under a memory limit, list schedules are made for one limit after the other, from the original peak up to
-    the given limit, each from the best order so far: what remains of an order that is good already leaves
-    more room than what remains of the original one. Every candidate of a tighter limit counts for a wider
-    one, so that more memory is never worse. The search ends at the limit that the fastest order without one
-    keeps to, or where no order is faster (`lower_bound_ms`).
-
-    If even the original order exceeds the memory limit, the limit is the peak of the original order.
-
-    Args: search: improve the best order by local search, without a limit and for each of these limits.
-    """
-    return OrderSearch(program, cost).best(memory_limit_bytes, search=search)
-
-
 class OrderSearch:
     """Candidates for the best order of one Program; those without a memory limit are made once, as they are
     asked for."""
 
     def __init__(self, program: Program, cost: Cost) -> None:
         self.program, self.cost = program, cost
-        self._free_orders: list[Ordered] = []
-        self._more_free_orders = self._make_free()
+        self._free_orders: Iterator[Ordered] = self._make_free()
 
     @cached_property
     def ms(self) -> list[float]:
@@ -213,7 +185,18 @@ class OrderSearch:
         return lower_bound_ms(self.program, self.ms) * (1 + 1e-9)
 
     def best(self, memory_limit_bytes: float | None = None, *, search: bool = False) -> Ordered:
-        """The best order within a limit, as of `best_order`."""
+        """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
+
+        Under a memory limit, list schedules are made for one limit after the other, from the original peak up
+        to the given limit, each from the best order so far: what remains of an order that is good already
+        leaves more room than what remains of the original one. Every candidate of a tighter limit counts for
+        a wider one, so that more memory is never worse. The search ends at the limit that the fastest order
+        without one keeps to, or where no order is faster (`lower_bound_ms`).
+
+        If even the original order exceeds the memory limit, the limit is the peak of the original order.
+
+        Args: search: improve the best order by local search, without a limit and for each of these limits.
+        """
         limit = INFINITY if memory_limit_bytes is None else memory_limit_bytes
         free: dict[str, Ordered] = {}
         for candidate in chain(self._free(), self._again() if search else ()):
@@ -250,10 +233,8 @@ class OrderSearch:
 
     def _free(self) -> Iterator[Ordered]:
         """The candidates that are made without a memory limit."""
-        yield from self._free_orders
-        for candidate in self._more_free_orders:
-            self._free_orders.append(candidate)
-            yield candidate
+        self._free_orders, candidates = tee(self._free_orders)
+        return candidates
 
     def _make_free(self) -> Iterator[Ordered]:
         yield self.original
@@ -280,7 +261,7 @@ class OrderSearch:
         """The order after local search within a limit, if it may become faster by much."""
         if candidate.iteration_ms <= WORTHWHILE * self.enough_ms:
             return candidate
-        order = improved(self.program, self.ms, candidate.order, self.work.storages, room)
+        order = LocalSearch(self.program, self.ms, candidate.order, self.work.storages, room).run()
         method = candidate.method.removesuffix(SEARCHED) + SEARCHED
         better = self._simulated(order, method)
         return better if better.iteration_ms < candidate.iteration_ms else candidate

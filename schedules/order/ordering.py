@@ -3,7 +3,7 @@ its messages issued early.
 
 Also moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
 
-`late_views`: views of what messages bring stand right before the first instruction that reads them. A
+`read_late`: views of what messages bring stand right before the first instruction that reads them. A
 schedule places a view where its message arrives in the simulation. Where a real collective takes longer,
 everything behind the view would stand still. What was sent stays in memory until the view.
 

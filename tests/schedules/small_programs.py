@@ -10,7 +10,7 @@ from lancet_kernels.graph.costs.costs import Cost, Tensors, durations
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.layer.gpt2_moe import ModelConfig
 from lancet_kernels.predict.simulate import captured_program
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.order.ordering import greedy_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.cut import GraphCutter
@@ -124,7 +124,7 @@ def make_plan(
 
 def list_schedule(program: Program, cost: Cost) -> Program:
     """The program in its best order."""
-    return program.reordered(best_order(program, cost).order)
+    return program.reordered(OrderSearch(program, cost).best().order)
 
 
 def schedule_weight_gradients(program: Program, cost: Cost) -> Program:

@@ -7,7 +7,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.order.list_schedule import FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.peak_memory import peak_memory
@@ -81,7 +81,7 @@ def test_more_memory_is_never_worse_and_limits_hold(p, random):
     sizes = {t: replace(spec, bytes=random.randrange(1000)) for t, spec in p.tensors.items()}
     p = replace(p, tensors=sizes)
     limits = [*(peaks * peak_memory(p) for peaks in (0.9, 1.0, 1.02, 1.03, 1.1, 1.24, 1.3, 1.6)), None]
-    ordered = [best_order(p, given, memory_limit_bytes=limit) for limit in limits]
+    ordered = [OrderSearch(p, given).best(limit) for limit in limits]
     milliseconds = [one.iteration_ms for one in ordered]
     assert milliseconds == sorted(milliseconds, reverse=True)
     for limit, one in zip(limits[:-1], ordered, strict=False):
@@ -95,7 +95,7 @@ def test_the_optimum_is_one(p):
     assert optimum.proven
     order = issue_early(p, optimum.order)
     assert simulate(p.reordered(order), given).iteration_ms == pytest.approx(optimum.iteration_ms)
-    assert best_order(p, given).iteration_ms >= optimum.iteration_ms - 1e-6
+    assert OrderSearch(p, given).best().iteration_ms >= optimum.iteration_ms - 1e-6
 
 
 @pytest.mark.long
@@ -111,7 +111,7 @@ def test_gap_to_the_optimum(capsys):
                 gaps["original"].append(simulate(p, given).iteration_ms / base - 1)
                 greedy = simulate(schedule_weight_gradients(p, given), given)
                 gaps["greedy"].append(greedy.iteration_ms / base - 1)
-                gaps["list"].append(best_order(p, given).iteration_ms / base - 1)
+                gaps["list"].append(OrderSearch(p, given).best().iteration_ms / base - 1)
     with capsys.disabled():
         for name, found in gaps.items():
             mean = sum(found) / len(found)
