@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +12,6 @@ from lancet_kernels import MoELayer
 from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.measure.fused_pass import Workload
 from lancet_kernels.ops.moe.expert_activation import activate
-
-
-class Absent(Exception):
-    """This peer cannot take part; the message says why."""
 
 
 def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[Tensor]:
@@ -64,12 +60,11 @@ class Dense(nn.Module):
 
 def _mixtral(w: Workload, implementation: str) -> nn.Module:
     """The MoE block of transformers' Mixtral, which takes [batch, sequence, width]."""
-    try:
-        import transformers
-        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-    except ImportError as error:
-        raise Absent(f"transformers is not installed ({error})") from error
-    config = transformers.MixtralConfig(
+    # Imported here, because what torch alone gives needs none.
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
         hidden_size=w.width, intermediate_size=w.hidden, num_local_experts=w.experts,
         num_experts_per_tok=w.choices,
     )  # fmt: skip
@@ -82,13 +77,8 @@ SAME_WEIGHTS = (
 )  # fmt: skip
 
 
-def same_weights(
-    w: Workload, dtype: torch.dtype, device: torch.device, names: Sequence[str] = SAME_WEIGHTS
-) -> dict[str, nn.Module]:
-    """Layers by name that take x [T, D]; those that are dropless are checked to give the same.
-
-    Raises: Absent without transformers.
-    """
+def same_weights(w: Workload, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+    """Layers by name that take x [T, D]; those that are dropless are checked to give the same."""
     router = 0.05 * torch.randn(w.experts, w.width, dtype=dtype, device=device)
     w1 = 0.05 * torch.randn(w.experts, w.width, w.wide, dtype=dtype, device=device)
     w2 = 0.05 * torch.randn(w.experts, w.hidden, w.width, dtype=dtype, device=device)
@@ -112,7 +102,7 @@ def same_weights(
             block.get_parameter(name).copy_(value.transpose(1, 2))
         return _Called(lambda x: block(x[None])[0], block)
 
-    layers = {name: make(name) for name in names}
+    layers = {name: make(name) for name in SAME_WEIGHTS}
     alike = [layer for name, layer in layers.items() if name.startswith(("ours, dropless", "transformers"))]
     x = torch.randn(64, w.width, dtype=dtype, device=device)
     with torch.no_grad():

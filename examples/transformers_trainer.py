@@ -15,8 +15,9 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from hugging_face import CONFIG
 from torch import nn
-from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import OlmoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lancet_kernels import (
     CausalLMStep,
@@ -29,12 +30,6 @@ from lancet_kernels import (
 )
 
 STEPS = 20
-
-CONFIG = OlmoeConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, output_router_logits=True, pad_token_id=0,
-    eos_token_id=None,
-)  # fmt: skip
 
 
 class Counting(torch.utils.data.Dataset):

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bench.published.rows import CONFIGS, load_rows
+from bench.published.rows import load_rows, question_of
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program.program import Instruction, Kind
 from lancet_kernels.predict.answer import Captured, Simulated, host_of
-from lancet_kernels.predict.question import Question
 from lancet_kernels.schedules import MICROBATCHES
 
 STRATEGIES = ("none", "duplex", "lancet-dw", "lancet", MICROBATCHES)
@@ -23,8 +22,7 @@ STRATEGIES = ("none", "duplex", "lancet-dw", "lancet", MICROBATCHES)
 def table() -> str:
     """The table as Markdown."""
     row = next(row for row in load_rows() if "EP32, FSDP2, no overlap" in row.name)
-    configuration = {k: v for k, v in row.configuration.items() if k not in ("kind", "model")}
-    asked = Question(str(CONFIGS / f"{row.configuration['model']}.json"), **configuration)
+    asked = question_of(row)
     lines = [
         "| strategy | step | exchanges | hidden | exposed | launches | grouped products |",
         "|---|--:|--:|--:|--:|--:|--:|",

@@ -22,7 +22,7 @@ import torch
 
 from lancet_kernels import MoELayer
 from lancet_kernels.graph.capture.capture import capture
-from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
@@ -48,7 +48,7 @@ class Row:
 
     configuration: of the file, with what the row changes. quantity: what was measured ("step_ms",
     "forward_ms", "peak_memory_gib", ...). strategy: in which order. fitted: were constants fitted on it?
-    simulated: "" or why the row cannot be simulated. why: what is known of the error.
+    not_simulated: "" or why the row cannot be simulated. why: what is known of the error.
     """
 
     name: str
@@ -126,14 +126,13 @@ def _with_unfused_activation(program: Program) -> Program:
     return replace(program, instructions=tuple(instructions), tensors=tensors)
 
 
-def predicted_layer(configuration: Mapping[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
-    """`forward_ms`, `backward_ms` and `peak_memory_gib` of a row's layer. Args: cluster: in place of the
-    row's."""
+def predicted_layer(configuration: Mapping[str, Any]) -> dict[str, float]:
+    """`forward_ms`, `backward_ms` and `peak_memory_gib` of a row's layer."""
     c = dict(configuration)
     names = ("width", "hidden", "experts", "top_k", "gate", "tokens", "gpus")
     program = layer_program(*(c[name] for name in names))
     cost = KernelCosts(
-        cluster or load_cluster(c["cluster"]), c["gpus"], c["gpus"], c["dispatch"], c["top_k"],
+        load_cluster(c["cluster"]), c["gpus"], c["gpus"], c["dispatch"], c["top_k"],
         c.get("groups", 0), c.get("top_groups", 0),
     )  # fmt: skip
     program, kernels = Kernels(cost.carrier, cost.top_k).of(program)
@@ -191,18 +190,16 @@ def predict(row: Row) -> float:
 
 def answer_of(row: Row) -> Answer:
     """The answer that a row of a step is predicted from."""
-    items = {name: value for name, value in row.configuration.items() if name != "kind"}
-    return _answer(tuple(sorted(items.items())), row.strategy)
+    return _answer(question_of(row), tuple(dict.fromkeys(("none", row.strategy))))
 
 
-@lru_cache(maxsize=32)
-def _answer(items: tuple[tuple[str, Any], ...], strategy: str) -> Answer:
-    configuration: Mapping[str, Any] = dict(items)
-    hf = str(CONFIGS / f"{configuration['model']}.json")
-    return answer(
-        Question(hf, **{k: v for k, v in configuration.items() if k != "model"}),
-        tuple(dict.fromkeys(("none", strategy))),
-    )
+_answer = lru_cache(maxsize=32)(answer)
+
+
+def question_of(row: Row) -> Question:
+    """What is asked by a row of a step."""
+    layout = {name: value for name, value in row.configuration.items() if name not in ("kind", "model")}
+    return Question(str(CONFIGS / f"{row.configuration['model']}.json"), **layout)
 
 
 def summary(checked: Sequence[Checked]) -> dict[str, dict[str, float]]:

@@ -28,14 +28,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Instruction, TensorSpec
 from lancet_kernels.graph.rules.derived import Derivation, Equation, Shape, parse
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """`dimension` is the dimension of the slice, for the kinds "cut" and "sliced"; None for the others."""
 
     kind: str

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from lancet_kernels.cli.options import (
     PlanningFlags,
     add_options,
+    fraction,
     names_among,
     non_negative_int,
     option,
@@ -73,7 +74,7 @@ class BenchOptions(PlanningFlags):
         None,
         "emulate a link on which all-to-all takes this share of the blocking iteration, 0.4 say (default for "
         f"{OVERLAP})",
-        parse=positive_float,
+        parse=fraction,
     )
     accumulate: int = option(
         1, "microbatches of an iteration, whose gradients are summed once", parse=positive_int

@@ -18,7 +18,6 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -86,11 +85,10 @@ def _run_rank(arguments: argparse.Namespace, folder: Path) -> None:
     from lancet_kernels.measure.step_check import first_of, on_one_rank, on_this_rank
     from lancet_kernels.ops.comm.groups import group_name, values_of_ranks
 
-    rank = start_ranks(arguments.device, arguments.timeout)
+    # For make_step, the job of one rank is like the other one.
+    rank = start_ranks(arguments.device, arguments.timeout, even_alone=True)
     reference_file = folder / "reference.pt"
     if rank.world == 1:
-        # For make_step, a job like the other one.
-        dist.init_process_group("nccl" if rank.device.type == "cuda" else "gloo", device_id=_id_of(rank))
         model, inputs = _step(arguments.module, "module", rank)
         torch.save((on_one_rank(model, inputs, arguments.ranks), inputs), reference_file)
         return
@@ -109,10 +107,6 @@ def _run_rank(arguments: argparse.Namespace, folder: Path) -> None:
             "difference": first and {**asdict(first[0]), "ranks": first[1]}, "others": sorted(others),
         }  # fmt: skip
         write_json_atomically(folder / RESULT, result)
-
-
-def _id_of(rank: Rank) -> torch.device | None:
-    return rank.device if rank.device.type == "cuda" else None
 
 
 def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:

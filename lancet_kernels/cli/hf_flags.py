@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lancet_kernels.cli.options import option, positive_int
+from lancet_kernels.cli.options import option, positive_float, positive_int
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.schedules import MICROBATCHES
@@ -72,6 +72,23 @@ class HfFlags:
     dispatch: str = option(
         "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
     )
+    search: bool = option(False, "with --hf: find the best layouts for the GPUs")
+    search_seconds: float = option(
+        60.0, "with --search: when it stops; it says what it did not try", parse=positive_float,
+        metavar="SECONDS",
+    )  # fmt: skip
+    measured: str | None = option(
+        None,
+        "with --hf: a step's time on your machine, 24.7s or 850ms: what the difference may come from",
+        parse=str,
+        metavar="TIME",
+    )
+    kineto: str | None = option(
+        None, "with --measured: a trace of torch's profiler, which says it", parse=str, metavar="TRACE.JSON"
+    )
+    report: str | None = option(
+        None, "with --hf: write one page with everything (.html)", parse=str, metavar="FILE"
+    )
 
     def question(self, cluster: str, gpus: int) -> Question:
         """What is asked. Raises: UserError."""
@@ -93,25 +110,6 @@ class HfFlags:
         return [f.name for f in fields(HfFlags) if f.name != "hf" and getattr(self, f.name) != f.default]
 
 
-def add_output_options(command: argparse.ArgumentParser) -> None:
-    """Add what `--hf` can write."""
-    command.add_argument(
-        "--search", action="store_true", help="with --hf: find the best layouts for the GPUs"
-    )
-    command.add_argument(
-        "--search-seconds", type=float, default=60.0, metavar="SECONDS",
-        help="when the search stops; it says what it did not try (default: 60)",
-    )  # fmt: skip
-    command.add_argument(
-        "--measured", metavar="TIME",
-        help="with --hf: a step's time on your machine, 24.7s or 850ms: what the difference may come from",
-    )  # fmt: skip
-    command.add_argument(
-        "--kineto", metavar="TRACE.JSON", help="with --measured: a trace of torch's profiler, which says it"
-    )
-    command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
-
-
 def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
     """Predict, print and write the requested files. -> exit code."""
     from lancet_kernels.predict.answer import AUTO, STRATEGIES, answer, check_fits
@@ -128,6 +126,10 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
                 "options", got=f"--hf and --{unsupported}", expected="--trace, --report or --json",
                 do="plan your own step with --module to save a plan that runs",
             )  # fmt: skip
+    for name, needed in (("kineto", "measured"), ("search_seconds", "search")):
+        if getattr(flags, name) != getattr(HfFlags, name) and not getattr(flags, needed):
+            got = f"--{name.replace('_', '-')} without --{needed}"
+            raise UserError("options", got=got, expected="both", do=f"add --{needed}")
     measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
@@ -156,9 +158,10 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
 
 
 def _milliseconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)(ms|s)", text)
-    if match is None:
-        raise UserError("--measured", got=text, expected="a time as 24.7s or 850ms", do="give the unit, too")
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)", text)
+    if match is None or not float(match[1]):
+        expected = "a time above 0, as 24.7s or 850ms"
+        raise UserError("--measured", got=text, expected=expected, do="give the unit, too")
     return float(match[1]) * (1000.0 if match[2] == "s" else 1.0)
 
 

@@ -81,6 +81,7 @@ positive_int = _number(int, "a whole number of at least 1", lambda value: value 
 non_negative_int = _number(int, "a whole number of at least 0", lambda value: value >= 0)
 positive_float = _number(float, "a number above 0", lambda value: 0 < value < math.inf)
 non_negative_float = _number(float, "a number of at least 0", lambda value: 0 <= value < math.inf)
+fraction = _number(float, "a number between 0 and 1", lambda value: 0 < value < 1)
 probability = _number(float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
 _positive_float = _number(float, "a number above 0, or none", lambda value: 0 < value < math.inf)
 

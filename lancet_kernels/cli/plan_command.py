@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lancet_kernels.cli.hf_flags import OF_HF, HfFlags, add_output_options, run_hf
+from lancet_kernels.cli.hf_flags import OF_HF, HfFlags, run_hf
 from lancet_kernels.cli.options import (
     PlanningFlags,
     add_options,
@@ -33,6 +33,8 @@ _SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16"
 
 _OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
 """Options of the library's own models."""
+_NOT_OF_HF = ("memory_gb", "most_parts", "group_ms", "longest_range_ms")
+"""Options of the planner, which `--hf` does not have."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,10 @@ class PlanOptions(HfFlags, PlanningFlags):
 
     def check_model(self) -> None:
         """Raise UserError for options of several kinds of models at once."""
-        conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
         given = [name for name in ("module", "hf") if getattr(self, name) is not None]
-        others = [*given[1:], *(conflicting if given else ()), *([] if self.hf else self.unused())]
+        foreign = [*(_OF_MODELS if given else ()), *(_NOT_OF_HF if self.hf else ())]
+        conflicting = [name for name in foreign if getattr(self, name) != getattr(type(self), name)]
+        others = [*given[1:], *conflicting, *([] if self.hf else self.unused())]
         if others:
             names = [f"--{name.replace('_', '-')}" for name in (*given[:1], others[0])]
             expected, do = "only options that belong together", "see lancet plan --help"
@@ -136,7 +139,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "simulation: no GPU, no ranks, no memory for its tensors.",
     )
     add_options(command, PlanOptions)
-    add_output_options(command)
     command.add_argument("--timeline", metavar="FILE", help="draw all strategies on one time axis (.png)")
     command.add_argument(
         "--trace", metavar="FILE", help="write the strategy's timeline for ui.perfetto.dev (.json)"

@@ -107,16 +107,10 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     """
     check_options(options, rank.world)
     trainer = Trainer(options, rank, load_corpus(options.data))
-    run = Path()
-    if rank.rank == 0:
+    run, first_rank = Path(), rank.rank == 0
+    if first_rank:
         run = Path(resume) if resume else _new_folder(options.output)
     run = from_first_rank(run, group_name(None), "the run's folder")
-    return _train_in(run, trainer, resume is not None)
-
-
-def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | None:
-    """`train` in the folder of a run."""
-    options, first_rank = trainer.options, trainer.rank.rank == 0
     if resume:
         _check_same(trainer.about, run)
     trainer.plan(run / "plan.json")
@@ -211,7 +205,8 @@ def _new_folder(output: str | None) -> Path:
     """Make the folder of a new run. Raises: UserError for one that has a run."""
     run = Path(output or datetime.now().strftime("runs/%Y%m%d-%H%M%S"))
     with file_errors(run):
-        run.mkdir(parents=True, exist_ok=True)
+        # One that another run made in this second has no config yet.
+        run.mkdir(parents=True, exist_ok=output is not None)
     if (run / _CONFIG).exists():
         raise UserError("output", got=f"{run}, which has a run", expected="a new folder", do="use --resume")
     return run

@@ -112,13 +112,6 @@ def _find_files(path: str | Path | None) -> tuple[str, list[Path]]:
         files = [file for file in _walk(library, skip=NOT_LIBRARY) if file.suffix == ".py"]
         return f"python-stdlib-{sys.version_info.major}.{sys.version_info.minor}", files
     place = Path(path)
-    if not place.exists():
-        raise UserError(
-            "data path",
-            got=f"{path}, which does not exist",
-            expected="a text file or a folder",
-            do="check the path",
-        )
     return str(path), list(_walk(place)) if place.is_dir() else [place]
 
 
@@ -141,7 +134,7 @@ def _read_text(file: Path) -> bytes:
             "data file",
             got=f"{file} ({error.strerror})",
             expected="a readable file",
-            do="check its permissions",
+            do="check the path and its permissions",
         ) from error
     return b"" if b"\0" in text else text
 

@@ -1,4 +1,4 @@
-"""One rank's training: model, optimizer and data, a step, the validation loss, a comparison of plans.
+"""One rank's training: model, optimizer and data, a step, the validation loss.
 
 B  sequences per rank and step      S  sequence length      W  ranks
 
@@ -51,9 +51,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def save_checkpoint(
-    folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 2
+    folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Path:
-    """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks.
+    """Write `folder/step-<step>` and delete all but the two newest. Collective over all ranks.
 
     Raises: UserError on all ranks where one of them cannot write; those before are kept.
     """
@@ -72,7 +72,7 @@ def save_checkpoint(
             do="make room, and resume: the checkpoints before are complete",
         ) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for old in _complete(folder)[:-keep]:
+        for old in _complete(folder)[:-2]:
             shutil.rmtree(old)
     return path
 

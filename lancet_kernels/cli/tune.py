@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.cli.kernels import ARCHITECTURES
 from lancet_kernels.cli.options import add_options, option, positive_float, positive_int
+from lancet_kernels.errors import UserError
 from lancet_kernels.files import json_text
 from lancet_kernels.measure.fused_pass import WORKLOADS, parse_workload
 
@@ -80,20 +81,22 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
     from lancet_kernels.kernels.config import TunedCache, default_cache
     from lancet_kernels.measure.launch import start_ranks, under_launcher
-    from lancet_kernels.measure.tuner import Place, Task, check_has_gpu, tune
+    from lancet_kernels.measure.tuner import Place, Task, tune
 
     dtype = getattr(torch, arguments.dtype)
     # Of layers with the same shape one.
     tasks = list({task.shape: task for task in (Task(w, dtype) for w in workloads)}.values())
     has_gpu = torch.cuda.is_available()
-    elsewhere = Place.elsewhere(int(arguments.arch.removeprefix("sm_")))
     if not has_gpu and not arguments.dry_run:
-        check_has_gpu(elsewhere)
+        do = "`lancet tune --dry-run` lists what would be timed, "
+        do += f"`lancet kernels --arch {arguments.arch}` compiles every kernel"
+        raise UserError("lancet tune", got="no GPU", expected="a GPU to time kernels on", do=do)
     rank = local_rank = 0
     if under_launcher():
         joined = start_ranks("cuda" if has_gpu else "cpu", TIMEOUT_S)
         rank, local_rank = joined.rank, joined.local_rank
-    place = Place.here(torch.device("cuda", local_rank)) if has_gpu else elsewhere
+    arch = int(arguments.arch.removeprefix("sm_"))
+    place = Place.here(torch.device("cuda", local_rank)) if has_gpu else Place.elsewhere(arch)
     cache = TunedCache(arguments.cache or default_cache())
     if local_rank == 0 and not arguments.dry_run:
         cache.check_writable()

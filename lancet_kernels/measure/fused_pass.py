@@ -156,14 +156,6 @@ class FusedPasses:
             self._exchanges[rows] = forward, backward
         return self._exchanges[rows]
 
-    def forward(self, config: OverlapConfig) -> torch.Tensor:
-        """One forward pass without a backward. Raises: CommunicationError, in this or in the next pass."""
-        exchange, _ = self.exchanges(config)
-        out, saved = self.begin(config)
-        exchange.release(saved.opened)
-        exchange.watch()
-        return out
-
     def begin(self, config: OverlapConfig) -> tuple[torch.Tensor, SavedPass]:
         """A forward pass; `backward` must follow."""
         exchange, _ = self.exchanges(config)

@@ -62,12 +62,12 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(device: str, timeout_s: float) -> Rank:
+def start_ranks(device: str, timeout_s: float, even_alone: bool = False) -> Rank:
     """Join the other ranks, on "cpu" (gloo, one compute thread) or "cuda" (NCCL, GPU number LOCAL_RANK).
 
     timeout_s: how long a collective may wait for a peer before it raises. Alone (no launcher, or a world of
-    one) there is no process group. Raises UserError if there is no such device, CommunicationError if a rank
-    does not come.
+    one) there is no process group; even_alone: there is one for a world of one that a launcher started.
+    Raises UserError if there is no such device, CommunicationError if a rank does not come.
     """
     rank, world, local_rank = (
         int(os.environ[name]) if under_launcher() else alone
@@ -78,7 +78,7 @@ def start_ranks(device: str, timeout_s: float) -> Rank:
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(place)
-    if world > 1:
+    if world > 1 or even_alone:
         with waiting("meeting of the ranks"):
             dist.init_process_group(
                 "nccl" if place.type == "cuda" else "gloo",
@@ -261,29 +261,8 @@ def launch(
     """
     if ranks < 1:
         raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
-    from torch.distributed import TCPStore
-
     # With the launcher and not with rank 0, which may be the one that fails.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        # How torch's ranks are told that rank 0 does not keep the store.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    if device == "cpu":
-        shared |= CPU_RANK
-    environments = [
-        shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
-        for rank in range(ranks)
-    ]
-    _run(arguments, environments, finish_s)
-
-
-def _run(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], finish_s: float) -> None:
-    """`launch` with the variables of each rank."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {name: signal.getsignal(name) for name in STOP_SIGNALS if in_main_thread}
     # What it says is said by our one line.
@@ -291,35 +270,46 @@ def _run(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], fi
     level, log.level = log.level, logging.CRITICAL
     with tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
         board = Path(folder, "board")
-        Board.create(board, len(environments))
-        ours = {
+        Board.create(board, ranks)
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            # How torch's ranks are told that rank 0 does not keep the store.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER_PID: str(os.getpid()),
             BOARD_FILE: str(board),
             # Without it each rank whose launcher goes away warns in a page of native frames.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        ranks = _Ranks(
+        if device == "cpu":
+            shared |= CPU_RANK
+        job = _Ranks(
             name="lancet",
             entrypoint=sys.executable,
-            args=dict.fromkeys(range(len(environments)), tuple(arguments)),
-            envs={rank: ours | dict(variables) for rank, variables in enumerate(environments)},
+            args=dict.fromkeys(range(ranks), tuple(arguments)),
+            envs={
+                rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
+                for rank in range(ranks)
+            },
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            ranks.start()
+            job.start()
             for name, handler in handlers.items():
                 if handler is signal.SIG_IGN:  # nohup: a signal that was ignored from the start stays ignored
                     signal.signal(name, handler)
-            result = ranks.wait(period=MONITOR_INTERVAL_S)
+            result = job.wait(period=MONITOR_INTERVAL_S)
             assert result is not None
-            failures = {rank: result.failures[rank] for rank in result.failures if rank not in ranks.ended}
+            failures = {rank: result.failures[rank] for rank in result.failures if rank not in job.ended}
             if failures:
                 _leave_if_stopped(failures)
                 raise root_cause(failures)
         except SignalException as stop:
             if finish_s:
                 with contextlib.suppress(SignalException):  # a second one
-                    ranks.let_finish(stop.sigval, finish_s)
+                    job.let_finish(stop.sigval, finish_s)
             for name in handlers:
                 # An impatient second Ctrl-C must not leave some of the ranks behind.
                 signal.signal(name, signal.SIG_IGN)
@@ -327,7 +317,7 @@ def _run(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], fi
             handlers[signal.SIGINT] = signal.SIG_DFL
             raise SystemExit(128 + stop.sigval) from None
         finally:
-            ranks.close()
+            job.close()
             for name, handler in handlers.items():
                 signal.signal(name, handler)
             log.level = level

@@ -245,7 +245,7 @@ def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
         torch.cuda.synchronize()
 
 
-def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4) -> float:
+def slow_link(step: nn.Module, inputs: Inputs, share: float) -> float:
     """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
 
     The blocking iteration is the plain step, whose all-to-alls block.

@@ -45,6 +45,7 @@ from lancet_kernels.ops.comm.groups import EXPERT_GROUP, group_name, group_rank,
 from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.optimization.guards import as_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.paired import loss_of
 
 Inputs = Sequence[object] | Mapping[str, object]
 STEPS = 2
@@ -198,21 +199,11 @@ def _run(
         # Hooks would be something new for a plan.
         if watch and not any(isinstance(module, OptimizedModule) for module in model.modules()):
             calls = stack.enter_context(_watched(model))
-        loss = _loss(model(*arguments, **by_name))
+        output = model(*arguments, **by_name)
+    loss = loss_of((output, getattr(output, "loss", None)), "the module")
     loss.backward()
     gradients = {name: _local_gradient(p) for name, p in _named(_parameters(model))}
     return Run(float(loss.detach()), gradients, calls)
-
-
-def _loss(output: object) -> Tensor:
-    inside = output if isinstance(output, (tuple, list)) else ()
-    for loss in (output, getattr(output, "loss", None), *inside):
-        if isinstance(loss, Tensor) and loss.dim() == 0:
-            return loss
-    raise UserError(
-        "output of the module", got=f"a {type(output).__name__} without a scalar tensor", expected="a loss",
-        do="return the loss, alone or first, or with labels as transformers' models do",
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

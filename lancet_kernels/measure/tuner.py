@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.config import (
     Entry,
     GemmConfig,
@@ -144,18 +144,6 @@ class Outcome:
     cached: Entry | None = None
 
 
-def check_has_gpu(place: Place) -> None:
-    """Raise UserError if there is no GPU to time on."""
-    if place.device is None:
-        raise UserError(
-            "lancet tune",
-            got="no GPU",
-            expected="a GPU to time kernels on",
-            do="`lancet tune --dry-run` lists what would be timed, "
-            f"`lancet kernels --arch {place.name}` compiles every kernel",
-        )
-
-
 def tune(
     tasks: Sequence[Task],
     place: Place,
@@ -179,7 +167,7 @@ def tune(
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
 
-    Without a GPU only a dry run can be: `check_has_gpu` first.
+    Without a GPU only a dry run can be.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)

@@ -278,7 +278,7 @@ def _collective_ms(cluster: Cluster, collective: str, size: float, placement: tu
 
 
 def _placement(node: fx.Node, cluster: Cluster) -> tuple[int, int, int]:
-    """Of the group of a collective: ranks on a node, nodes, groups that share a node's network. A group that
+    """The ranks of a collective: those on a node, nodes, groups that share a node's network. A group that
     is unknown here counts as consecutive ranks."""
     arguments = {**dict(zip(argument_names(node.target), node.args, strict=False)), **node.kwargs}
     splits = arguments.get("output_split_sizes")

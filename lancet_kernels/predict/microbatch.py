@@ -47,12 +47,11 @@ _KEPT = "kept_by_the_forward"
 class Share:
     """What a rank has of a model's parameters: those of its experts, or all others.
 
-    replicas: how many ranks hold the same ones. shards: into how many parameters and gradients are cut;
-    states: the optimizer's states. gradient_bytes, state_bytes: of one number.
+    shards: into how many parameters and gradients are cut; states: the optimizer's states. gradient_bytes,
+    state_bytes: of one number.
     """
 
     numbers: float
-    replicas: int
     shards: int
     states: int
     gradient_bytes: int
@@ -64,7 +63,7 @@ class Share:
         replicas = question.replicas(is_expert)
         shards = replicas if question.sharding == "full" else 1
         states = 1 if question.sharding == "none" else replicas
-        return cls(numbers, replicas, shards, states, *STATE_BYTES[question.states])
+        return cls(numbers, shards, states, *STATE_BYTES[question.states])
 
     @property
     def resident_bytes(self) -> dict[str, float]:

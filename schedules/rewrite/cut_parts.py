@@ -310,7 +310,7 @@ def _cache_key_of_result(node: fx.Node) -> tuple:
 
 
 def _cache_key(value: Any) -> Any:
-    """Of a tensor everything but its contents."""
+    """Everything of a tensor but its contents."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_cache_key, value))
     if isinstance(value, Tensor):

@@ -251,7 +251,7 @@ class Timeline:
     program: Program
     times: Times
     storages: Storages | None = field(default=None, repr=False)
-    """Of the program, if they are there already."""
+    """The storages of the program, if they are there already."""
 
     @property
     def iteration_ms(self) -> float:

@@ -101,7 +101,7 @@ def test_a_cluster_of_ones_own(tmp_path):
 
 
 def test_groups_that_do_not_fill_nodes_are_on_several():
-    """Of 24 ranks on nodes of 8: groups of 12 and of 6 cross nodes, groups of 8 do not."""
+    """24 ranks on nodes of 8: groups of 12 and of 6 cross nodes, groups of 8 do not."""
     cluster = load_cluster("p3dn")
     ms = {
         ranks: CommunicationModel.from_cluster(cluster, 24, ranks).milliseconds("all_to_all", 16e6)

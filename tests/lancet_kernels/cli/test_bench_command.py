@@ -78,10 +78,17 @@ def test_what_does_not_fit_is_one_line(arguments: tuple, message: str, capsys) -
     assert line.startswith(f"lancet: {message}")
 
 
-def test_unknown_strategy_is_refused(capsys) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--strategies", "none,fast", "got 'fast', expected some of none, tutel"),
+        ("--share", "1", "--share: got 1, expected a number between 0 and 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(option: str, value: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit):
-        main(["bench", STEP, "--strategies", "none,fast"])
-    assert "got 'fast', expected some of none, tutel" in capsys.readouterr().err
+        main(["bench", STEP, option, value])
+    assert message in capsys.readouterr().err
 
 
 def test_function_that_fails_on_a_rank_is_named(capsys, tmp_path) -> None:

@@ -159,6 +159,16 @@ WRONG = {
     "trace file": (["--trace", "/"], "file to write: got /"),
     "picture file": (["--timeline", "/nowhere/t.png"], "file to write: got /nowhere/t.png"),
     "picture ending": (["--timeline", "picture.xyz"], "file to write: got picture.xyz"),
+    **{
+        f"{option} without --hf": ([option, *value], f"options: got {option}, expected only options")
+        for option, *value in (
+            ("--search",),
+            ("--search-seconds", "5"),
+            ("--measured", "1s"),
+            ("--kineto", "t.json"),
+            ("--report", "r.html"),
+        )
+    },
 }
 
 
@@ -174,6 +184,13 @@ def test_wrong_input_is_one_line(capsys, case):
     assert out == ""
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("option", ["--memory-gb", "--most-parts", "--group-ms", "--longest-range-ms"])
+def test_options_of_the_planner_are_refused_with_hf(capsys, option):
+    assert main(["plan", "--hf", "config.json", option, "2"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"options: got --hf and {option}, expected only options" in line
 
 
 def test_a_cluster_file_that_is_no_text(capsys, tmp_path):

@@ -36,6 +36,19 @@ def test_a_wrong_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         selftest.run_checks(RANK)
 
 
+def test_a_gradient_that_is_no_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the last one that is compared."""
+    forward: Callable = MoELayer.forward
+
+    def broken(layer: MoELayer, *arguments, **by_name):
+        layer.w2.register_hook(lambda gradient: gradient * float("nan"))
+        return forward(layer, *arguments, **by_name)
+
+    monkeypatch.setattr(MoELayer, "forward", broken)
+    with pytest.raises(UserError, match="backend torch, 1 rank: got a difference of inf"):
+        selftest.run_checks(RANK)
+
+
 def test_a_plan_that_gives_no_number_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

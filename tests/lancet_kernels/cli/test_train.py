@@ -6,11 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lancet_kernels.cli import train
 from lancet_kernels.cli.main import main
+from lancet_kernels.errors import UserError
 from lancet_kernels.schedules.plan import Plan
 from tests.processes import running, wait_for
 
@@ -222,21 +226,20 @@ LOGGED = r"step \d+/\d+, loss \d+\.\d{3}, \d+ tokens/s, \d+\.\d ms"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet, tmp_path, number):
+def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet, tmp_path):
     """A run without checkpoints, against one that was left alone."""
     arguments = ["--ranks", 2, "--steps", 30, "--checkpoint-every", 0, "--warmup", 12]
     run = tmp_path / "runs" / "stopped"
     process = lancet(*arguments, "--output", "runs/stopped")
     wait_for_step(run, 4)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (128 + number, "")
+    assert (process.returncode, out) == (128 + signal.SIGINT, "")
     taken = len(metrics_of(run))
     assert 4 <= taken < 30, "stopped too late"
     *steps, last = err.splitlines()
     assert last == (
-        f"stopped by {number.name} after step {taken}, which is saved; go on with: "
+        f"stopped by SIGINT after step {taken}, which is saved; go on with: "
         "lancet train --resume runs/stopped"
     )
     assert all(re.fullmatch(LOGGED, line) for line in steps), steps
@@ -387,6 +390,16 @@ def test_wrong_value_is_one_line(tmp_path, monkeypatch, capfd, name):
     assert message in refused(capfd, *arguments)
     runs = tmp_path / "runs"
     assert not runs.exists() or list(runs.iterdir()) == [], "a run that never was left a folder"
+
+
+def test_two_runs_of_one_second_do_not_share_a_folder(tmp_path, monkeypatch):
+    """The first one has not written its config yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "datetime", mock.Mock(now=lambda: datetime(2026, 1, 2, 3, 4, 5)))
+    assert train._new_folder(None) == Path("runs/20260102-030405")
+    with pytest.raises(UserError, match=r"got runs/20260102-030405 \(File exists\)"):
+        train._new_folder(None)
+    assert train._new_folder("runs/20260102-030405").is_dir(), "a folder that is named may be there"
 
 
 @pytest.mark.long

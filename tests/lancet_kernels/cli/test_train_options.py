@@ -81,7 +81,7 @@ def test_bad_inputs_are_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").write_bytes(b"a\0b")
     for path, message in [
-        ("missing", "missing, which does not exist"),
+        ("missing", r"missing \(No such file or directory\)"),
         ("empty", "empty, which has no text"),
         ("binary", "binary, which has no text"),
     ]:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CausalLMStep, MoELayer, convert, ddp, fsdp, moe_losses, prepare_data_parallel
 from lancet_kernels.errors import UserError
+from lancet_kernels.layer.gpt2_moe import StepResult
 from lancet_kernels.measure.difference_kinds import Kind, kind_of_gradient
 from lancet_kernels.measure.step_check import Comparison, first_of, on_one_rank, on_this_rank, slice_of
 from lancet_kernels.ops.comm.groups import Groups
@@ -395,6 +396,22 @@ class SumOf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).sum()
+
+
+class Reporting(SumOf):
+    """A loss to show, and one to differentiate."""
+
+    def forward(self, x: Tensor) -> StepResult:
+        objective = super().forward(x)
+        return StepResult(objective, *[2 * objective.detach()] * 4)
+
+
+def test_the_loss_is_what_has_a_gradient() -> None:
+    model, x = Reporting(nn.Linear(4, 4)), torch.randn(4, 4)
+    objective = model(x).objective.item()
+    whole = on_one_rank(model, (x,), 2).steps[0].whole
+    assert whole.loss == pytest.approx(objective)
+    assert all(gradient is not None for gradient in whole.gradients.values())
 
 
 def test_batches_that_cannot_be_cut_are_refused() -> None:

@@ -84,5 +84,19 @@ def test_command_splits_the_difference(tmp_path, capsys):
     assert sum(term["likely_ms"] for term in terms) == pytest.approx(10 - none["step_ms"])
     # So little work for a GPU waits for the host.
     assert terms[0]["term"] == "host"
-    assert main([*arguments, "--measured", "24.7"]) != 0
-    assert "--measured: got 24.7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--measured", "24.7"], "--measured: got 24.7, expected a time above 0"),
+        (["--measured", "1.2.3s"], "--measured: got 1.2.3s, expected a time above 0"),
+        (["--measured", "0s", "--kineto", "trace.json"], "--measured: got 0s, expected a time above 0"),
+        (["--kineto", "trace.json"], "options: got --kineto without --measured, expected both"),
+        (["--search-seconds", "5"], "options: got --search-seconds without --search, expected both"),
+    ],
+)
+def test_what_does_not_say_a_time_is_one_line(options, message, capsys):
+    assert main(["plan", "--hf", "config.json", *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
