@@ -443,7 +443,7 @@ def _from_table(kind: type, table: object, where: str) -> Any:
     return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
 
 
-def _check_number(key: str, value: object, where: str) -> None:
+def _check_number(key: str, value: Any, where: str) -> None:
     """Raise UserError unless it is a positive number; some may be zero."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or value < 0 or (value == 0 and not key.endswith(_MAY_BE_ZERO)):

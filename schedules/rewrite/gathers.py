@@ -281,7 +281,7 @@ class _Sharding(Inserter):
                 for node in _with_sources(sources, source_of):
                     source = of[source_of[node]]
                     if in_backward:
-                        of[node] = self.graph.node_copy(node, lambda _, source=source: source)
+                        of[node] = self.graph.node_copy(node, {node.all_input_nodes[0]: source}.__getitem__)
                     else:
                         first.prepend(node)
                         node.replace_input_with(source_of[node], source)
