@@ -4,18 +4,9 @@ One file per op, in folders; each is `torch.ops.lancet.<name>` with a fake and a
 compare it with a plain reference (`naive_*`).
 """
 
+from lancet_kernels.ops import square_linear
+from lancet_kernels.ops.comm import collectives, redistribute
 from lancet_kernels.ops.comm.all_to_all import all_to_all, exchange_counts, start_all_to_all
-from lancet_kernels.ops.comm.collectives import (
-    all_gather,
-    all_reduce,
-    exchange_shards,
-    place_shard,
-    reduce_scatter,
-    share_gradient,
-    start_all_reduce,
-    take_shard,
-)
-from lancet_kernels.ops.comm.redistribute import shift, start_shift
 from lancet_kernels.ops.moe.dispatch import (
     combine,
     combine_dweight,
@@ -40,11 +31,9 @@ from lancet_kernels.ops.moe.router import (
     RoutingSums,
     assign_slots,
     gate,
-    gate_backward,
     moe_losses,
     router_logits,
     routing_sums,
     sum_over_ranks,
 )
 from lancet_kernels.ops.random import dropout, token_index
-from lancet_kernels.ops.square_linear import square_linear

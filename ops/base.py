@@ -81,11 +81,11 @@ class Op:
             return self.function(*inputs)
 
 
-def op(name: str, like: str = "") -> Callable[[Callable[..., Any]], Op]:
+def op(name: str, like: str = "", is_own_fake: bool = False) -> Callable[[Callable[..., Any]], Op]:
     """Decorator that makes a function an `Op`.
 
-    Args: like: the parameter whose shape, dtype and device the result has, contiguous; "": `register_fake`
-        says what the result is.
+    Args: like: the parameter whose shape, dtype and device the result has, contiguous. is_own_fake: the
+        function takes fake tensors, too. Without either, `register_fake` says what the result is.
     """
 
     def registered(function: Callable[..., Any]) -> Op:
@@ -94,6 +94,8 @@ def op(name: str, like: str = "") -> Callable[[Callable[..., Any]], Op]:
             position = list(inspect.signature(function).parameters).index(like)
             contiguous = partial(torch.empty_like, memory_format=torch.contiguous_format)
             of_library.register_fake(lambda *inputs: contiguous(inputs[position]))
+        elif is_own_fake:
+            of_library.register_fake(function)
         return of_library
 
     return registered

@@ -37,7 +37,7 @@ from lancet_kernels.layer.gradients import (
 )
 from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters
 from lancet_kernels.ops.comm.collectives import start_all_reduce
-from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_size
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_ranks, group_size
 
 
 def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:
@@ -168,7 +168,8 @@ def fsdp(
             )
 
     along: list[Any] = [Shard(0), Shard(1)]
-    if differ and not _same_ranks(mesh, own.replica):
+    is_over_replicas = mesh.ndim == 1 and mesh.mesh.tolist() == group_ranks(own.replica)
+    if differ and not is_over_replicas:
         along = placements_over(mesh_of_experts(own, kind), [0, 1])
 
     def placement(parameter: nn.Parameter) -> Any:
@@ -178,12 +179,6 @@ def fsdp(
         fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
     set_divisor(model, group_size(own.data))
     return model
-
-
-def _same_ranks(mesh: DeviceMesh, group: str) -> bool:
-    """Is the mesh one dimension of the ranks of a group?"""
-    own = dist.get_process_group_ranks(group_of(group)) if group else [dist.get_rank()]
-    return mesh.ndim == 1 and mesh.mesh.tolist() == own
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

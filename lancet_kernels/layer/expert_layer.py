@@ -16,7 +16,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.config import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer.expert_states import ShardedExperts
-from lancet_kernels.layer.layer_checks import check_exchange_options
+from lancet_kernels.layer.layer_checks import check_exchange_options, check_experts, check_factor
 from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
@@ -67,6 +67,8 @@ class ExpertLayer(ShardedExperts):
         receive_factor: float | None = None,
     ) -> None:
         """After `_set_groups`. Args: as of `MoELayer`. Raises: UserError."""
+        check_experts(num_experts, self.ranks)
+        check_factor(capacity_factor)
         fused = backend == "fused"
         what = "activation of a fused layer" if fused else "activation"
         if fused or activation not in EXPRESSIONS:
@@ -130,13 +132,13 @@ class ExpertLayer(ShardedExperts):
         w1, b1, w2, _ = self.weights()
         return (w1, w2) if b1 is None and runs_eagerly(x_TD, w1, w2) else None
 
-    def _experts(
-        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
-    ) -> Tensor:
+    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, used_E, capacity: int, real_T1) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D].
 
-        Args: is_dropless: every choice of every token is a row.
+        Args: used_E: choices of each expert, dropped ones included. real_T1: which tokens are no padding;
+            None: all.
         """
+        count_WL = ops.kept_counts(used_E, capacity, self.ranks)
         # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
         if self.exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
@@ -153,6 +155,7 @@ class ExpertLayer(ShardedExperts):
         received_WL = ops.exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
         most_rows = self._most_rows(num_choices, capacity)
+        is_dropless = self.capacity_factor is None and real_T1 is None
         num_rows = num_choices if is_dropless else None
         sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
         rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
@@ -168,7 +171,7 @@ class ExpertLayer(ShardedExperts):
         return ops.grouped_gemm(hidden_RF, count_WL, self._cast(w2), self._cast(b2))
 
     def _most_rows(self, num_choices: int, capacity: int) -> int:
-        """How many of these choices can be kept; `simulation` has a router of its own."""
+        """How many of these choices can be kept; `predict.simulate` has rows up to the capacity."""
         return min(num_choices, self.num_experts * capacity)
 
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:

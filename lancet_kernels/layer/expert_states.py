@@ -90,11 +90,6 @@ class ShardedExperts(nn.Module):
     def rows_per_expert(self) -> int:
         return 1
 
-    def own_rows(self) -> slice:
-        """The rows of this rank's experts in the parameters of all experts."""
-        ids, each = self.expert_ids(), self.rows_per_expert()
-        return slice(ids.start * each, ids.stop * each)
-
     def has_rows(self, value: object, experts: int) -> bool:
         """Is it a tensor with the rows of so many experts?"""
         return (
@@ -409,7 +404,8 @@ def _own(value: object, parameter: Tensor, place: Place) -> object:
     if isinstance(parameter, DTensor):
         return _own_shard(value, parameter, place)
     if isinstance(value, DTensor):
-        for form in _forms(place):
+        forms: tuple[Form, ...] = (place.form, "own")
+        for form in forms:
             own = place.part(value.to_local(), form)
             if value.placements == (Shard(_dimension(form)),) and form == place.form_of(own, parameter):
                 return own
@@ -430,11 +426,6 @@ def _own_shard(value: object, parameter: DTensor, place: Place) -> object:
             return value
         own = distribute_tensor(part, parameter.device_mesh, parameter.placements).to_local()
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)
-
-
-def _forms(place: Place) -> tuple[Form, ...]:
-    """Those that states of a parameter may have."""
-    return (place.form, "own") if place.of_adapter else ("rows",)
 
 
 def _part_of_whole(whole: object, parameter: Tensor, place: Place) -> Tensor | None:

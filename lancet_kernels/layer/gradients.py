@@ -30,9 +30,10 @@ from lancet_kernels.ops.comm.groups import (
     AnyGroups,
     Groups,
     data_group_name,
-    group_device,
     group_of,
+    group_ranks,
     group_size,
+    over_ranks,
     values_of_ranks,
 )
 from lancet_kernels.ops.comm.link_group import LinkWork, Pending
@@ -113,7 +114,7 @@ def as_backward_finishes(
     from the last one to the first."""
     for parameter, group in reversed([*group_of_parameter.items()]):
         if parameter.requires_grad and group:
-            yield parameter, parameter.dtype, group, parameter.numel() * parameter.element_size()
+            yield parameter, parameter.dtype, group, parameter.nbytes
 
 
 @torch.no_grad()
@@ -240,16 +241,13 @@ class Replicas:
 
     def _raise_first(self, places: list[int]) -> None:
         """Raise UserError on all ranks if any of them has a place."""
-        data, nowhere = group_of(self._groups.data), len(self._parameters)
-        first = torch.tensor(min(places, default=nowhere), device=group_device(self._groups.data))
-        with waiting(_WHAT, data):
-            dist.all_reduce(first, dist.ReduceOp.MIN, data)
-        if int(first) == nowhere:
+        data, nowhere = self._groups.data, len(self._parameters)
+        first = int(over_ranks(torch.tensor(min(places, default=nowhere)), data, "min", _WHAT))
+        if first == nowhere:
             return
-        name, parameter, group = self._parameters[int(first)]
-        own = sorted(dist.get_process_group_ranks(group_of(group))), int(digest(_local(parameter)))
-        of_ranks = values_of_ranks(own, self._groups.data, _WHAT)
-        by_rank = dict(zip(dist.get_process_group_ranks(data), of_ranks, strict=True))
+        name, parameter, group = self._parameters[first]
+        own = sorted(group_ranks(group)), int(digest(_local(parameter)))
+        by_rank = dict(zip(group_ranks(data), values_of_ranks(own, data, _WHAT), strict=True))
         others = [r for r, (ranks, own) in sorted(by_rank.items()) if own != by_rank[ranks[0]][1]]
         raise UserError(
             f"parameter {name} after {self._calls} calls of the optimized module",

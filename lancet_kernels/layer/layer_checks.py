@@ -25,9 +25,9 @@ def is_number(value: object, kind: type = Real) -> bool:
 
 
 def check_sizes(
-    gate: Gate, ranks: int, d_model: int, d_ff: int, num_experts: int, top_k: int, shared_d_ff: int | None
+    gate: Gate, d_model: int, d_ff: int, num_experts: int, top_k: int, shared_d_ff: int | None
 ) -> None:
-    """Raise UserError for sizes that no layer of `ranks` ranks can have."""
+    """Raise UserError for sizes that no layer can have."""
     if not isinstance(gate, Gate):
         raise UserError(
             "gate", got=repr(gate), expected=f"one of {', '.join(GATES)}, or a Gate", do="name one"
@@ -44,7 +44,6 @@ def check_sizes(
         raise UserError(
             "shared_expert_d_ff", got=shared_d_ff, expected="at least 1 or None", do="leave it out"
         )
-    check_experts(num_experts, ranks)
     gate.check(num_experts, top_k)
 
 
@@ -95,12 +94,6 @@ def check_exchange_options(backend: str, **options: float | None) -> None:
         if not is_number(value, kind) or not 0 < float(value) < math.inf:
             what = "a positive whole number" if kind is Integral else "a positive number"
             raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
-
-
-def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
-    """Raise UserError unless it is a positive number, or None where the gate may be dropless."""
-    check_factor(capacity_factor)
-    gate.check_capacity_factor(capacity_factor)
 
 
 def check_factor(capacity_factor: float | None) -> None:

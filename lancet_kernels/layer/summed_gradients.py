@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -190,7 +190,7 @@ class PlannedSums:
         """`module(*inputs, **by_name)`, whose backward sums the gradients."""
         if not self._names:
             return module(*inputs, **by_name)
-        early = self._new_sums() if self._early and self._accumulation.sums else None
+        early = _EarlySums(self) if self._early and self._accumulation.sums else None
         summed = _Summed.apply(self, early, *(module.get_parameter(name) for name in self._names))
         if early is not None:
             summed = early.noticed(summed)
@@ -219,7 +219,7 @@ class PlannedSums:
                     self._accumulation.keep(parameter)
             return own
         if early is None:
-            early = self._new_sums()
+            early = _EarlySums(self)
             early.given = [*_in_buckets(self._buckets, grads[:number])]
         sums = early.finish(tensors[:number])
         earlier = self._earlier(len(self._buckets))
@@ -231,9 +231,6 @@ class PlannedSums:
         sums += [grad if grad is None else grad / self._divide_by for grad in others]
         self.watch.give(zip(self._names, sums, strict=True))
         return sums
-
-    def _new_sums(self) -> _EarlySums:
-        return _EarlySums(self._buckets, self._divide_by, self._earlier)
 
     def _earlier(self, bucket: int) -> list[Tensor | None]:
         """The gradients of backwards that were not summed."""
@@ -285,18 +282,12 @@ class _Summed(torch.autograd.Function):
 class _EarlySums:
     """The sums of buckets, in their order, each as soon as its gradients and those before it are there.
 
-    given: the gradients of each bucket; None: not there yet, or started. earlier: gives, for a bucket, the
-    gradients of backwards that were not summed.
+    given: the gradients of each bucket; None: not there yet, or started.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[tuple[str, int]],
-        divide_by: int,
-        earlier: Callable[[int], list[Tensor | None]],
-    ) -> None:
-        self._buckets, self._scale, self._earlier = buckets, 1.0 / divide_by, earlier
-        self.given: list[Sequence[Tensor | None] | None] = [None] * len(buckets)
+    def __init__(self, planned: PlannedSums) -> None:
+        self._planned, self._buckets = planned, planned._buckets
+        self.given: list[Sequence[Tensor | None] | None] = [None] * len(self._buckets)
         self._started: list[Started[list[Tensor]]] = []
         self._lacks: list[bool] = []
         self._tensors: list[list[Tensor]] = []
@@ -332,12 +323,13 @@ class _EarlySums:
     def _start(self, tensors: Sequence[Tensor]) -> None:
         number = len(self._started)
         grads, self.given[number] = self.given[number] or [None] * len(tensors), None
+        scale = 1.0 / self._planned._divide_by
         # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
         added = [
-            torch.zeros_like(t).neg_() if g is None else g.new_zeros(()).add(g, alpha=self._scale)
+            torch.zeros_like(t).neg_() if g is None else g.new_zeros(()).add(g, alpha=scale)
             for t, g in zip(tensors, grads, strict=True)
         ]
-        earlier = self._earlier(number)
+        earlier = self._planned._earlier(number)
         added = [a if e is None else a + e for a, e in zip(added, earlier, strict=True)]
         self._lacks += [g is None and e is None for g, e in zip(grads, earlier, strict=True)]
         self._started.append(start_all_reduce(added, self._buckets[number][0]))

@@ -17,6 +17,7 @@ from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.base import during
+from lancet_kernels.ops.comm.collectives import shard_of
 from lancet_kernels.ops.comm.groups import AnyGroups, data_group_name, group_size
 from lancet_kernels.transformers.checkpoints import guard_save_pretrained
 from lancet_kernels.transformers.experts import (
@@ -154,11 +155,10 @@ def _keep_own_experts(layer: ExpertLayer) -> None:
     """Keep the rows of this rank's experts; each parameter is freed before the next one is read."""
     if layer.ranks == 1:
         return
-    own = layer.own_rows()
     for name in layer.expert_names():
         whole = layer._parameters.pop(name)
         assert whole is not None
-        part = nn.Parameter(whole[own].clone(), whole.requires_grad)
+        part = nn.Parameter(shard_of(whole, 0, layer.expert_group).clone(), whole.requires_grad)
         del whole
         layer.register_parameter(name, part)
 

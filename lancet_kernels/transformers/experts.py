@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lancet_kernels import ops
 from lancet_kernels.kernels.config import ALL_ACTIVATIONS, GATED
 from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
-from lancet_kernels.layer.layer_checks import check_data_parallel, check_experts, check_factor
+from lancet_kernels.layer.layer_checks import check_data_parallel
 from lancet_kernels.layer.moe_layer import checkpointed_run
 from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import AnyGroups
@@ -130,9 +130,7 @@ class ConvertedExperts(ExpertLayer, Derived):
             capacity = self._capacity(*expert_TK.shape)
             used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TD.device)
             slot_TK, used_E = ops.assign_slots(expert_TK, used_E, real_T1)
-            count_WL = ops.kept_counts(used_E, capacity, self.ranks)
-            is_dropless = self.capacity_factor is None and real_T1 is None
-            y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, count_WL, capacity, is_dropless)
+            y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, used_E, capacity, real_T1)
         # A view that somebody writes into would lose the hook that FSDP puts on it.
         y = y_TD if y_TD.shape == hidden_states.shape else y_TD.view(hidden_states.shape)
         return y.to(hidden_states.dtype)
@@ -184,8 +182,6 @@ def expert_parallel(
     d_ff, d_model = widths if _flag(experts, "is_transposed") else reversed(widths)
     activation = _activation_of(experts, own.__name__)
     experts._set_groups(groups)
-    check_experts(num_experts, experts.ranks)
-    check_factor(capacity_factor)
     experts._set_up(d_model, d_ff, num_experts, activation, backend, capacity_factor)
     return experts
 

@@ -60,7 +60,8 @@ class _ChoicesAsAtFirst(TorchFunctionMode):
         if not isinstance(result, Tensor):
             first = self._first(result.indices)
             return type(result)((_gathered(name, args, kwargs, first), first))
-        return func(*args, **kwargs) if result.is_floating_point() else self._first(result)
+        # Of those that may give both, `max` without a dimension gives a value alone.
+        return func(*args, **kwargs) if name in _DIMENSION else self._first(result)
 
     def _first(self, index: Tensor) -> Tensor:
         first: Tensor = self.run.as_at_first(self.block, index.int())

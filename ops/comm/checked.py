@@ -288,7 +288,7 @@ def _other_collectives(what: str, by_rank: Mapping[int, str]) -> UserError:
 
 def _bytes(tensors: Any) -> int:
     if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
+        return tensors.nbytes
     return sum(map(_bytes, tensors))
 
 

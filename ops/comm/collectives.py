@@ -284,16 +284,13 @@ def _joined(shards: Tensor, dim: int) -> Tensor:
     return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@op("lancet::take_shard")
+@op("lancet::take_shard", is_own_fake=True)
 def take_shard(whole: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice. An op with a group, not a slice with numbers: all ranks run one graph."""
     return shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-take_shard.register_fake(take_shard.function)
-
-
-@op("lancet::place_shard")
+@op("lancet::place_shard", is_own_fake=True)
 def place_shard(shard: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice in its place, zeros around it."""
     shape = list(shard.shape)
@@ -301,9 +298,6 @@ def place_shard(shard: Tensor, dim: int, group: str) -> Tensor:
     whole = shard.new_zeros(shape)
     shard_of(whole, dim, group).copy_(shard)
     return whole
-
-
-place_shard.register_fake(place_shard.function)
 
 
 @op("lancet::share_gradient", like="result")

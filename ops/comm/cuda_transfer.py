@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -33,38 +31,15 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.wire = torch.cuda.Stream(device)
-        self._ended: deque[CudaTransfer] = deque(maxlen=_MOST_TIMES)
+        self.ended: deque[CudaTransfer] = deque(maxlen=_MOST_TIMES)
 
-    def ended(self, transfer: CudaTransfer) -> None:
-        """Computation has waited for it."""
-        self._ended.append(transfer)
-
-    def times(self) -> list[TransferTimes]:
-        """The times of the collectives that ended since the last call. Waits for the device."""
-        if self._ended:
+    def take_ended(self) -> list[CudaTransfer]:
+        """The collectives that ended since the last call. Waits for the device."""
+        if self.ended:
             torch.cuda.synchronize()
-        times = [transfer.times() for transfer in self._ended]
-        self._ended.clear()
-        return times
-
-
-class TransferTimes(NamedTuple):
-    """How long a collective travelled, and how long the compute stream waited for it."""
-
-    collective: str
-    is_urgent: bool
-    travelled_ms: float
-    waited_ms: float
-
-
-@dataclass
-class _Events:
-    """When one transfer starts, is complete, is first waited for, and when that wait ends."""
-
-    begin: torch.cuda.Event
-    arrived: torch.cuda.Event
-    asked: torch.cuda.Event
-    here: torch.cuda.Event
+        ended = [*self.ended]
+        self.ended.clear()
+        return ended
 
 
 class CudaTransfer:
@@ -76,8 +51,11 @@ class CudaTransfer:
     def __init__(self, streams: CudaStreams, collective: str, wire_ns: int, is_urgent: bool) -> None:
         self.collective, self.is_urgent = collective, is_urgent
         self._streams, self._wire_ns = streams, wire_ns
-        self._events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
-        self._events.begin.record()
+        # When it starts, is complete, is first waited for, and when that wait ends.
+        self._begin, self._arrived, self._asked, self._here = (
+            torch.cuda.Event(enable_timing=True) for _ in range(4)
+        )
+        self._begin.record()
 
     def watch(self, work: Waitable) -> None:
         """Record when it is complete, on a stream that does nothing else: the compute stream may wait later.
@@ -89,23 +67,19 @@ class CudaTransfer:
             work.wait()
             if self._wire_ns:
                 sleep_on_stream(self._streams.wire, self._wire_ns)
-            self._events.arrived.record()
+            self._arrived.record()
 
     def finish(self, work: Waitable) -> None:
         """Let the compute stream wait for it."""
-        self._events.asked.record()
+        self._asked.record()
         work.wait()
-        torch.cuda.current_stream().wait_event(self._events.arrived)
-        self._events.here.record()
-        self._streams.ended(self)
+        torch.cuda.current_stream().wait_event(self._arrived)
+        self._here.record()
+        self._streams.ended.append(self)
 
-    def times(self) -> TransferTimes:
-        """How long it took, after it has ended."""
-        events = self._events
-        travelled_ms = events.begin.elapsed_time(events.arrived)
-        return TransferTimes(
-            self.collective, self.is_urgent, travelled_ms, events.asked.elapsed_time(events.here)
-        )
+    def times(self) -> tuple[float, float]:
+        """Milliseconds that it travelled, and that the compute stream waited for it, after it has ended."""
+        return self._begin.elapsed_time(self._arrived), self._asked.elapsed_time(self._here)
 
 
 def sleep_on_stream(stream: torch.cuda.Stream, duration_ns: int) -> None:

@@ -89,17 +89,18 @@ class Link:
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
         traffic, self._traffic = self._traffic, Traffic()
-        ended = [times for streams in self._cuda_streams.values() for times in streams.times()]
+        ended = [transfer for streams in self._cuda_streams.values() for transfer in streams.take_ended()]
         if ended:
             # The host only launched the waits.
-            traffic.waited_ms = dict.fromkeys((times.collective for times in ended), 0.0)
-        for times in ended:
-            traffic.waited_ms[times.collective] += times.waited_ms
-            if times.is_urgent:
-                traffic.all_to_all_ms += times.travelled_ms
-                traffic.exposed_ms += times.waited_ms
+            traffic.waited_ms = dict.fromkeys((transfer.collective for transfer in ended), 0.0)
+        for transfer in ended:
+            travelled_ms, waited_ms = transfer.times()
+            traffic.waited_ms[transfer.collective] += waited_ms
+            if transfer.is_urgent:
+                traffic.all_to_all_ms += travelled_ms
+                traffic.exposed_ms += waited_ms
                 # Ranks that are alike are never late.
-                traffic.wire_exposed_ms += times.waited_ms
+                traffic.wire_exposed_ms += waited_ms
         return traffic
 
     def start(

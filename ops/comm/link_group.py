@@ -140,7 +140,7 @@ class LinkGroup(dist.ProcessGroup):
     def _summed(self, start: Callable[..., dist.Work], tensors: list[Tensor], options: Any) -> LinkWork:
         group = group_of(self._plain)
         with waiting("all_reduce", group):
-            transfer = link.start_all_reduce(group, sum(map(_bytes, tensors)), tensors[0].is_cuda)
+            transfer = link.start_all_reduce(group, sum(t.nbytes for t in tensors), tensors[0].is_cuda)
             work = start(tensors, options)
         if isinstance(transfer, CudaTransfer):
             transfer.watch(work)
@@ -182,7 +182,7 @@ class LinkGroup(dist.ProcessGroup):
         group, options = group_of(self._plain), options or dist.AllToAllOptions()
         other_rows = [sum(rows) - rows[group.rank()] for rows in (receive, send)]
         bytes = [
-            n * _bytes(t) // max(1, t.shape[0]) for n, t in zip(other_rows, (received, sent), strict=True)
+            n * t.nbytes // max(1, t.shape[0]) for n, t in zip(other_rows, (received, sent), strict=True)
         ]
         return self._exchanged(
             what, group.alltoall_base, received, sent, receive, send, options, bytes=bytes, layer=layer
@@ -201,7 +201,7 @@ class LinkGroup(dist.ProcessGroup):
         """Start it. Args: bytes: from and to other ranks; by default all of the larger tensor but this rank's
         own slice, in both directions."""
         group, sent = group_of(self._plain), sent.contiguous()
-        whole = max(_bytes(sent), _bytes(received))
+        whole = max(sent.nbytes, received.nbytes)
         coming, leaving = bytes or [whole - whole // group.size()] * 2
         # Not every backend has collectives of truth values.
         wires = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (received, sent)]
@@ -210,7 +210,3 @@ class LinkGroup(dist.ProcessGroup):
             work = start(*wires, *options)
         transfer.watch(work)
         return LinkWork(what, group, work, transfer, layer, kept=sent)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

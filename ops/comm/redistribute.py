@@ -17,8 +17,9 @@ tiles have the same shapes on all ranks. A shift is its own adjoint, the other w
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -64,7 +65,7 @@ def start_shift(
         return Here(tiles)
     sent = [tile.contiguous() for tile in tiles]
     received = [torch.empty_like(tile) for tile in sent]
-    size = sum(tile.numel() * tile.element_size() for tile in sent)
+    size = sum(tile.nbytes for tile in sent)
     from_rank, to_rank = (dist.get_global_rank(process_group, place) for place in (source, target))
     peers = tuple(dict.fromkeys((source, target)))
     with waiting(what, process_group, peers=peers):
@@ -184,15 +185,9 @@ class Redistribution:
         return sources if whole and sorted(sources) == list(range(len(self.held))) else None
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """All of it; `of_numbers` is the inverse."""
-        boxes = [n for box in (*self.held, *self.needed) for span in box for n in span]
-        pieces = [n for p in self.pieces for n in (p.source, p.target, *p.rows, *p.columns)]
-        return [len(self.held), *self.units, *boxes, *pieces]
-
-    @classmethod
-    def of_numbers(cls, numbers: list[int]) -> Redistribution:
-        return _of_numbers(tuple(numbers))
+    def text(self) -> str:
+        """All of it, as an argument of an op; `redistribution_of` is the inverse."""
+        return repr(astuple(self))
 
     def result_of(self, x: Tensor, rank: int) -> tuple[Tensor, int, int]:
         """An empty tile behind it; rows and features of a unit, from the size of this rank's tile x.
@@ -213,18 +208,10 @@ class Redistribution:
 
 
 @lru_cache(maxsize=1000)
-def _of_numbers(numbers: tuple[int, ...]) -> Redistribution:
-    ranks, *units = numbers[:3]
-    spans = [(numbers[n], numbers[n + 1]) for n in range(3, 3 + 8 * ranks, 2)]
-    boxes = list(zip(spans[::2], spans[1::2], strict=True))
-    rest = numbers[3 + 8 * ranks :]
-    pieces = (rest[n : n + 6] for n in range(0, len(rest), 6))
-    return Redistribution(
-        (units[0], units[1]),
-        tuple(boxes[:ranks]),
-        tuple(boxes[ranks:]),
-        tuple(Piece(s, t, (r0, r1), (c0, c1)) for s, t, r0, r1, c0, c1 in pieces),
-    )
+def redistribution_of(text: str) -> Redistribution:
+    """The redistribution with this `text`."""
+    units, held, needed, pieces = ast.literal_eval(text)
+    return Redistribution(units, held, needed, tuple(Piece(*piece) for piece in pieces))
 
 
 class Way:
@@ -233,7 +220,7 @@ class Way:
     def __init__(self, there: Redistribution, back: Redistribution) -> None:
         self.there, self.back = there, back
         self._changes = there.held != there.needed or back.held != back.needed
-        self._op, self._numbers = _op(there), (there.numbers, back.numbers)
+        self._op, self._texts = _op(there), (there.text, back.text)
         self._sources: list[int] | None = None
         if there.sources and back.sources:
             returns = all(back.sources[source] == place for place, source in enumerate(there.sources))
@@ -249,7 +236,7 @@ class Way:
             return x
         if self._sources is not None:
             return shift([x], self._sources, group, what, None)[0]
-        return self._op(x, *self._numbers, group, what)
+        return self._op(x, *self._texts, group, what)
 
 
 def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
@@ -293,12 +280,12 @@ def _cut(tile: Tensor, piece: Piece, box: Box, height: int, width: int) -> Tenso
     return tile[rows, (piece.columns[0] - c0) * width : (piece.columns[1] - c0) * width]
 
 
-def _redistributed(x: Tensor, there: list[int], back: list[int], group: str, what: str) -> Tensor:
-    return apart(moved(x, Redistribution.of_numbers(there), group, what), x)
+def _redistributed(x: Tensor, there: str, back: str, group: str, what: str) -> Tensor:
+    return apart(moved(x, redistribution_of(there), group, what), x)
 
 
 def _fake(x, there, back, group, what):
-    return Redistribution.of_numbers(there).result_of(x, group_rank(group))[0]
+    return redistribution_of(there).result_of(x, group_rank(group))[0]
 
 
 def _keep_arguments(ctx, inputs, output) -> None:
@@ -307,7 +294,7 @@ def _keep_arguments(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     there, back, group, what = ctx.arguments
-    op = _op(Redistribution.of_numbers(back))
+    op = _op(redistribution_of(back))
     return op(grad, back, there, group, f"gradient of {what}"), None, None, None, None
 
 

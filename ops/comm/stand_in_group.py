@@ -137,15 +137,10 @@ class StandInGroup(dist.ProcessGroup):
         elif not any(kind == own for own in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
             self._refuse()
 
-
-for _same, _names in {
-    "allreduce": ("allreduce_coalesced",),
-    "allgather": ("gather",),
-    "alltoall_base": ("all_to_all_single",),  # its name since torch 2.13
-    "_refuse": ("send", "recv", "recv_anysource", "scatter", "reduce"),
-}.items():
-    for _name in _names:
-        setattr(StandInGroup, _name, getattr(StandInGroup, _same))
+    allreduce_coalesced, gather = allreduce, allgather  # type: ignore[assignment]
+    # The name of `alltoall_base` since torch 2.13.
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+    send = recv = recv_anysource = scatter = reduce = _refuse
 
 
 def _work(results: list[Tensor], copy: Callable[[], object] = lambda: None) -> dist.Work:

@@ -59,16 +59,13 @@ def _kernels_run_on(device: torch.device) -> bool:
     return not INTERPRETED
 
 
-@op("lancet::kept_counts")
+@op("lancet::kept_counts", is_own_fake=True)
 def kept_counts(used_E: Tensor, capacity: int, ranks: int) -> Tensor:
     """-> [W, L] int64: min(used, capacity) of expert l on rank w, for a batch that began with no slot used.
 
     Args: used_E: int64, the gate's `used'` (dropped assignments included).
     """
     return used_E.clamp(max=capacity).view(ranks, -1)
-
-
-kept_counts.register_fake(kept_counts.function)
 
 
 @op("lancet::send_rows", like="expert_TK")
@@ -245,7 +242,7 @@ def _combine_backward(ctx, grad_TD):
 combine.register_autograd(_combine_backward, setup_context=_save_for_combine)
 
 
-@op("lancet::part_rows")
+@op("lancet::part_rows", is_own_fake=True)
 def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
     """The rows of a part, by expert, then in token order.
 
@@ -258,9 +255,6 @@ def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: in
     # As padding, dropped choices use no row.
     local_TK, count_E = slots_in_token_order(expert_TK, expert_TK.new_zeros(num_experts), slot_TK < capacity)
     return send_rows(expert_TK, local_TK, count_E), count_E
-
-
-part_rows.register_fake(part_rows.function)
 
 
 @op("lancet::merge_parts")
@@ -282,7 +276,7 @@ def _(rows, counts, by_expert):
     return rows[0].new_empty(sum(part.shape[0] for part in rows), rows[0].shape[1])
 
 
-@op("lancet::merge_rows")
+@op("lancet::merge_rows", is_own_fake=True)
 def merge_rows(experts: list[Tensor], rows: list[Tensor], counts: list[Tensor]) -> Tensor:
     """The index of each choice's row in the merged rows to send; [T, K] of the whole batch.
 
@@ -301,9 +295,6 @@ def merge_rows(experts: list[Tensor], rows: list[Tensor], counts: list[Tensor]) 
     return torch.cat(merged)
 
 
-merge_rows.register_fake(merge_rows.function)
-
-
 Number = TypeVar("Number", int, Tensor)
 
 
@@ -312,14 +303,11 @@ def _window(n: Number, part: int, parts: int) -> tuple[Number, Number]:
     return n * part // parts, n * (part + 1) // parts
 
 
-@op("lancet::window_counts")
+@op("lancet::window_counts", is_own_fake=True)
 def window_counts(count_WL: Tensor, part: int, parts: int) -> Tensor:
     """-> [W, L]: the number of rows in a part's window of slots. Example: 5 rows in 2 parts: 2 and 3."""
     first_WL, behind_WL = _window(count_WL, part, parts)
     return behind_WL - first_WL
-
-
-window_counts.register_fake(window_counts.function)
 
 
 @op("lancet::window_rows")

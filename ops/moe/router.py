@@ -9,8 +9,8 @@ forward and again in the backward, which saves the tokens as they are: 2 T D byt
 where linear(x.float(), w.float()) saves 4 T D more.
 
 Experts, slots and weights come from one op for all gates; `spec` names the gate and its options (see
-ops/gates). They are results of one op, because the planner moves and cuts a gate as a whole. To route part by
-part, pass the result `used'` of a part as `used` of the next.
+ops/moe/gates). They are results of one op, because the planner moves and cuts a gate as a whole. To route
+part by part, pass the result `used'` of a part as `used` of the next.
 
 Losses depend on the whole batch. Load balance (Switch, Fedus et al. 2022, equation 4): E * sum_e f_e * P_e,
 with f_e the share of assignments that went to expert e (dropped ones included) and P_e the mean router
@@ -245,7 +245,7 @@ def moe_losses(sums: list[RoutingSums], group: str) -> MoELosses:
     counts = [
         torch.cat([s.assigned_E, s.kept_E, torch.stack([s.tokens, torch.ones_like(s.tokens)])]) for s in sums
     ]
-    total = torch.ops.lancet.sum_over_ranks(torch.stack(counts), group)
+    total = sum_over_ranks(torch.stack(counts), group)
     assigned_NE, kept_NE, tokens_N1, ranks_N1 = total.split([num_experts, num_experts, 1, 1], 1)
     tokens_N1 = tokens_N1.clamp(min=1)
     probability_NE = torch.stack([s.probability_E for s in sums]) * ranks_N1 / tokens_N1
@@ -260,17 +260,12 @@ def moe_losses(sums: list[RoutingSums], group: str) -> MoELosses:
     )
 
 
-@torch.library.custom_op("lancet::sum_over_ranks", mutates_args=())
+@op("lancet::sum_over_ranks", like="counts")
 def sum_over_ranks(counts: Tensor, group: str) -> Tensor:
     """The sum of an integer tensor over the ranks of the group; no gradient."""
-    total = counts.clone()
+    total = counts.clone(memory_format=torch.contiguous_format)
     if group:
         process_group = group_of(group)
         with waiting("sum_over_ranks", process_group):
             dist.all_reduce(total, group=process_group)
     return total
-
-
-@sum_over_ranks.register_fake
-def _(counts, group):
-    return torch.empty_like(counts)

@@ -28,6 +28,7 @@ no expert, as if the batch did not have it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,7 +121,9 @@ def sigmoid(logits: Tensor) -> Tensor:
     does not fill a vector register. The routing of a part of a batch would then differ from that of the
     whole.
     """
-    return 1 / (1 + torch.exp(-logits))
+    # Where exp overflows, the score is 0, but autograd would give 0 * inf. NaN logits and gradients stay NaN.
+    overflows = logits <= -math.log(torch.finfo(logits.dtype).max)
+    return 1 / (1 + torch.exp(-logits.masked_fill(overflows, -torch.inf)))
 
 
 def scores(logits_TE: Tensor, score: str) -> Tensor:

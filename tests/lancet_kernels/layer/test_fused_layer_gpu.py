@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lancet_kernels import MoELayer
+from lancet_kernels import MoELayer, ops
 from lancet_kernels.ops.moe.fused_experts import fused_experts
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +23,8 @@ class FusedLayer(MoELayer):
     def __init__(self, *sizes: int, **options: object) -> None:
         super().__init__(*sizes, backend="fused", **options)
 
-    def _experts(
-        self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int, is_dropless: bool
-    ) -> torch.Tensor:
+    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, used_E, capacity: int, real_T1) -> torch.Tensor:
+        count_WL = ops.kept_counts(used_E, capacity, self.ranks)
         return fused_experts(
             x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, self.w1, self.b1, self.w2, self.b2,
             self.exchange,

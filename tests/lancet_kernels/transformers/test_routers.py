@@ -134,6 +134,11 @@ def test_values_and_indices_of_every_call() -> None:
         assert indices.flatten().tolist() == [1]
         assert values.dim() == indices.dim()
         assert x.grad.tolist() == [[0.0, 1.0, 0.0]]
+    integers = torch.tensor([2**40, 0])
+    with routers._ChoicesAsAtFirst(nn.Identity(), Run()):
+        assert int(integers.argmax()) == 1
+        assert int(integers.max()) == 2**40
+        assert torch.max(integers, -integers).tolist() == [2**40, 0]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])

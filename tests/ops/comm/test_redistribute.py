@@ -6,10 +6,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels import UserError
-from lancet_kernels.ops import shift, start_shift
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.link import emulate_link, link
-from lancet_kernels.ops.comm.redistribute import Piece, Redistribution, Way
+from lancet_kernels.ops.comm.redistribute import (
+    Piece,
+    Redistribution,
+    Way,
+    redistribution_of,
+    shift,
+    start_shift,
+)
 from tests.grids import few_of
 from tests.ranks import RankPool
 
@@ -92,8 +98,9 @@ def test_one_rank_and_bad_input() -> None:
         start_shift([tile], [1], "")
     torch.library.opcheck(shift, ([tile.requires_grad_()], [0], "", "tile", None))
     whole, left = (((0, 1), (0, 2)),), (((0, 1), (0, 1)),)
-    take = Redistribution((1, 2), whole, left, (Piece(0, 0, *left[0]),)).numbers
+    take = Redistribution((1, 2), whole, left, (Piece(0, 0, *left[0]),))
     wide = torch.randn(2, 4, requires_grad=True)
-    assert Redistribution.of_numbers(take).numbers == take
+    assert redistribution_of(take.text) == take
     checked = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.lancet.take_tile, (wide, take, take, "", ""), test_utils=checked)
+    arguments = wide, take.text, take.text, "", ""
+    torch.library.opcheck(torch.ops.lancet.take_tile, arguments, test_utils=checked)

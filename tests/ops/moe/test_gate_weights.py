@@ -28,8 +28,13 @@ class Weighted(Gate):
 def test_sigmoid_is_sigmoid(dtype: torch.dtype) -> None:
     x = torch.linspace(-60, 60, 999, dtype=dtype)
     torch.testing.assert_close(sigmoid(x), torch.sigmoid(x), rtol=8 * torch.finfo(dtype).eps, atol=0)
-    ends = torch.tensor([-torch.finfo(dtype).max, torch.finfo(dtype).max], dtype=dtype)
-    assert sigmoid(ends).tolist() == [0.0, 1.0]
+    ends = torch.tensor([-torch.finfo(dtype).max, -1e3, torch.finfo(dtype).max, torch.nan], dtype=dtype)
+    at_ends = sigmoid(ends.requires_grad_())
+    (slopes,) = torch.autograd.grad(at_ends.sum(), ends)
+    assert at_ends[:-1].tolist() == [0.0, 0.0, 1.0]
+    assert slopes[:-1].tolist() == [0.0, 0.0, 0.0]
+    assert bool(at_ends[-1].isnan())
+    assert bool(slopes[-1].isnan())
 
 
 @QUICK

@@ -51,5 +51,5 @@ def test_sum_over_ranks_of_one() -> None:
     total = ops.sum_over_ranks(counts, "")
     assert torch.equal(total, counts)
     assert total.data_ptr() != counts.data_ptr()
-    torch.library.opcheck(ops.sum_over_ranks, (counts, ""))
-    torch.library.opcheck(ops.sum_over_ranks, (counts.T, ""))
+    torch.library.opcheck(torch.ops.lancet.sum_over_ranks, (counts, ""))
+    torch.library.opcheck(torch.ops.lancet.sum_over_ranks, (counts.T, ""))
