@@ -158,7 +158,7 @@ def test_own_loop_that_is_told_to_stop_goes_on_with_the_very_losses(pool: RankPo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_own_loop_that_is_killed_goes_on_with_the_very_losses(tmp_path: Path, number: signal.Signals) -> None:
     """Under torchrun: the last line of a run that was stopped and started again is that of one left alone."""
     command = [*TORCHRUN, "2", FOLDER / "own_loop.py"]

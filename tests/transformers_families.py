@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.transformers.convert import _record_outputs
+from tests.transformers_models import with_random_values
 
 VOCABULARY, TOKENS = 64, 6
 SIZES: dict[str, Any] = {
@@ -125,18 +126,8 @@ def tiny_config(family: str, other: Mapping[str, Any] | None = None) -> Any:
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with random parameters and buffers, the same at every call, that routes unevenly."""
     torch.manual_seed(0)
-    model = (
-        model_class(family)(tiny_config(family)).to(torch.float32 if family == "inkling2" else dtype).eval()
-    )
-    model.set_experts_implementation("eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0, 0.3)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.3)
-    return model
+    dtype = torch.float32 if family == "inkling2" else dtype
+    return with_random_values(model_class(family)(tiny_config(family)).to(dtype).eval())
 
 
 class FamilyStep(nn.Module):

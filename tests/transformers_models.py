@@ -94,7 +94,11 @@ LORA_WAYS = {"optimize": "`optimize`", "ddp": "`ddp`", "fsdp": "`fsdp` and `opti
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with random parameters and buffers, the same at every call, that routes unevenly."""
     torch.manual_seed(0)
-    model = FAMILIES[family]().to(dtype)
+    return with_random_values(FAMILIES[family]().to(dtype))
+
+
+def with_random_values(model: nn.Module) -> nn.Module:
+    """Parameters and correction biases so large that routing is uneven."""
     # Its default, torch's grouped matrix product, takes no float64.
     model.set_experts_implementation("eager")
     with torch.no_grad():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.published.rows import CONFIGS, answer_of, check, load_rows, summary
+from bench.published.rows import answer_of, check, load_rows, summary
 from lancet_kernels.predict.measured import differences
 from tests.processes import printed
 
@@ -40,12 +40,6 @@ def test_command_prints_rows():
     found = json.loads(printed("-m", "bench.published", "--json"))
     assert {"name", "measured", "predicted", "error", "fitted"} <= set(found["rows"][0])
     assert len(found["rows"]) == len(ROWS)
-
-
-def test_configs_are_there():
-    for row in ROWS:
-        if row.configuration["kind"] == "step" and not row.not_simulated:
-            assert (CONFIGS / f"{row.configuration['model']}.json").exists()
 
 
 @pytest.mark.long

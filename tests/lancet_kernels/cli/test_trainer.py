@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lancet_kernels import MoELayer, set_routing_step
@@ -20,14 +19,6 @@ from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig
 SHAPE = {"d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5}
 
 
-def save_layer_on_rank(folder: str) -> list[str]:
-    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
-    layer.load_state_dict(whole_state(seed=1))
-    state = layer.state_dict()
-    dcp.save(state, checkpoint_id=folder)
-    return sorted(state)
-
-
 def whole_state(seed: int) -> dict[str, Tensor]:
     """The state of a layer with all experts, from the seed alone."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,36 +29,6 @@ def whole_state(seed: int) -> dict[str, Tensor]:
         shapes |= {f"experts.{e}.w1": (4, 6), f"experts.{e}.w2": (6, 4)}
         shapes |= {f"experts.{e}.b1": (6,), f"experts.{e}.b2": (4,)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def load_layer_on_rank(folder: str) -> dict[str, Tensor]:
-    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
-    state = layer.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    layer.load_state_dict(state)
-    return {name: tensor.clone() for name, tensor in layer.state_dict().items()} | {
-        f"own.{name}": getattr(layer, name).detach().clone() for name in ("w1", "w2", "b1", "b2")
-    }
-
-
-def test_layer_saved_on_two_ranks_loads_on_any(pool, tmp_path):
-    names = pool.run(save_layer_on_rank, str(tmp_path / "layer"), ranks=2)
-    wanted = whole_state(seed=1)
-    assert sorted({*names[0], *names[1]}) == sorted(wanted)
-    for rank in range(2):
-        experts = {int(name.split(".")[1]) for name in names[rank] if name.startswith("experts.")}
-        assert experts == set(range(4 * rank, 4 * rank + 4)), "ids are not global"
-    for ranks in (1, 2, 4):
-        seen = set()
-        for rank, got in enumerate(pool.run(load_layer_on_rank, str(tmp_path / "layer"), ranks=ranks)):
-            first, last = rank * 8 // ranks, (rank + 1) * 8 // ranks
-            for name in ("w1", "w2", "b1", "b2"):
-                experts = [wanted[f"experts.{e}.{name}"] for e in range(first, last)]
-                assert torch.equal(got.pop(f"own.{name}"), torch.stack(experts))
-            for name, tensor in got.items():
-                assert torch.equal(tensor, wanted[name]), name
-            seen |= got.keys()
-        assert seen == wanted.keys()
 
 
 def test_whole_state_dict_loads_strictly():

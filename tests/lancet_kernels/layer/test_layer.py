@@ -31,7 +31,7 @@ GATE_CASES = {
 VARIANTS = [(1, "gelu", False, None, False), (2, "silu", True, 8, True), (4, "swiglu", True, 5, True)]
 
 
-def build_layer(case: Case, dtype: torch.dtype = torch.float64, **changes) -> MoELayer:
+def build_layer(case: Case, dtype: torch.dtype = torch.float64) -> MoELayer:
     """The layer of a case with the case's parameters, on however many ranks there are."""
     layer = MoELayer(
         case.width,
@@ -44,7 +44,6 @@ def build_layer(case: Case, dtype: torch.dtype = torch.float64, **changes) -> Mo
         bias=case.bias,
         shared_expert_d_ff=case.shared,
         dtype=dtype,
-        **changes,
     )
     layer.load_state_dict(reference.make_parameters(case, dtype), strict=False)
     set_routing_step(layer, case.step)
@@ -160,61 +159,6 @@ def test_shape_of_x_does_not_matter():
     assert torch.equal(one(x[0]), one(x[:1])[0])
     assert one(x[0]).shape == (case.width,)
     assert layer(x[:0]).shape == (0, case.width)
-
-
-def two_groups_on_rank(case: Case) -> dict[str, Tensor]:
-    """Ranks 0, 1 and ranks 2, 3 are two groups with a layer each, side by side."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    which, rank = divmod(dist.get_rank(), 2)
-    layer = build_layer(case, groups=groups[which])
-    x, dy, _ = (t[rank] for t in reference.make_tokens(case))
-    x = (x + which).requires_grad_()
-    y = layer(x)
-    y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad}
-
-
-def test_layer_on_a_subgroup(pool):
-    case = Case("topk", top_k=2, capacity_factor=None)
-    results = pool.run(two_groups_on_rank, case, ranks=4)
-    parameters, (x, _, ids) = reference.make_parameters(case), reference.make_tokens(case)
-    for which in range(2):
-        expected = reference.forward(case, parameters, x + which, ids)["y"]
-        for rank in range(2):
-            torch.testing.assert_close(results[2 * which + rank]["y"], expected[rank], rtol=1e-9, atol=1e-11)
-
-
-# ---- losses
-
-
-def global_losses_on_rank(case: Case) -> dict[str, Tensor]:
-    """The losses as training uses them: each rank's own, divided by W, gradients summed."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    layer = build_layer(case)
-    x, _, ids = reference.make_tokens(replace(case, ranks=2, tokens=12))
-    mine = x.flatten(0, 1).chunk(ranks)[rank]
-    _, sums = layer(mine, token_ids=ids.flatten().chunk(ranks)[rank], return_sums=True)
-    losses = moe_losses([sums, sums])
-    ((losses.balance.mean() + 0.1 * losses.z.mean()) / ranks).backward()
-    values = torch.stack([losses.balance, losses.z]).detach() / ranks
-    grad = layer.router.grad
-    if ranks > 1:
-        dist.all_reduce(values)
-        dist.all_reduce(grad)
-    return {"values": values, "grad": grad, "assigned": losses.assigned, "dropped": losses.dropped}
-
-
-@pytest.mark.parametrize("gate", few_of(["switch", "topk", "gshard", "batch-prioritized", "sigmoid"], 0, 1))
-def test_losses_of_two_ranks_are_those_of_the_global_batch(pool, gate):
-    case = replace(GATE_CASES[gate], capacity_factor=None, tokens=24)
-    whole = global_losses_on_rank(replace(case, ranks=1))
-    halves = pool.run(global_losses_on_rank, case, ranks=2)
-    assert whole["grad"].abs().max() > 1e-3
-    for half in halves:
-        torch.testing.assert_close(half["values"], whole["values"], rtol=1e-12, atol=0)
-        torch.testing.assert_close(half["grad"], whole["grad"], rtol=1e-9, atol=1e-12)
-        assert torch.equal(half["assigned"], whole["assigned"])
-        assert torch.equal(half["dropped"], torch.zeros(2))
 
 
 # ---- gates that keep something between steps

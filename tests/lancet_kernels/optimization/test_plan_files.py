@@ -129,21 +129,6 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
     assert plan(replace(two, memory_limit_gb=1e3))
 
 
-def test_plan_is_saved_whole_or_not_at_all(plan, tmp_path, monkeypatch):
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError("no space")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(UserError, match=r"file to write: got .*plan.json \(no space\)"):
-        replace(plan, strategy="tutel").save(path)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-
-
 @pytest.mark.parametrize(
     "kind", few_of(["fitting", "damaged", "foreign", "reordered", "other strategy"], 0, 2)
 )

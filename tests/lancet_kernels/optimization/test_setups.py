@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.schedules.report import PLAIN
+from tests.generated_setups.modules import LowRank
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, outcome, sum_over_ranks
@@ -409,18 +410,6 @@ def frozen_below_adapters(_setup: Setup) -> None:
         own.compare(*batch(1))
 
 
-class LowRank(nn.Module):
-    """w [L, D, H] -> w + a b, with a and b of each expert of this rank."""
-
-    def __init__(self, w: Tensor) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(*w.shape[:2], 2, dtype=w.dtype))
-        self.b = nn.Parameter(torch.randn(len(w), 2, w.shape[2], dtype=w.dtype))
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w + self.a @ self.b
-
-
 def adapters_of_experts(_setup: Setup) -> None:
     """LoRA of experts as parametrizations, all else frozen."""
     model = Model()
@@ -428,7 +417,9 @@ def adapters_of_experts(_setup: Setup) -> None:
         parameter.requires_grad_(False)
     torch.manual_seed(dist.get_rank())
     for name in ("w1", "w2"):
-        nn.utils.parametrize.register_parametrization(model.layer, name, LowRank(getattr(model.layer, name)))
+        w = getattr(model.layer, name)
+        a, b = (torch.randn(len(w), *shape, dtype=w.dtype) for shape in ((w.shape[1], 2), (2, w.shape[2])))
+        nn.utils.parametrize.register_parametrization(model.layer, name, LowRank(a, b))
     own = Setup(model, strategy="lancet")
     assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
     own.compare(*batch(1))

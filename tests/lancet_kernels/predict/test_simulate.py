@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.layer.gpt2_moe import MODELS, ModelConfig
+from lancet_kernels.layer.gpt2_moe import ModelConfig
 from lancet_kernels.predict.model_step import fake_ranks, without_contents
-from lancet_kernels.predict.simulate import PAPER_BATCH, Setting, captured_program
+from lancet_kernels.predict.simulate import Setting, captured_program
 from tests.grids import few_of
 
 B, S, D, V, W, E_LOCAL = 4, 32, 64, 512, 2, 2
@@ -84,11 +84,6 @@ def test_fake_ranks_are_refused_where_there_are_some():
         with pytest.raises(UserError, match="process group: got a job of 4 ranks"), fake_ranks(2):
             pass
     assert not dist.is_initialized()
-
-
-def test_the_papers_batches_are_of_models_that_exist():
-    assert {c for c, _ in PAPER_BATCH} == {"p3dn", "p4de"}
-    assert {name for _, name in PAPER_BATCH} <= set(MODELS)
 
 
 def test_a_wrong_capacity_factor_is_refused():

@@ -119,10 +119,6 @@ def check(
         assert experts
 
 
-def test_equals_all_to_all(pool, saved):
-    check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2})
-
-
 def names_and_kinds(folder: str) -> list[tuple[str, str]]:
     loaded(folder, "all_to_all", {"fsdp_size": 2, "ep_size": 2})  # that others were built does not matter
     model = loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2})
@@ -320,18 +316,21 @@ def test_autocast_and_lower_precision(pool, saved, dtype, bound):
     check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2}, bound, **options)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", EXPERT_PARALLEL)
+SIZES = (
+    (2, {"fsdp_size": 2, "ep_size": 2}),
+    (2, {"tp_size": 2, "ep_size": 2}),
+    (4, {"fsdp_size": 4, "ep_size": 2}),
+    (4, {"fsdp_size": 4, "ep_size": 4}),
+    (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+    (4, {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}),
+)
+"""Ranks, and sizes of the meshes."""
+QWEN3 = EXPERT_PARALLEL.index("Qwen3-MoE")
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    [
-        (2, {"fsdp_size": 2, "ep_size": 2}),
-        (2, {"tp_size": 2, "ep_size": 2}),
-        (4, {"fsdp_size": 4, "ep_size": 2}),
-        (4, {"fsdp_size": 4, "ep_size": 4}),
-        (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
-        (4, {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}),
-    ],
+    ("family", "ranks", "sizes"),
+    few_of([(family, *of) for family in EXPERT_PARALLEL for of in SIZES], QWEN3 * len(SIZES)),
 )
 def test_every_family_equals_all_to_all(pool, saved, family, ranks, sizes):
     check(pool, saved(family), ranks, sizes)
