@@ -28,7 +28,7 @@ from lancet_kernels.graph.costs.clusters import POINT_BYTES, Cluster, Communicat
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.parallelization.one_device_model import forward_program
-from lancet_kernels.predict.model_step import without_contents
+from lancet_kernels.predict.own_step import without_contents
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.shard.sharding_strategy import COPIES, ShardingStrategy

@@ -28,7 +28,8 @@ from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
 from lancet_kernels.predict.answer import Answer, answer
 from lancet_kernels.predict.kernels import Kernels
-from lancet_kernels.predict.model_step import fake_ranks, weights_inside_experts, without_contents
+from lancet_kernels.predict.model_step import weights_inside_experts
+from lancet_kernels.predict.own_step import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.time.peak_memory import peak_memory

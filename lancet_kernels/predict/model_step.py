@@ -8,16 +8,13 @@ also of models larger than this machine.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from textwrap import shorten
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lancet_kernels.errors import UserError
@@ -33,6 +30,7 @@ from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.predict.attention import share_contexts
 from lancet_kernels.predict.config import check_experts, load_config, meta_model, shortened
+from lancet_kernels.predict.own_step import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.predict.recurrence import as_instructions
@@ -131,40 +129,3 @@ def weights_inside_experts(joint: fx.GraphModule) -> None:
                 sent.append(node)
             node.args = (gradient, sent, row)
     joint.recompile()
-
-
-@contextlib.contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `ranks` ranks whose collectives do nothing. One rank has no group.
-
-    Raises: UserError where this process is already a rank of a job.
-    """
-    if dist.is_available() and dist.is_initialized():
-        raise UserError(
-            "process group",
-            got=f"a job of {dist.get_world_size()} ranks that this process belongs to",
-            expected="a process outside of any job, because planning simulates ranks",
-            do="plan outside of the job, without init_process_group",
-        )
-    if ranks == 1:
-        yield
-        return
-    # Imported here, because importing it registers the backend.
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # Without options the backend has no timeout, which new groups take over from it.
-    options = FakeProcessGroup.Options()  # type: ignore[call-arg]
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore(), pg_options=options)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def without_contents() -> FakeTensorMode:
-    """A context in which new tensors have shapes and no memory; real ones may be read there."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # What it remembers are weak references, with which torch refuses `module.to(dtype)`.
-    mode.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
-    return mode

@@ -6,25 +6,30 @@ fake job, with fake tensors, which have no contents.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.optimization.guards import check_model, example_arguments
 from lancet_kernels.optimization.step import capture_step
-from lancet_kernels.predict.model_step import fake_ranks, without_contents
 from lancet_kernels.schedules.rewrite.walk import Step
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
@@ -166,3 +171,40 @@ def _kinds(result: object) -> str:
     if isinstance(result, (tuple, list)):
         return f"({', '.join(type(one).__name__ for one in result)})"
     return "None" if result is None else f"a {type(result).__name__}"
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `ranks` ranks whose collectives do nothing. One rank has no group.
+
+    Raises: UserError where this process is already a rank of a job.
+    """
+    if dist.is_available() and dist.is_initialized():
+        raise UserError(
+            "process group",
+            got=f"a job of {dist.get_world_size()} ranks that this process belongs to",
+            expected="a process outside of any job, because planning simulates ranks",
+            do="plan outside of the job, without init_process_group",
+        )
+    if ranks == 1:
+        yield
+        return
+    # Imported here, because importing it registers the backend.
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Without options the backend has no timeout, which new groups take over from it.
+    options = FakeProcessGroup.Options()  # type: ignore[call-arg]
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore(), pg_options=options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def without_contents() -> FakeTensorMode:
+    """A context in which new tensors have shapes and no memory; real ones may be read there."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What it remembers are weak references, with which torch refuses `module.to(dtype)`.
+    mode.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
+    return mode

@@ -26,8 +26,7 @@ from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate
 from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import capture_step
-from lancet_kernels.predict.model_step import fake_ranks, without_contents
-from lancet_kernels.predict.own_step import OwnStep
+from lancet_kernels.predict.own_step import OwnStep, fake_ranks, without_contents
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.ordering import weight_gradients
 from lancet_kernels.schedules.plan import Plan

@@ -25,7 +25,7 @@ from lancet_kernels import Groups, MoELayer, PartitionOptions, PlanningOptions, 
 from lancet_kernels.cli import main
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, model_config
-from lancet_kernels.predict.model_step import fake_ranks
+from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.predict.simulate import Setting, simulate_setting
 from lancet_kernels.schedules.plan import Plan
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, written

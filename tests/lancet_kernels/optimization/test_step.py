@@ -16,7 +16,7 @@ from lancet_kernels.graph.costs.part_instruction import DeviceCosts
 from lancet_kernels.graph.costs.profiler import differ
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.optimization.step import capture_step, slowdown
-from lancet_kernels.predict.model_step import fake_ranks
+from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.schedules.small_programs import program

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 
 from lancet_kernels import CommunicationError, SquareLinear, UserError
 from lancet_kernels.ops.comm.link import emulate_link, link
-from lancet_kernels.predict.model_step import fake_ranks
+from lancet_kernels.predict.own_step import fake_ranks
 from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import distance
 from tests.ranks import RankPool

@@ -29,7 +29,8 @@ from lancet_kernels.predict.answer import (
 )
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.microbatch import Microbatch
-from lancet_kernels.predict.model_step import fake_ranks, model_step, weights_inside_experts, without_contents
+from lancet_kernels.predict.model_step import model_step, weights_inside_experts
+from lancet_kernels.predict.own_step import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients

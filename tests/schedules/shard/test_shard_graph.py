@@ -15,7 +15,7 @@ from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
 from lancet_kernels.parallelization.parallel_module import sharded_module
-from lancet_kernels.predict.model_step import fake_ranks
+from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 from tests.grids import few_of
