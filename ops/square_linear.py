@@ -13,7 +13,7 @@ So steps of backward and gradient alternate, and two GEMMs hide a shift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,11 +37,6 @@ class Movements(NamedTuple):
     backward_weight: tuple[Sources, ...]
     gradient_x: tuple[Sources, ...]
     gradient_dy: tuple[Sources, ...]
-
-    def every(self) -> Iterator[tuple[str, str, Sources]]:
-        """Each shift in which something travels: its phase, the tensor (x, weight, dy), the sources."""
-        for name, steps in self._asdict().items():
-            yield from ((*name.split("_"), step) for step in steps if _moves(step))
 
 
 class Sums(NamedTuple):
@@ -145,7 +140,7 @@ def _travelling(
     tile: Tensor, sources: Sources, group: str, name: str, after: Tensor | None
 ) -> Started[list[Tensor]]:
     """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart."""
-    if not _moves(sources):
+    if tuple(sources) == tuple(range(len(sources))):
         return Here([tile])
     if torch.compiler.is_compiling():
         return Here(shift([tile], list(sources), group, name, after))
@@ -160,7 +155,3 @@ def _start_sum(summand: Tensor, group: str) -> Started[Tensor]:
         return Here(all_reduce(summand, group))
     total = summand.clone(memory_format=torch.contiguous_format)
     return start_sum(total, group, lambda: total)
-
-
-def _moves(sources: Sequence[int]) -> bool:
-    return any(source != place for place, source in enumerate(sources))

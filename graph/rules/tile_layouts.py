@@ -118,7 +118,7 @@ def is_executable(partition: Partition) -> bool:
     """Can `ops.square_linear` run it? Every phase begins with the tiles that the forward began with,
     the gradient of a weight stays, a rank's output has the features of the gradient that comes back, and
     every shift sends one tile from and one to each rank; with replicas in the way it may not be so."""
-    dweight = LINEAR[GRADIENT].result
+    dweight, everyone = LINEAR[GRADIENT].result, list(range(partition.devices))
     home = hand_over(partition, dweight, (GRADIENT, -1), (FORWARD, 0))
     stays = [*shifts(partition, GRADIENT, dweight), home]
     same_features = partition.tiles(FORWARD, ("k",), -1) == partition.tiles(BACKWARD, ("k",), 0)
@@ -126,5 +126,5 @@ def is_executable(partition: Partition) -> bool:
         begins_at_home(partition)
         and not any(map(moves, stays))
         and same_features
-        and all(sorted(step) == list(range(partition.devices)) for _, _, step in movements(partition).every())
+        and all(sorted(step) == everyone for steps in movements(partition) for step in steps)
     )

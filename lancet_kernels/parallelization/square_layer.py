@@ -17,7 +17,7 @@ indices (`graph.rules.tile_layouts`), like shifts between steps and all-reduces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,6 @@ from lancet_kernels.graph.rules.slices import (
     Primitive,
     SliceIndex,
     home_square,
-    moves,
 )
 from lancet_kernels.graph.rules.tile_layouts import (
     UNCUT,
@@ -372,16 +371,6 @@ class SquareLinear(PartitionedLinear):
                 do="give the leading dimensions of what was scattered",
             )
         return whole[:rows].view(*leading, self.out_features)
-
-    def shifts(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Each shift of a forward and backward in which something travels: its phase or end, the tensor of
-        which tiles travel (x, weight, y, dy, dx), and their sources."""
-        yield from self._movements.every()
-        for end, tensors, way in (("enter", ("x", "dx"), self.enter), ("leave", ("y", "dy"), self.leave)):
-            for tensor, plan in zip(tensors, (way.there, way.back), strict=True):
-                assert plan.sources is not None, "tiles go as they are"
-                if moves(plan.sources):
-                    yield end, tensor, plan.sources
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and the number of ranks."""

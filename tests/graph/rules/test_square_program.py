@@ -17,6 +17,7 @@ from lancet_kernels.graph.program.program import Kind, Phase, Program
 from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.ranks import RankPool
+from tests.square_shifts import shifts_of
 
 M, N, K = 4096, 2048, 4096
 
@@ -41,7 +42,7 @@ def program_of_square(ranks: int, bias: bool = False) -> tuple[Program, SquareLi
 def test_every_derived_shift_is_an_instruction_of_its_own_kind(ranks: int) -> None:
     program, layer = program_of_square(ranks)
     shifts = [program.instructions[i] for i in program.positions(Kind.POINT_TO_POINT)]
-    expected = Counter(sources for _, _, sources in layer.shifts())
+    expected = Counter(sources for _, _, sources in shifts_of(layer))
     assert Counter(tuple(i.attributes["source_of"]) for i in shifts) == expected
     assert {i.op for i in shifts} == {"lancet.shift"}
     for shift in shifts:

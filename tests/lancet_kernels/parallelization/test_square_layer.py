@@ -17,6 +17,7 @@ from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import distance
 from tests.ranks import RankPool
 from tests.refusals import refusal
+from tests.square_shifts import shifts_of
 
 STEPS = 3
 
@@ -174,7 +175,7 @@ def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
     m, n, k = 8, 8, 16
     tiles = {"x": m * n, "dx": m * n, "y": m * k, "dy": m * k, "weight": k * n}
     expected = count = 0
-    for _, tensor, sources in layer.shifts():
+    for _, tensor, sources in shifts_of(layer):
         count += sources[rank] != rank
         expected += 8 * tiles[tensor] * (sources[rank] != rank)
     return traffic.count, count, traffic.bytes_sent - expected
@@ -266,5 +267,5 @@ def test_between_layers_the_narrower_side_travels_or_nothing(
 ) -> None:
     with fake_ranks(16):
         layer = SquareLinear(*sizes, takes=takes, gives=gives)
-        ends = [tensor for where, tensor, _ in layer.shifts() if where in ("enter", "leave")]
+        ends = [tensor for where, tensor, _ in shifts_of(layer) if where in ("enter", "leave")]
     assert ends == travelling
