@@ -1,4 +1,5 @@
-"""`python -m bench.published [--json | --markdown] [--save]`: measurements of others, beside predictions."""
+"""`python -m bench.published [--json | --markdown] [--only TEXT] [--save]`: measurements of others, beside
+predictions."""
 
 from __future__ import annotations
 
@@ -7,19 +8,22 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.published.rows import Checked, check, summary
+from bench.published.rows import Checked, check, load_rows, summary
 from lancet_kernels.predict.report import PUBLISHED
 
 
 def main() -> None:
-    """Predict all rows and print them."""
+    """Predict rows and print them."""
     parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
     form.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
     parser.add_argument("--save", action="store_true", help="write what `lancet plan --report` shows of them")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the rows with this in their name")
     options = parser.parse_args()
-    checked = check()
+    if options.only and options.save:
+        parser.error("--save writes all rows, not those of --only")
+    checked = check([row for row in load_rows() if options.only in row.name])
     if options.save:
         names = ("name", "quantity", "measured", "predicted", "error", "fitted", "source")
         rows = [{name: one.to_json()[name] for name in names} for one in checked]

@@ -171,9 +171,8 @@ class Checked:
         return {**row, "predicted": self.predicted, "error": self.error}
 
 
-def check(rows: Sequence[Row] | None = None) -> list[Checked]:
-    """All rows, or these, with their predictions."""
-    rows = load_rows() if rows is None else rows
+def check(rows: Sequence[Row]) -> list[Checked]:
+    """Rows with their predictions."""
     return [Checked(row, None if row.not_simulated else predict(row)) for row in rows]
 
 
