@@ -271,14 +271,11 @@ def _instruction(
     node: fx.Node, outputs: list[TensorSpec], phase: Phase, after: fx.Node | None
 ) -> Instruction:
     op = op_name(node)
-    same = SAME_CALL.get(node)
-    if same is None or "costs" not in same:
-        costs = _attributes(node), _flops(node, op), _bytes(node, op, outputs)
-        if same is not None:
-            same["costs"] = costs
-    else:
-        costs = same["costs"]
-    attributes, flops, moved = dict(costs[0]), *costs[1:]
+    same = SAME_CALL.of(node) if SAME_CALL.on(node) else {}
+    if "costs" not in same:
+        same["costs"] = _attributes(node), _flops(node, op), _bytes(node, op, outputs)
+    own, flops, moved = same["costs"]
+    attributes = dict(own)
     # Each group has its own communication costs (`graph.costs.clusters`).
     if GROUP.on(node):
         attributes["group"] = GROUP.of(node)

@@ -436,8 +436,8 @@ def _from_table(kind: type, table: object, where: str) -> Any:
     ):
         if names:
             raise UserError(where, got=f"{what} key {', '.join(sorted(names))}", expected=expected, do=do)
-    numbers = [f.name for f in fields(kind) if f.type.startswith(("int", "float", "tuple"))]
-    for key in set(numbers) & set(table):
+    numbers = {f.name for f in fields(kind) if f.type.startswith(("int", "float", "tuple"))}
+    for key in filter(numbers.__contains__, table):  # in the order of the file
         for value in table[key] if isinstance(table[key], list) else [table[key]]:
             _check_number(key, value, where)
     return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})

@@ -271,20 +271,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
         board = Path(folder, "board")
         Board.create(board, ranks)
-        shared = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
-            # How torch's ranks are told that rank 0 does not keep the store.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            LAUNCHER_PID: str(os.getpid()),
-            BOARD_FILE: str(board),
-            # Without it each rank whose launcher goes away warns in a page of native frames.
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        }
-        if device == "cpu":
-            shared |= CPU_RANK
+        shared = _variables(ranks, store.port, board) | (CPU_RANK if device == "cpu" else {})
         job = _Ranks(
             name="lancet",
             entrypoint=sys.executable,
@@ -321,6 +308,22 @@ def launch(
             for name, handler in handlers.items():
                 signal.signal(name, handler)
             log.level = level
+
+
+def _variables(ranks: int, port: int, board: Path) -> dict[str, str]:
+    """The variables of the environment that all ranks of a job share."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        # How torch's ranks are told that rank 0 does not keep the store.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER_PID: str(os.getpid()),
+        BOARD_FILE: str(board),
+        # Without it each rank whose launcher goes away warns in a page of native frames.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
 
 
 class _Ranks(SubprocessContext):

@@ -264,7 +264,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     for name in strategies:
         check_name("strategy", name, STRATEGIES)
     start = time.perf_counter()
-    assert question.cost  # which may raise, before seconds of capturing
+    _ = question.cost  # which may raise, before seconds of capturing
     captured = Captured.of(question)
     capture_s = time.perf_counter() - start
     result: dict[str, Simulated] = {}

@@ -223,7 +223,7 @@ class Question:
             attention=self.attention,
             busiest=self.load.time,
         )
-        assert costs.communication  # Raises for a number of GPUs that is not a part of a node or whole nodes.
+        _ = costs.communication  # Raises for a number of GPUs that is not a part of a node or whole nodes.
         return costs
 
     @cached_property

@@ -301,9 +301,7 @@ def _units(cut: Sequence[fx.Node], forms: Forms, parts: int, least: int) -> int:
 
 
 def _cache_key_of_result(node: fx.Node) -> tuple:
-    if not SAME_CALL.on(node):
-        SAME_CALL.set(node, {})
-    same = SAME_CALL.of(node)
+    same = node.meta.setdefault(SAME_CALL.key, {})
     if "result" not in same:
         same["result"] = _cache_key(node.meta["val"])
     return same["result"]
