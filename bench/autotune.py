@@ -2,7 +2,7 @@
 
 import sys
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["tune", *sys.argv[1:]]))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
-from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.kernels.overlap import Experts, Routing
 from lancet_kernels.measure.fused_pass import Workload
-from lancet_kernels.ops.moe.expert_activation import activate
+from lancet_kernels.ops.moe.expert_ops import activate
 
 
 def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[Tensor]:

@@ -34,7 +34,7 @@ from lancet_kernels.graph.meta import (
     not_before,
 )
 from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
-from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec, whole_name
+from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec, whole_name
 from lancet_kernels.ops.moe.gates import parse_gate
 
 GENERATOR = "state of the random generator"

@@ -55,7 +55,7 @@ KEPT_BYTES: Entry[int] = Entry("kept_bytes")
 ROWS_BY_EXPERT: Entry[bool] = Entry("rows_by_expert")
 """Are the rows sorted by local expert, rather than by rank?"""
 REGION: Entry[int] = Entry("recomputed_region")
-"""The number of a recomputed node's checkpointed region (`graph.capture.recompute`), in the order in
+"""The number of a recomputed node's checkpointed region (`graph.capture.captured_graph`), in the order in
 which the backward reads them."""
 UNIT: Entry[tuple[Any, int]] = Entry("gathered_unit")
 """In which pass over the model a node gathers sharded parameters (`schedules.rewrite.gathers`), and the

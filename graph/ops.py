@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.program.program import Instruction, Kind
+from lancet_kernels.graph.program import Instruction, Kind
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.derived import Derivation
 from lancet_kernels.graph.rules.rules import Rule
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.ops.comm.redistribute import start_shift
-from lancet_kernels.ops.moe.grouped_gemm import waits_for_counts
+from lancet_kernels.ops.moe.expert_ops import waits_for_counts
 
 COLLECTIVE_NAMESPACE = "_c10d_functional."
 

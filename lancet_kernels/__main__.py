@@ -1,8 +1,69 @@
-"""`python -m lancet_kernels` is the command `lancet`."""
+"""The command `lancet`, or `python -m lancet_kernels`.
 
+Every subcommand prints for people, or with `--json` (but `selftest`) for machines: one JSON document on the
+last line of standard output, everything else on standard error. A failure is one line on standard error and
+an exit code that is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
-from lancet_kernels.cli.main import main
+from lancet_kernels import __version__
+from lancet_kernels.errors import RankFailed, UserError
+from lancet_kernels.measure.launch import report_errors, under_launcher
+
+_COMMANDS = {
+    "train": "train", "plan": "plan_command", "bench": "bench", "explain": "explain", "check": "check",
+    "env": "environment", "selftest": "selftest", "tune": "tune", "kernels": "kernels",
+}  # fmt: skip
+"""Their modules; those of every day first, the last two are for authors of kernels."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. -> exit code."""
+    # What the library has to say is logged; a command says it on standard error.
+    logging.basicConfig(format="lancet: %(message)s")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if under_launcher():
+        # A rank of a job: every error must be reported to the launcher, with this rank's number.
+        return report_errors(lambda: _run(argv))
+    try:
+        return _run(argv)
+    except (UserError, RankFailed) as error:
+        print(f"lancet: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser(*(name for name in argv[:1] if name in _COMMANDS))
+    arguments = parser.parse_args(argv)
+    return arguments.run(parser, arguments, argv)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other error."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser(*names: str) -> argparse.ArgumentParser:
+    """The parser of these commands, whose modules alone are imported; without names of all."""
+    parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
+    parser.add_argument("--version", action="version", version=f"lancet {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name in names or _COMMANDS:
+        importlib.import_module(f"lancet_kernels.cli.{_COMMANDS[name]}").add_parser(commands)
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,8 +37,7 @@ def in_turn(
 ) -> dict[Name, list[Value]]:
     """What `measure` gives for all names in turn, `rounds` times after `warmup` rounds, which do not count.
 
-    Args: first_changes: from round to round, for whoever comes first finds the caches as the last one left
-    them.
+    Args: first_changes: from round to round, because the first finds the caches as the last one left them.
     """
     order = list(names)
     values: dict[Name, list[Value]] = {name: [] for name in order}

@@ -19,8 +19,9 @@ from lancet_kernels.ops.moe.dispatch import (
     window_counts,
     window_rows,
 )
-from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.grouped_gemm import (
+from lancet_kernels.ops.moe.expert_ops import (
+    expert_activation,
+    expert_activation_backward,
     grouped_gemm,
     grouped_gemm_dbias,
     grouped_gemm_dw,

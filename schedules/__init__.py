@@ -13,4 +13,4 @@ STRATEGY_NAMES = (
 )
 """The strategies of `schedules.strategies`; here so that a command line can list them without that import."""
 MICROBATCHES = "microbatches"
-"""A further one for several microbatches, which run in pairs (`rewrite.pairs`)."""
+"""A further one for several microbatches, which run in pairs (`cut.duplex`)."""

@@ -1,7 +1,9 @@
 """A Plan: how to run a Program, as data that can be saved, loaded, explained, compared and applied.
 
 A plan contains the fingerprint of its Program, and applies to no other. All ranks must run the same plan:
-they compare `Plan.fingerprint` before the first step. What is said about it is its `Report`.
+they compare `Plan.fingerprint` before the first step. What is said about it is its `Report`: predicted and
+measured times, why it was chosen, what hides which message. None of that changes what runs; `Plan.explain` is
+made of the words of this file.
 
 How long would a fused launch take? A formula, for plans of clusters that are not at hand.
 
@@ -18,15 +20,278 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.program_json import SavedJson
+from lancet_kernels.graph.program import Kind, SavedJson
 from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.cut.ranges import PartitionRange
-from lancet_kernels.schedules.report import Report
+from lancet_kernels.schedules.time.peak_memory import Recomputation
+from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
+
+PLAIN = "plain"
+"""The module without a plan, among what was measured."""
+IN_PAIRS, ONE_BY_ONE = "in pairs", "one by one"
+"""How several microbatches run, among what was measured."""
+WORTH = 0.02
+"""The share of the plain module's time that a plan must save, or the module runs as it is."""
+MOST_LINES = 12
+"""Communications that are explained without details, those that take longest."""
+_KINDS = {
+    Kind.ALL_TO_ALL.value: "all-to-all",
+    Kind.ALL_REDUCE.value: "all-reduce",
+    Kind.POINT_TO_POINT.value: "shift",
+    Kind.OTHER_COMMUNICATION.value: "gather or scatter",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of a plan, and what it was planned for.
+
+    predicted: of the plan. compared: predictions of other strategies for the same Program and costs.
+    method: the scheduling method that gave the order.
+    chosen: for strategy auto, the strategy whose plan this is. impossible: impossible strategies and why.
+    without_rule: ops that are never partitioned because the rule table has no rule for them.
+    memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
+    limit.
+    recomputation: what the step recomputes (activation checkpointing); None: nothing.
+    measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
+    pair_ms: the predicted time of the plan's `pair`. measured_microbatches: milliseconds of each of several
+    real microbatches, `IN_PAIRS` and `ONE_BY_ONE`, where these were run to choose.
+    hidings: what computes while messages travel, in the predicted iteration.
+    options: the `PlanningOptions` of the planner, as JSON values. costs: the source of the costs
+    (`graph.costs.costs.source_of`). setting: what was planned, in the user's words (`optimization.planning`);
+    {}: not said.
+    """
+
+    predicted: Prediction = field(default_factory=Prediction)
+    compared: Mapping[str, Prediction] = field(default_factory=dict)
+    method: str = "original order"
+    chosen: str = ""
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    without_rule: tuple[str, ...] = ()
+    memory_limit_gb: float | None = None
+    without_limit_ms: float | None = None
+    recomputation: Recomputation | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    pair_ms: float = 0.0
+    measured_microbatches: Mapping[str, float] = field(default_factory=dict)
+    hidings: tuple[Hiding, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    costs: str = ""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Report:
+        """The report from the values of `asdict`, as lists."""
+        fields["predicted"] = Prediction(**fields["predicted"])
+        fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+        if fields["recomputation"]:
+            fields["recomputation"] = Recomputation(**fields["recomputation"])
+        fields["hidings"] = tuple(map(Hiding.from_json, fields["hidings"]))
+        fields["without_rule"] = tuple(fields["without_rule"])
+        return cls(**fields)
+
+    def fits(self) -> bool:
+        """Is the predicted peak within the memory limit?"""
+        return self.predicted.peak_memory_gb <= self._limit_gb
+
+    @property
+    def _limit_gb(self) -> float:
+        return float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
+
+    def lines(self, strategy: str, plain: bool, pairs: bool, details: bool) -> list[str]:
+        """What `Plan.explain` says of the figures. Args: of the plan: plain, pairs: it is, or has any."""
+        compared, lines = self.compared, list[str]()
+        if self.hidings or any(p.exposed_ms for p in (self.predicted, *compared.values())):
+            lines += self._table(self.chosen or strategy, details)
+            if self.chosen:
+                lines += ["", self.choice(plain)]
+            lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
+            lines += ["", self._account()]
+        else:
+            runs = "the module runs as it is" if plain else "the plan only orders computation"
+            lines.append(
+                f"Nothing travels in this step of {self.predicted.iteration_ms:.2f} ms, so there is nothing "
+                f"to hide: {runs}. standing_for(8, link_gbps=...) shows what a plan gains on 8 ranks."
+            )
+        if self.memory_limit_gb is not None:
+            lines += ["", self._memory()]
+        lines += self._microbatches(pairs)
+        if self.recomputation is not None:
+            lines += ["", self.recomputation.text()]
+        return lines + hidden_text(self.hidings, details)
+
+    def choice(self, plain: bool) -> str:
+        """Why this plan, or the module without one (`plain`): measured, or predicted."""
+        return self._measured_choice(plain) if self.measured else self._predicted_choice()
+
+    def _table(self, own: str, details: bool) -> list[str]:
+        """A line for each strategy; that of the `own` plan is marked."""
+        rows, measured = {**self.compared, own: self.predicted}, self.measured
+        blocking = rows.get("none", rows[own]).iteration_ms
+
+        def cell(name: str) -> str:
+            if not measured:
+                return ""
+            return f"{measured[name]:>13.2f}" if name in measured else f"{'':>13}"
+
+        head = f"  {'':<18}{'predicted ms':>14}{'measured ms' if measured else '':>{13 if measured else 0}}"
+        head += f"{'exposed ms':>12}{'peak GB':>9}{'saved':>9}"
+        lines = [head + (f"{'at least ms':>13}" if details else "")]
+        for name, p in rows.items():
+            saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
+            line = f"{'>' if name == own else ' '} {name:<18}{p.iteration_ms:>14.2f}{cell(name)}"
+            line += f"{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{saved:>9.1%}"
+            lines.append(line + (f"{p.lower_bound_ms:>13.2f}" if details else ""))
+        if PLAIN in measured:
+            lines.append(f"  {PLAIN:<18}{'':>14}{cell(PLAIN)}")
+        if "none" in rows:
+            lines.append("  saved: predicted time against none, which waits for every all-to-all")
+        return lines
+
+    def _predicted_choice(self) -> str:
+        text = f"Chosen: {self.chosen}, "
+        if not self.fits():
+            return text + "which needs least memory; every strategy exceeds the memory limit."
+        text += "predicted fastest within the memory limit."
+        for name, p in self.compared.items():
+            if name == self.chosen or p.iteration_ms >= self.predicted.iteration_ms:
+                continue
+            # Plans that are not among the candidates have times of parts that are estimated.
+            why = "is an estimate; the parts of the chosen plan were measured"
+            if p.peak_memory_gb > self._limit_gb:
+                why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {self._limit_gb:.3g} GB"
+            text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
+        return text
+
+    def _measured_choice(self, plain: bool) -> str:
+        if self.chosen not in self.measured:
+            return f"Every plan refuses the step; the module runs as it is ({self.measured[PLAIN]:.2f} ms)."
+        own = self.measured[self.chosen]
+        if not plain:
+            others = ", ".join(
+                f"{name} {ms:.2f}" for name, ms in self.measured.items() if name != self.chosen
+            )
+            return f"Chosen: {self.chosen}, measured fastest: {own:.2f} ms a step ({others})."
+        as_it_is = self.measured[PLAIN]
+        saved = (as_it_is - own) / as_it_is
+        saves = f"saves {saved:.1%}, less than {WORTH:.0%}" if saved > 0 else "saves nothing"
+        return (
+            f"Not worth planning here: {self.chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
+            f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
+        )
+
+    def _account(self) -> str:
+        """Where the milliseconds of the predicted iteration go."""
+        uncut_ms = self.compared.get("none", self.predicted).computation_ms
+        text = f"Of {self.predicted.iteration_ms:.2f} ms: computation {uncut_ms:.2f}"
+        if cutting := round(self.predicted.computation_ms - uncut_ms, 2):
+            text += f", cutting {cutting:.2f}"
+        for collective, ms in self.predicted.exposed_by.items():
+            text += f", exposed {collective.replace('_', '-')} {ms:.2f}"
+        return text + "."
+
+    def _memory(self) -> str:
+        """How much slower the plan is because of the memory limit."""
+        limit, free_ms = f"Memory limit: {self.memory_limit_gb:.3g} GB", self.without_limit_ms
+        more_ms = 0.0 if free_ms is None else self.predicted.iteration_ms - free_ms
+        if more_ms <= 0:
+            return f"{limit}; it costs nothing."
+        return f"{limit}; it costs {more_ms:.2f} ms (without it, {free_ms:.2f} ms)."
+
+    def _microbatches(self, pairs: bool) -> list[str]:
+        """How several microbatches run."""
+        measured = self.measured_microbatches
+        if not pairs and not measured:
+            return []
+        text = "one by one."
+        if pairs:
+            text = "the backward of each runs together with the forward of the next, "
+            text += f"predicted {self.pair_ms:.2f} ms, instead of one after the other."
+        if measured:
+            pairs_ms, single_ms = measured[IN_PAIRS], measured[ONE_BY_ONE]
+            text += f" Measured: {pairs_ms:.2f} ms each in pairs, {single_ms:.2f} one by one."
+        return ["", f"Several microbatches: {text}"]
+
+
+def hidden_text(hidings: Sequence[Hiding], details: bool) -> list[str]:
+    """A line for each communication of a layer: what fills it; one for those of all layers that nothing
+    fills. Without `details` those that take longest."""
+    if not hidings:
+        return []
+    together: dict[object, list[Hiding]] = defaultdict(list)
+    for hiding in hidings:
+        together[hiding if hiding.fillers else (hiding.kind, hiding.phase)].append(hiding)
+    rows = [*together.values()]
+    longest = sorted(rows, key=lambda row: -sum(h.ms for h in row))[: None if details else MOST_LINES]
+    shown = [row for row in rows if row in longest]
+    lines = ["", "What computes while messages travel, as predicted:", *map(_hiding_text, shown)]
+    if len(shown) < len(rows):
+        lines.append(f"  and {len(rows) - len(shown)} shorter ones: explain(details=True)")
+    return lines
+
+
+def _hiding_text(hidings: Sequence[Hiding]) -> str:
+    """Example: `weight gradients of blocks 3 to 5 (1.20 ms) fill the backward all-to-all of block 5 (1.30 ms,
+    0.10 ms exposed)`. Args: hidings: one, or several of one kind and phase that nothing fills."""
+    first = hidings[0]
+    count = sum(hiding.count for hiding in hidings)
+    plural = "s" if count > 1 else ""
+    if first.kind == Kind.ALL_REDUCE.value:
+        what = f"{count} gradient all-reduces" if plural else "gradient all-reduce"
+    else:
+        place = layers_text(hiding.layer for hiding in hidings) or "the step"
+        what = f"{first.phase} {_KINDS[first.kind]}{plural} of {place}"
+    fillers = " and ".join(map(_filler_text, first.fillers)) or "nothing"
+    several = len(first.fillers) > 1 or fillers.startswith(WEIGHT_GRADIENTS)
+    ms, exposed_ms = (sum(times) for times in zip(*((h.ms, h.exposed_ms) for h in hidings), strict=True))
+    times = f"({ms:.2f} ms, {exposed_ms:.2f} ms exposed)"
+    return f"  {fillers} {'fill' if several else 'fills'} the {what} {times}"
+
+
+def _filler_text(filler: Filler) -> str:
+    places = layers_text(filler.layers)
+    return f"{filler.work}{' of ' if places else ''}{places} ({filler.ms:.2f} ms)"
+
+
+def layers_text(paths: Iterable[str]) -> str:
+    """The blocks that modules belong to, without what belongs to none.
+
+    Example: `model.blocks.3.norm`, `model.blocks.4.norm`, `model.head`, ``: `blocks 3 to 4, head`.
+    """
+    numbers: dict[str, set[int]] = defaultdict(set)
+    names: dict[str, None] = {}
+    for path in filter(None, paths):
+        match = _NUMBERED.match(path)
+        if match is not None:
+            numbers[match[1]].add(int(match[2]))
+        else:
+            names[path.rpartition(".")[2]] = None
+    blocks = [
+        f"{name.removesuffix('s') if len(of) == 1 else name} {_runs(sorted(of))}"
+        for name, of in numbers.items()
+    ]
+    return ", ".join([*blocks, *names])
+
+
+_NUMBERED = re.compile(r"(?:.*?\.)??(\w+)\.(\d+)(?:\.|$)")
+
+
+def _runs(numbers: list[int]) -> str:
+    """Example: 1, 3, 4, 5: `1, 3 to 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
 
 # Conservative: on one H100 0.91 to 0.94 while puts take up to 0.55 of the GEMMs' time, 0.69 forward and 0.88
 # backward at 0.87 (`bench.gpu.steps eta`, 2026-11-27); kernels of others 0.87 to 0.94 (MI355X, eight GPUs).
@@ -101,7 +366,7 @@ class Plan(SavedJson):
     fused: for each MoE layer, whether it runs in fused launches; the plan's program contains these launches.
     plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
     pair: the order in which the backward of a microbatch and the forward of the next run together
-    (`rewrite.pairs`); empty: they do not.
+    (`cut.duplex`); empty: they do not.
     report: figures, which do not change what runs.
     """
 

@@ -26,8 +26,7 @@ from lancet_kernels.graph.costs.costs import Cost, source_of
 from lancet_kernels.graph.costs.part_instruction import can_be_cut
 from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Kind, Phase, Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Kind, Phase, Program, fingerprint
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.cut.partition_range import (
@@ -40,8 +39,7 @@ from lancet_kernels.schedules.cut.partition_range import (
 from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early, sums_gradients
-from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.report import Report
+from lancet_kernels.schedules.plan import Plan, Report
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from lancet_kernels.schedules.time.timeline import Prediction

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.order.ordering import sink_statistics
 from lancet_kernels.schedules.rewrite.apply import reorder
 from tests.model_zoo import Size, make_model

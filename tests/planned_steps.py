@@ -23,8 +23,7 @@ from lancet_kernels import expert_parameters, moe_losses, set_routing_step
 from lancet_kernels.graph.capture.captured_graph import is_tangent
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, fingerprint
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
 from lancet_kernels.optimization.step import ModelStep, capture_step
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions

@@ -33,7 +33,7 @@ from lancet_kernels.files import write_json_atomically
 from lancet_kernels.measure.launch import launch, report_errors, start_ranks, under_launcher
 from lancet_kernels.measure.step_bench import iteration_ms
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.schedules.report import PLAIN
+from lancet_kernels.schedules.plan import PLAIN
 from lancet_kernels.timing import in_turn
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, SEQUENCES, TOKENS = 4, 8, 2, 256, 4, 64

@@ -26,7 +26,7 @@ from torch.nn import functional
 from lancet_kernels.errors import check_name
 from lancet_kernels.graph.costs.clusters import POINT_BYTES, Cluster, CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.parallelization.one_device_model import forward_program
 from lancet_kernels.predict.own_step import without_contents
 from lancet_kernels.schedules.shard.sharding_baselines import baseline

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.papers.report import Chart, Data, Exhibit, Run
-from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
 from lancet_kernels.predict.simulate import ASSUMPTIONS as OF_THE_SIMULATION
 from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.time.simulate import Timeline

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.papers.report import Chart, Data, Exhibit, Run, Span
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.slices import BACKWARD, FORWARD, GRADIENT, Partition, split, square
 from lancet_kernels.schedules.shard.partition_costs import (
     Operator,

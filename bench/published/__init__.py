@@ -3,5 +3,4 @@
 measurements/  one TOML file for each source: configuration, what is assumed, measured values
 configs/       config.json of the models
 rows           reads them; the prediction and its error for each row
-overlap_table  what strategies hide on one configuration, and what it costs
 """

@@ -1,15 +1,28 @@
 """`python -m bench.published [--json | --markdown] [--only TEXT] [--save]`: measurements of others, beside
-predictions."""
+predictions.
+
+`python -m bench.published --hidden`: what strategies hide, and what it costs, on the configuration of
+torchtitan issue 3434, whose own table has the same columns. Cutting a batch makes messages, kernels and
+grouped products more and smaller; moving weight gradients does not.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from bench.published.rows import Checked, check, load_rows, summary
+from bench.published.rows import Checked, check, load_rows, question_of, summary
+from lancet_kernels.graph.ops import facts
+from lancet_kernels.graph.program import Instruction, Kind
+from lancet_kernels.predict.answer import Captured, Simulated, host_of
 from lancet_kernels.predict.report import PUBLISHED
+from lancet_kernels.schedules import MICROBATCHES
+
+STRATEGIES = ("none", "duplex", "lancet-dw", "lancet", MICROBATCHES)
+"""In the table of what strategies hide."""
 
 
 def main() -> None:
@@ -18,11 +31,15 @@ def main() -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
     form.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
+    form.add_argument("--hidden", action="store_true", help="print the table of what strategies hide")
     parser.add_argument("--save", action="store_true", help="write what `lancet plan --report` shows of them")
     parser.add_argument("--only", default="", metavar="TEXT", help="the rows with this in their name")
     options = parser.parse_args()
     if options.only and options.save:
         parser.error("--save writes all rows, not those of --only")
+    if options.hidden:
+        print(hidden())
+        return
     checked = check([row for row in load_rows() if options.only in row.name])
     if options.save:
         names = ("name", "quantity", "measured", "predicted", "error", "fitted", "source")
@@ -93,6 +110,47 @@ def _cells(one: Checked) -> tuple[str, str, str]:
         else f"{one.error * 100:+.1f} pp"
     )
     return shown(one.row.measured), shown(one.predicted), error
+
+
+def hidden() -> str:
+    """What strategies hide, as a table in Markdown."""
+    row = next(row for row in load_rows() if "EP32, FSDP2, no overlap" in row.name)
+    asked = question_of(row)
+    lines = [
+        "| strategy | step | exchanges | hidden | exposed | launches | grouped products |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    whole = Captured.of(asked)
+    for name in STRATEGIES:
+        if name == MICROBATCHES:
+            half = replace(asked, microbatch=asked.microbatch // 2, accumulate=2)
+            lines.append(_line(f"{name} (2 x {half.microbatch})", Captured.of(half), name))
+        else:
+            lines.append(_line(name, whole, name))
+    return "\n".join(lines)
+
+
+def _line(title: str, captured: Captured, strategy: str) -> str:
+    result, shallow_and_deep = captured.simulated(strategy), captured.at_depths(strategy)
+    microbatches = captured.microbatches[0].question.accumulate
+
+    def total(of: Callable[[Simulated], float]) -> float:
+        return captured.depths.at_full_depth(*map(of, shallow_and_deep)) * microbatches
+
+    def milliseconds(counts: Callable[[Instruction], bool]) -> float:
+        return total(
+            lambda one: sum(t for i, t in zip(one.program.instructions, one.ms, strict=True) if counts(i))
+        )
+
+    cost = captured.microbatches[0].question.cost
+    exchanges = milliseconds(lambda i: i.kind is Kind.ALL_TO_ALL)
+    grouped = milliseconds(lambda i: bool(facts(i.op).grouped_gemm))
+    launches = total(lambda one: sum(ms > 0 for ms in host_of(one.program, cost).ms))
+    exposed = result.exposed_ms.get("all_to_all", 0.0)
+    return (
+        f"| `{title}` | {result.step_ms:,.0f} ms | {exchanges:.0f} ms | {1 - exposed / exchanges:.0%} "
+        f"| {exposed:.0f} ms | {launches:,.0f} | {grouped:.0f} ms |"
+    )
 
 
 if __name__ == "__main__":

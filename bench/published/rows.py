@@ -25,7 +25,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import KernelCosts
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Phase, Program, TensorSpec
 from lancet_kernels.predict.answer import Answer, answer
 from lancet_kernels.predict.kernels import Kernels
 from lancet_kernels.predict.model_step import weights_inside_experts

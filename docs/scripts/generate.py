@@ -31,7 +31,7 @@ SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 def command_line() -> str:
     """A section for each command of `lancet`, from its parser."""
-    from lancet_kernels.cli.main import _parser
+    from lancet_kernels.__main__ import _parser
 
     (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     sections: list[str] = []

@@ -45,15 +45,15 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import (
+    insert_recomputation,
     set_value,
     tensors_restored,
     without_garbage_collection,
 )
-from lancet_kernels.graph.capture.recompute import insert_recomputation
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, PlainTensors, trace
 from lancet_kernels.graph.meta import forward_first
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.base import during
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]

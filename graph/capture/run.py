@@ -37,7 +37,7 @@ from lancet_kernels.errors import check_name
 from lancet_kernels.graph.capture.captured_graph import module_of, with_any_strides
 from lancet_kernels.graph.capture.trace import announce_layers
 from lancet_kernels.graph.from_fx import is_collective, is_instruction, is_wait, op_name
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.base import function_of
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.clusters import Cluster, CommunicationModel, Dispatcher, Kernels
 from lancet_kernels.graph.costs.part_instruction import DeviceCosts
 from lancet_kernels.graph.ops import facts
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec
 
 Tensors = Mapping[str, TensorSpec]
 Cost = Callable[[Instruction, Tensors], float]

@@ -26,7 +26,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, with_any_stride
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_functional_collective, is_instruction
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.collectives import all_gather, all_reduce, reduce_scatter
 from lancet_kernels.ops.comm.groups import Groups, group_of, group_size, over_ranks

@@ -28,7 +28,7 @@ from lancet_kernels.graph.costs.measure import AnyStrides, timed_on_gpu, unpaced
 from lancet_kernels.graph.costs.part_instruction import cut_key, part_instruction
 from lancet_kernels.graph.from_fx import facts_of, op_name, tensor_names
 from lancet_kernels.graph.ops import facts
-from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import IRREGULAR, WHOLE, WINDOW, Form, Forms, Rule
 from lancet_kernels.ops.moe.dispatch import merge_rows, part_rows, window_counts
 

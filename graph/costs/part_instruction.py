@@ -20,7 +20,7 @@ from typing import Any
 from lancet_kernels.files import CacheFile
 from lancet_kernels.graph.costs.clusters import Points, interpolated
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,

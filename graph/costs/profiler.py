@@ -44,8 +44,7 @@ from lancet_kernels.graph.costs.measure_device import (
 from lancet_kernels.graph.costs.part_instruction import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec, fingerprint
 from lancet_kernels.ops.comm.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
 

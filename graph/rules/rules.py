@@ -31,7 +31,7 @@ from functools import cache
 from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Instruction, TensorSpec
+from lancet_kernels.graph.program import Instruction, TensorSpec
 from lancet_kernels.graph.rules.derived import Derivation, Equation, Shape, parse
 
 

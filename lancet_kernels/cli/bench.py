@@ -276,7 +276,7 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
 
 def _plan(module: OptimizedModule) -> dict[str, object]:
     """A summary of the plan."""
-    from lancet_kernels.schedules.report import PLAIN
+    from lancet_kernels.schedules.plan import PLAIN
 
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]

@@ -125,9 +125,9 @@ def _fused_between_gpus() -> Availability:
     if torch.cuda.device_count() < 2:
         return Availability(False, "one GPU on this machine; several ranks need a GPU each")
     # Imported here, because they import the kernels' modules.
-    from lancet_kernels.kernels.symmetric import nvshmem, torch_memory
+    from lancet_kernels.kernels.symmetric import nvshmem, one_machine
 
-    lack_of_torch = torch_memory.missing(torch.device("cuda", 0))
+    lack_of_torch = one_machine.missing(torch.device("cuda", 0))
     by_maker = {"torch": lack_of_torch, "NVSHMEM": nvshmem.missing()}
     usable = [maker for maker, lack in by_maker.items() if not lack]
     if not usable:

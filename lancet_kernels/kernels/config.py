@@ -58,7 +58,7 @@ def shared_memory(arch: int) -> int:
 
 def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
     """Raise UserError unless `kind` is one of `supported`."""
-    is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_activation`
+    is_other = kind in ALL_ACTIVATIONS or "(" in kind  # or an expression of `ops.moe.expert_ops`
     check_name(what, kind, supported, 'use backend="torch"' if is_other else "check the name")
 
 

@@ -19,8 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lancet_kernels.kernels import rows
 from lancet_kernels.kernels.config import OverlapConfig
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.overlap import DenseGemm, Experts, Routing, moe_backward, moe_forward
 from lancet_kernels.kernels.portable.kernel import overlap_kernel
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from lancet_kernels.kernels.protocol.exchange import Exchange

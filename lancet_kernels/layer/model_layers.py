@@ -19,9 +19,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.layer.expert_layer import ExpertLayer, is_number
 from lancet_kernels.layer.expert_states import layer_below, tensors_around
-from lancet_kernels.layer.layer_checks import is_number
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.router import RoutingSums

@@ -8,7 +8,7 @@ the block runs again in the backward.
 
 A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
 is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So
-the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.recompute`); of
+the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.captured_graph`); of
 gates whose slots follow from logits, the slots, too.
 
 torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the
@@ -36,14 +36,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
+from lancet_kernels.layer.expert_layer import (
+    ExpertLayer,
+    Weights,
+    check_data_parallel,
+    check_factory,
+    check_input,
+    check_sizes,
+)
 from lancet_kernels.layer.expert_states import ExpertsByGlobalId
-from lancet_kernels.layer.layer_checks import check_data_parallel, check_factory, check_input, check_sizes
 from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import AnyGroups, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.moe.eager_experts import eager_experts
-from lancet_kernels.ops.moe.expert_activation import activate, input_width
+from lancet_kernels.ops.moe.expert_ops import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
 from lancet_kernels.ops.moe.router import RoutingSums
 

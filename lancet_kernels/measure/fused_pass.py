@@ -12,8 +12,14 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import symmetric
 from lancet_kernels.kernels.config import OverlapConfig
-from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing, SavedPass
+from lancet_kernels.kernels.overlap import (
+    ExpertGradients,
+    Experts,
+    Routing,
+    SavedPass,
+    moe_backward,
+    moe_forward,
+)
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.moe.dispatch import kept_counts, send_rows
 from lancet_kernels.ops.moe.router import gate

@@ -228,7 +228,7 @@ CPU_RANK = {
 LANCET = (
     "-c",
     "import sys; sys.path = [folder for folder in sys.path if folder]; "
-    "from lancet_kernels.cli.main import main; sys.exit(main())",
+    "from lancet_kernels.__main__ import main; sys.exit(main())",
 )
 # Those that torch's launcher turns into a SignalException.
 _HINTS: dict[int, str] = {

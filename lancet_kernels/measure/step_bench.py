@@ -32,7 +32,7 @@ from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_cor
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
-from lancet_kernels.schedules.report import PLAIN
+from lancet_kernels.schedules.plan import PLAIN
 from lancet_kernels.schedules.time.timeline import Prediction, save_picture
 from lancet_kernels.timing import in_turn, peak_memory_gb
 

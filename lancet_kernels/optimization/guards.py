@@ -27,8 +27,8 @@ from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.graph.capture.trace import Assumptions
+from lancet_kernels.layer.expert_layer import check_data_parallel
 from lancet_kernels.layer.gradients import ranks_that_hold
-from lancet_kernels.layer.layer_checks import check_data_parallel
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import Groups, group_size
 

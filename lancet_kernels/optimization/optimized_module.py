@@ -32,17 +32,15 @@ from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.measure import run_as_a_whole
 from lancet_kernels.graph.from_fx import host_waits
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, fingerprint
 from lancet_kernels.layer.gradients import Replicas
 from lancet_kernels.layer.summed_gradients import PlannedSums, differentiable
 from lancet_kernels.ops.base import during
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.guards import OTHER_SHAPE, Arguments, Guards, as_arguments, bind, to_trace
 from lancet_kernels.optimization.paired import PairedMicrobatches, loss_of
-from lancet_kernels.optimization.planning import predicted
+from lancet_kernels.optimization.planning import Planned, Staleness, predicted
 from lancet_kernels.optimization.rank_agreement import CallAgreement
-from lancet_kernels.optimization.staleness import Planned, Staleness
 from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order

@@ -36,7 +36,7 @@ from lancet_kernels.graph.costs.clusters import (
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.from_fx import is_instruction, is_wait, op_name, program_from_graph
 from lancet_kernels.graph.ops import argument_names
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import OrderSearch
@@ -199,8 +199,7 @@ def overlap_pass(
 
     All ranks must get the same order, or they wait for each other for ever: the same graph, and costs that
     depend on shapes alone, as those of a cluster do, or that the ranks have agreed on. On gloo's own group
-    two functional all-gathers under way at once end the process (a fault of torch 2.13:
-    `bench/cpu/gathers_on_gloo.py`).
+    two functional all-gathers under way at once end the process (a fault of torch 2.13).
 
     Args:
         gm: changed in place.

@@ -1,4 +1,4 @@
-"""Microbatches of which each runs its backward together with the forward of the next (`rewrite.pairs`)."""
+"""Microbatches of which each runs its backward together with the forward of the next (`cut.duplex`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.layer.summed_gradients import has_hooks
 from lancet_kernels.ops.base import during
 from lancet_kernels.optimization.guards import Arguments

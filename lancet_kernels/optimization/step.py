@@ -34,8 +34,7 @@ from lancet_kernels.graph.costs.costs import Cost, CostModel, MeasuredCosts, dur
 from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.ops import argument, argument_names
-from lancet_kernels.graph.program.program import Kind, Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Kind, Program, fingerprint
 from lancet_kernels.layer.gradients import gradient_groups, groups_of
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.base import Context

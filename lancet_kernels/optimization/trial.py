@@ -31,8 +31,7 @@ from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import with_pair
 from lancet_kernels.optimization.step import ModelStep
-from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.report import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH
+from lancet_kernels.schedules.plan import IN_PAIRS, ONE_BY_ONE, PLAIN, WORTH, Plan
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.timing import in_turn
 

@@ -26,7 +26,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 from lancet_kernels.graph.from_fx import GENERATOR, facts_of, op_name, program_from_fx, program_from_graph
 from lancet_kernels.graph.meta import REGION, forward_nodes
 from lancet_kernels.graph.ops import argument_names
-from lancet_kernels.graph.program.program import Phase, Program
+from lancet_kernels.graph.program import Phase, Program
 from lancet_kernels.graph.rules.rules import WHOLE, Form, Forms, Rule
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.step import placeholder_value

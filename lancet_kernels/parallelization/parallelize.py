@@ -21,8 +21,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
-from lancet_kernels.graph.program.program import Instruction, Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Instruction, Program, fingerprint
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_name, group_of, group_size
 from lancet_kernels.optimization.guards import check_model, example_arguments

@@ -24,7 +24,7 @@ from lancet_kernels.graph.costs.costs import (
     collective_of,
     durations,
 )
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.predict.config import Depths, depths, layers_and_experts
 from lancet_kernels.predict.microbatch import (
     GRADIENTS,

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from lancet_kernels.graph.costs.clusters import Dispatcher
 from lancet_kernels.graph.costs.costs import LAUNCHES, SORTS, works_on_received_rows
 from lancet_kernels.graph.ops import facts
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, whole_name
-from lancet_kernels.predict.fusion import fused_groups
-from lancet_kernels.predict.recomputation import without_views
+from lancet_kernels.graph.program import Instruction, Kind, Program, whole_name
+from lancet_kernels.predict.recomputation import fused_groups, without_views
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, state_name
 from lancet_kernels.graph.costs.costs import LAUNCHES, on_links
 from lancet_kernels.graph.from_fx import GATHERS
 from lancet_kernels.graph.meta import UNIT
-from lancet_kernels.graph.program.program import (
+from lancet_kernels.graph.program import (
     Instruction,
     Kind,
     Phase,

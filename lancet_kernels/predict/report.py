@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from lancet_kernels.graph.costs.costs import INSIDE_NODES
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.predict.answer import Answer, Simulated
 from lancet_kernels.predict.search import SearchResult
 from lancet_kernels.schedules.order.ordering import weight_gradients

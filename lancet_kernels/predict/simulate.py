@@ -20,7 +20,7 @@ from lancet_kernels.graph.capture.captured_graph import state_name, without_garb
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
-from lancet_kernels.graph.program.program import Instruction, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep, model_config
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.moe.gates import parse_gate

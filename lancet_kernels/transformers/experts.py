@@ -31,14 +31,13 @@ from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.config import ALL_ACTIVATIONS, GATED
-from lancet_kernels.layer.expert_layer import ExpertLayer, Weights
-from lancet_kernels.layer.layer_checks import check_data_parallel
+from lancet_kernels.layer.expert_layer import ExpertLayer, Weights, check_data_parallel
 from lancet_kernels.layer.moe_layer import checkpointed_run
 from lancet_kernels.ops.base import now
 from lancet_kernels.ops.comm.groups import AnyGroups
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.moe.eager_experts import eager_experts
-from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS, Expression, activate
+from lancet_kernels.ops.moe.expert_ops import EXPRESSIONS, Expression, activate
 
 _CLASSES: dict[tuple[type, type], type] = {}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.all_to_all import DROPPED, segments, traced_rows
-from lancet_kernels.ops.moe.gates.base import slots_in_token_order
+from lancet_kernels.ops.moe.gate import slots_in_token_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,8 +24,7 @@ from lancet_kernels.ops.comm.all_to_all import (
 )
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
-from lancet_kernels.ops.moe.expert_activation import expert_activation, expert_activation_backward
-from lancet_kernels.ops.moe.grouped_gemm import is_by_column
+from lancet_kernels.ops.moe.expert_ops import expert_activation, expert_activation_backward, is_by_column
 
 
 def runs_eagerly(x_TD: Tensor, w1: Tensor, w2: Tensor) -> bool:

@@ -34,8 +34,15 @@ from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig, default_overlap_config
-from lancet_kernels.kernels.overlap import moe_backward, moe_forward, warm_up
-from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
+from lancet_kernels.kernels.overlap import (
+    DenseGemm,
+    ExpertGradients,
+    Experts,
+    Routing,
+    moe_backward,
+    moe_forward,
+    warm_up,
+)
 from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.runtime import check_runs_on
 from lancet_kernels.kernels.symmetric import SymmetricMemory, create, virtual_memories
@@ -43,7 +50,7 @@ from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_o
 from lancet_kernels.ops.comm.stand_in_group import is_stand_in
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.ops.moe.dispatch import send_rows
-from lancet_kernels.ops.moe.expert_activation import input_width
+from lancet_kernels.ops.moe.expert_ops import input_width
 from lancet_kernels.ops.moe.fused_passes import ForwardPass, take_pass, ticket_of
 
 _log = logging.getLogger(__name__)

@@ -79,7 +79,7 @@ def fused_experts_backward_op(
 
     Args: dense_a [N, A], dense_b [N, B]: pairs; the same launch computes a^T b, [A, B], as fillers.
     """
-    from lancet_kernels.kernels.overlap_data import DenseGemm
+    from lancet_kernels.kernels.overlap import DenseGemm
     from lancet_kernels.ops.moe.fused_experts import run_backward
 
     forward_pass = take_pass(ticket)

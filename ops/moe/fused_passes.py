@@ -21,7 +21,7 @@ from lancet_kernels.errors import UserError
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.kernels.config import OverlapConfig
-    from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
+    from lancet_kernels.kernels.overlap import Experts, Routing, SavedPass
     from lancet_kernels.kernels.protocol.exchange import Exchange
 
 

@@ -9,7 +9,7 @@ forward and again in the backward, which saves the tokens as they are: 2 T D byt
 where linear(x.float(), w.float()) saves 4 T D more.
 
 Experts, slots and weights come from one op for all gates; `spec` names the gate and its options (see
-ops/moe/gates). They are results of one op, because the planner moves and cuts a gate as a whole. To route
+ops/moe/gate.py). They are results of one op, because the planner moves and cuts a gate as a whole. To route
 part by part, pass the result `used'` of a part as `used` of the next.
 
 Losses depend on the whole batch. Load balance (Switch, Fedus et al. 2022, equation 4): E * sum_e f_e * P_e,
@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.moe.gate import Gate, slots_in_token_order
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.ops.moe.gates.base import Gate, slots_in_token_order
 
 TOKENS_AT_ONCE = 4096
 

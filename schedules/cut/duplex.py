@@ -30,7 +30,7 @@ from lancet_kernels.graph.capture.captured_graph import module_of, state_name
 from lancet_kernels.graph.from_fx import GENERATOR, program_from_fx
 from lancet_kernels.graph.meta import GRADIENTS_OF, IN_BACKWARD, UNIT
 from lancet_kernels.graph.ops import is_gate, rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.rules.rules import CARRIED, PARTIAL, WHOLE, Form, Rule, cut_along, sliced
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 

@@ -27,7 +27,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut, part_instruction
 from lancet_kernels.graph.ops import is_gate
-from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.rules.rules import CARRIED, Forms
 from lancet_kernels.schedules.cut.ranges import (
     AxisInference,

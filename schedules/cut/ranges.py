@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_name, reads_whole, reassembly
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, connected
+from lancet_kernels.graph.program import Instruction, Kind, Program, connected
 from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,

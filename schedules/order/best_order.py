@@ -26,7 +26,7 @@ from functools import cached_property
 from itertools import accumulate, chain, tee
 
 from lancet_kernels.graph.costs.costs import Cost, durations
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.order.list_schedule import AGAIN, FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.order.ordering import greedy_order, order_by_slots
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_bytes

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from lancet_kernels.graph.program.program import Kind, Phase, Program, bitset
+from lancet_kernels.graph.program import Kind, Phase, Program, bitset
 from lancet_kernels.schedules.order.ordering import Ready, sums_gradients
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages
 from lancet_kernels.schedules.time.simulate import INFINITY, Clock, critical_path, link_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
-from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.schedules.time.simulate import INFINITY, Clock, link_of
 
 DELAYED = 24

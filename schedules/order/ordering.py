@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, bitset, connected
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, bitset, connected
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 

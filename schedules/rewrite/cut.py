@@ -40,7 +40,7 @@ from lancet_kernels.graph.costs.part_instruction import is_cut, part_instruction
 from lancet_kernels.graph.from_fx import is_view, program_from_graph, tensor_names, with_elements
 from lancet_kernels.graph.meta import STANDS_FOR, forward_first
 from lancet_kernels.graph.ops import argument
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,

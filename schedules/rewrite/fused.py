@@ -33,7 +33,7 @@ from lancet_kernels.graph.capture.trace import layer_meta
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, REGION
-from lancet_kernels.graph.program.program import Kind, Program, recomputed_name
+from lancet_kernels.graph.program import Kind, Program, recomputed_name
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.plan import FusedGroup, LaunchWork, best_fit
 from lancet_kernels.schedules.rewrite.buckets import call_op

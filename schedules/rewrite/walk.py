@@ -38,7 +38,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, module_of
 from lancet_kernels.graph.capture.trace import layers_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.program import Instruction, Program
 from lancet_kernels.schedules.order.ordering import sink_statistics as order_without_statistics
 from lancet_kernels.schedules.order.ordering import weight_gradients
 from lancet_kernels.schedules.plan import Plan

@@ -36,7 +36,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.costs.part_instruction import part_instruction
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 

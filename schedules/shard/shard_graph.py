@@ -22,7 +22,7 @@ from lancet_kernels.graph.costs.part_instruction import part_name
 from lancet_kernels.graph.from_fx import program_from_graph, tensor_names
 from lancet_kernels.graph.meta import WRITTEN_INTO
 from lancet_kernels.graph.ops import argument, argument_names, rule_for
-from lancet_kernels.graph.program.program import Instruction, whole_name
+from lancet_kernels.graph.program import Instruction, whole_name
 from lancet_kernels.graph.rules.rules import MEAN, PARTIAL, WHOLE, Form
 from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.schedules.shard.blocks import SLICE, collective, preparations, signatures

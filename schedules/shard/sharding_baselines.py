@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.rules.rules import WHOLE, Form, cut_along
 from lancet_kernels.schedules.shard.blocks import Block, BlockSignature
 from lancet_kernels.schedules.shard.sharding_search import search_sharding

@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import Cost, source_of
-from lancet_kernels.graph.program.program import Program
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Program, fingerprint
 from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.shard.sharding_states import (
     Restriction,

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import WHOLE, Form
 from lancet_kernels.schedules.shard.blocks import (
     ADJOINT,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from lancet_kernels.graph.program.program_json import SavedJson
+from lancet_kernels.graph.program import SavedJson
 from lancet_kernels.graph.rules.rules import Form
 from lancet_kernels.schedules.shard.blocks import ADJOINT, BlockSignature
 

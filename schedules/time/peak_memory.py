@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.program.program import Kind, Program, original_name
+from lancet_kernels.graph.program import Kind, Program, original_name
 
 
 @dataclass(frozen=True)

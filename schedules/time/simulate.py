@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost, durations
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.schedules.time.peak_memory import Storages, peak_bytes
 
 COMPUTE, LINK = "compute", "communication"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.program.program import Kind, Phase, original_name, whole_name
+from lancet_kernels.graph.program import Kind, Phase, original_name, whole_name
 from lancet_kernels.schedules.time.simulate import (
     COMPUTE,
     LINK,

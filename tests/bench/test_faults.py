@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench.cpu.faults import Fault, faults
-from tests.processes import BENCH, printed
+from bench.cpu import faults
+from bench.cpu.faults import Fault
+from tests.processes import BENCH
 
 SAID = {
     "killed": "rank 1 was killed by SIGKILL",
@@ -20,32 +22,31 @@ SAID = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        ("killed", "saving"),
-        ("stopped", "backward"),
-        ("raises", "trials"),
-        ("60 s late", "forward"),
-        ("disk full", "saving"),
-        ("10 s late", "backward"),
-    ],
-)
-def test_ended_and_named(tmp_path: Path, kind: str, place: str) -> None:
-    """Each kind once; `python -m bench.cpu.faults` has all of them at all places."""
+def test_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to end, and each place, once; `python -m bench.cpu.faults` has all of them at all places."""
+    struck = {
+        "killed": "saving",
+        "stopped": "forward",
+        "raises": "trials",
+        "disk full": "saving",
+        "10 s late": "backward",
+    }
+    chosen = [Fault(kind, place, "experts and FSDP") for kind, place in struck.items()]
+    monkeypatch.setattr(faults, "faults", lambda: [*chosen, Fault("raises", "forward", "experts")])
     file = tmp_path / "ends.json"
-    printed(
-        "-m", "bench.cpu.faults", "--only", kind, place, "experts and FSDP", "--json", file, timeout_s=1200
-    )
-    (end,) = json.loads(file.read_text())["ends"]
-    assert SAID.get(kind, "") in end["said"]
-    assert end["same"]
-    assert end["lost"] <= 2
+    monkeypatch.setattr(sys, "argv", ["faults", "--only", "experts and FSDP", "--json", str(file)])
+    faults.main()
+    ends = json.loads(file.read_text())["ends"]
+    assert [Fault(**end["fault"]) for end in ends] == chosen
+    for end in ends:
+        assert SAID.get(end["fault"]["kind"], "") in end["said"], end
+        assert end["same"], end
+        assert end["lost"] <= 2, end
 
 
 def test_the_table_is_of_all_faults() -> None:
     ends = json.loads((BENCH / "results" / "faults-2-core-cpu.json").read_text())["ends"]
-    assert {Fault(**end["fault"]) for end in ends} == {*faults()}
+    assert {Fault(**end["fault"]) for end in ends} == {*faults.faults()}
     for end in ends:
         assert end["same"]
         assert (end["after_s"] is None) == (end["fault"]["kind"] == "10 s late")

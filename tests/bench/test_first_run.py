@@ -64,30 +64,32 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.long  # by default: one_program, below
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        "one_program,machine,all_programs,speed_sonic,virtual_pes,eta,shapes,passes",
-        "virtual_pes_more,ops,ranks_on_one_gpu",  # which starts "bench.gpu.several_ranks"
-        "host,large_step",  # which starts "bench/gpu/large_step.py"
-    ],
-)
-def test_what_runs_on_a_cpu_is_right(tmp_path: Path, chosen: str) -> None:
-    done = run(
-        sys.executable, "bench/gpu/first_run.py", "--device", "cpu", "--out", tmp_path, "--only", chosen,
-        timeout_s=500,
-    )  # fmt: skip
+def test_what_runs_on_a_cpu_is_right(tmp_path: Path) -> None:
+    """Each function of `steps` once, but for those that are called below. ranks_on_one_gpu starts
+    "bench.gpu.several_ranks", large_step "bench/gpu/large_step.py"."""
+    chosen = "all_programs speed_sonic eta shapes passes ranks_on_one_gpu host large_step".split()
+    script, given = "bench/gpu/first_run.py", ["--device", "cpu", "--out", tmp_path, "--until", "900"]
+    done = run(sys.executable, script, *given, "--only", ",".join(chosen), timeout_s=1000)
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("*.jsonl")
     _, *lines = map(json.loads, file.read_text().splitlines())
-    assert [line["step"] for line in lines] == chosen.split(",")
+    assert [line["step"] for line in lines] == chosen
     assert {line["outcome"] for line in lines} == {"right"}
     results = {line["step"]: line["result"] for line in lines}
-    for each in results.get("eta", {}).values():
+    for each in results["eta"].values():
         assert all(each[way]["eta"] > 0 for way in ("forward", "backward"))
-    if "eta" in results:
-        assert [*results["eta"]] == ["full", "fast", "middle", "slow"]
-        assert results["speed_sonic"]["backward"]["tflops"] > 0
+    assert [*results["eta"]] == ["full", "fast", "middle", "slow"]
+    assert results["speed_sonic"]["backward"]["tflops"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_of_tests_says_the_outcome_of_each(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    said = [*steps.run_tests(("bench/test_peers.py",), "", "gelu", processes, torch.device("cpu"))]
+    (name, told), (last, end) = (item for result in said for item in result.items())
+    assert (name, told) == ("test_by_torch_is_an_moe_layer[gelu]", {"right": True, "outcome": "passed"})
+    assert (last, end) == ("pytest", {"right": True, "exit": 0})
 
 
 def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
@@ -117,6 +119,7 @@ def test_the_table_of_a_run_has_all_its_figures(tmp_path: Path) -> None:
 
 def test_every_step_is_known_to_its_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(first_run.STEPS) <= {*steps.SPEEDS, *steps.TESTS, *vars(steps)}
+    assert all((ROOT / "tests" / name).exists() for names, *_ in steps.TESTS.values() for name in names)
     for step in ("one_program", "machine"):
         steps.main(step, "cpu")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(first_run.FACT)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench.peers import by_torch
-from lancet_kernels.kernels.overlap_data import Experts, Routing
-from lancet_kernels.ops.moe.expert_activation import activate
+from lancet_kernels.kernels.overlap import Experts, Routing
+from lancet_kernels.ops.moe.expert_ops import activate
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

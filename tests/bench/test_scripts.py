@@ -39,10 +39,3 @@ def test_converted_models(tmp_path: Path) -> None:
     assert all(case["over_transformers"]["transformers"] == 1 for case in cases)
     assert all(case["milliseconds"]["convert"] > 0 for case in cases)
     assert said.count("Mixtral") == 2
-
-
-def test_gathers_on_gloo_one_at_a_time_are_right() -> None:
-    """Two at once may end a rank: a fault of torch, which the script shows."""
-    assert "100 calls on 2 ranks were right" in printed(
-        "-m", "bench.cpu.gathers_on_gloo", "--calls", "100", "--one-at-a-time"
-    )

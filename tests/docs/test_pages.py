@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.cli.main import _parser
+from lancet_kernels.__main__ import _parser
 from lancet_kernels.graph.costs.clusters import Attention, Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.ops import OPS
 from lancet_kernels.ops.comm.link import emulate_link

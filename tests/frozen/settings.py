@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lancet_kernels
 from lancet_kernels import Groups, MoELayer, PartitionOptions, PlanningOptions, optimize
-from lancet_kernels.cli import main
+from lancet_kernels import __main__ as main
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, model_config
 from lancet_kernels.predict.own_step import fake_ranks

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.program import Instruction, Program
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Rule
 from lancet_kernels.ops.base import during
 

@@ -11,8 +11,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, program_from_graph
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Instruction, Kind, Phase, fingerprint
 from lancet_kernels.ops.moe import fused_graph  # noqa: F401  (registers the op)
 from lancet_kernels.schedules.order.ordering import overlappable, weight_gradients
 from tests.capturing import read_only_step

@@ -8,7 +8,7 @@ from torch import fx
 from lancet_kernels import ops  # noqa: F401 (registers the ops)
 from lancet_kernels.graph.from_fx import facts_of, host_waits
 from lancet_kernels.graph.ops import OPS, argument, facts
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.ops.comm import redistribute  # noqa: F401 (registers its ops)
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.moe import fused_graph  # noqa: F401 (registers the fused ops)

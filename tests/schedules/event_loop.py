@@ -7,7 +7,7 @@ not wait for the computation in front of it.
 
 from collections.abc import Sequence
 
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 
 
 def times(program: Program, ms: Sequence[float]) -> tuple[list[float], list[float]]:

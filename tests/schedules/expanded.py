@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lancet_kernels.graph.costs.part_instruction import part_instruction, part_name, reads_whole
-from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
 from lancet_kernels.schedules.cut.ranges import (
     PartitionRange,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from lancet_kernels.graph.costs.costs import Cost, durations
-from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules.rules import WHOLE
 from lancet_kernels.schedules.cut.ranges import PREFER_CUT, AxisInference, _cost
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from lancet_kernels.graph.costs.costs import Cost, Tensors, durations
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.layer.gpt2_moe import ModelConfig
 from lancet_kernels.predict.simulate import captured_program
 from lancet_kernels.schedules.order.best_order import OrderSearch

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from lancet_kernels.graph.capture.trace import layers_of
-from lancet_kernels.graph.program.program import Kind, original_name, whole_name
+from lancet_kernels.graph.program import Kind, original_name, whole_name
 from lancet_kernels.predict.simulate import Setting, Simulated, simulate_setting
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.ordering import weight_gradients
-from lancet_kernels.schedules.report import PLAIN, hidden_text, layers_text
+from lancet_kernels.schedules.plan import PLAIN, hidden_text, layers_text
 from lancet_kernels.schedules.time.simulate import Event
 from lancet_kernels.schedules.time.timeline import Filler, Hiding
 from tests.grids import few_of

@@ -9,7 +9,7 @@ from hypothesis import given as hypothesis_given
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.graph.rules.rules import PARTIAL, WINDOW
 from lancet_kernels.layer.gpt2_moe import ModelConfig, model_config
 from lancet_kernels.predict.simulate import Setting, captured_program

@@ -51,8 +51,7 @@ from lancet_kernels.kernels.config import GemmConfig
 from lancet_kernels.kernels.hopper.consumer import consume
 from lancet_kernels.kernels.hopper.pipeline import TASK_WORDS, TASKS, Descriptors, Rings, produce
 from lancet_kernels.kernels.hopper.signals import COPY_WARPS, copy, signal
-from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.arguments import NOT_SPECIALIZED, Constants, Pointers, Sizes
+from lancet_kernels.kernels.protocol import NOT_SPECIALIZED, Constants, Pointers, Sizes, device
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES
 from lancet_kernels.kernels.protocol.steps import is_sound, num_put_tasks
 from lancet_kernels.kernels.protocol.tasks import num_gemm_tasks

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.portable import gemm
-from lancet_kernels.kernels.protocol import device, steps, tasks
-from lancet_kernels.kernels.protocol.arguments import NOT_SPECIALIZED, Constants, Pointers, Sizes
+from lancet_kernels.kernels.protocol import NOT_SPECIALIZED, Constants, Pointers, Sizes, device, steps, tasks
 from lancet_kernels.kernels.protocol.schedule import NUM_TILES, group
 
 
@@ -172,7 +171,7 @@ def overlap_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One launch: a forward, or with `gradients` a backward. `arguments.py` says what the tuples hold.
+    """One launch: a forward, or with `gradients` a backward. `protocol` says what the tuples hold.
 
     Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put

@@ -30,7 +30,7 @@ from triton.language import core
 from triton.language.extra.cuda import globaltimer
 
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.protocol.arguments import Sizes
+from lancet_kernels.kernels.protocol import Sizes
 from lancet_kernels.kernels.runtime import clock_ns
 
 # A report (int64 [8]) says which wait ran out of time first:

@@ -39,8 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.protocol import device, schedule
-from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
+from lancet_kernels.kernels.protocol import Arrivals, PassState, Returns, device, schedule
 from lancet_kernels.kernels.protocol.device import REPORT_WORDS, TOO_MANY_ROWS, WAIT_READY
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.kernels.runtime import launch, small_kernel

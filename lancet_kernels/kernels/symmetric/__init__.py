@@ -11,8 +11,7 @@ import torch.distributed as dist
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.symmetric.memory import Region, SymmetricMemory, VirtualMemory, virtual_memories
 from lancet_kernels.kernels.symmetric.nvshmem import NvshmemMemory, init_module
-from lancet_kernels.kernels.symmetric.shared import SharedMemory
-from lancet_kernels.kernels.symmetric.torch_memory import TorchMemory, unreachable
+from lancet_kernels.kernels.symmetric.one_machine import SharedMemory, TorchMemory, unreachable
 
 
 def create(

@@ -28,7 +28,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.symmetric.agree import Meetings, MemoryOfRanks
 from lancet_kernels.kernels.symmetric.memory import by_rank
-from lancet_kernels.kernels.symmetric.torch_memory import gpu_id, signals_reach
+from lancet_kernels.kernels.symmetric.one_machine import gpu_id, signals_reach
 
 INSTALL = "pip install 'lancet-kernels[cuda]'"
 INSTEAD = (

@@ -8,7 +8,7 @@ import pytest
 from bench.papers import lancet, report
 from bench.papers.__main__ import main
 from bench.papers.lancet import Decomposition, Measured, measure
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.predict.simulate import Setting, simulate_setting
 
 
@@ -135,8 +135,12 @@ def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.long
-def test_the_whole_paper(capsys, tmp_path):
+def test_the_paper_on_few_and_many_gpus(capsys, tmp_path, monkeypatch):
     """What the paper claims must show: lancet wins everywhere, and both halves help."""
+    monkeypatch.setattr(lancet, "GPUS", (16, 64))
+    monkeypatch.setattr(lancet, "ABLATION_GPUS", 16)
+    monkeypatch.setattr(lancet, "MODELS", ("gpt2-s-moe",))
+    monkeypatch.setattr(lancet, "LAYERS", (3, 6, 12))
     assert main(["lancet", "--json", "--output-folder", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert err == ""

@@ -45,7 +45,7 @@ def test_command_prints_rows():
 @pytest.mark.long
 def test_what_strategies_hide_is_a_table() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    head, _, none, *rows = printed("-m", "bench.published.overlap_table").splitlines()
+    head, _, none, *rows = printed("-m", "bench.published", "--hidden").splitlines()
     assert len(none.split("|")) == len(head.split("|"))
     assert none.split("|")[4].strip() == "0%"
     assert [row.split("`")[1].split()[0] for row in rows] == ["duplex", "lancet-dw", "lancet", "microbatches"]

@@ -13,7 +13,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError, capture, split_joint
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size, make_model
 

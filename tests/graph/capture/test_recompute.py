@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lancet_kernels import Dropout, MoELayer
 from lancet_kernels.graph.capture.capture import Captured, capture, split_joint
 from lancet_kernels.graph.from_fx import op_name, program_from_fx
-from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
+from lancet_kernels.graph.program import Kind, Phase, Program, original_name
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.time.peak_memory import Recomputation, peak_memory
 

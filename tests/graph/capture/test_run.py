@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder, with_direct_calls
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.moe.dispatch import combine
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from lancet_kernels import ops
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import announce_layers, layer_name, trace
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 
 

@@ -17,7 +17,7 @@ from lancet_kernels.graph.costs.clusters import CommunicationModel, cluster_name
 from lancet_kernels.graph.costs.costs import CostModel, KernelCosts, roofline_ms
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from lancet_kernels.graph.costs.profiler import MeasuredTimes
-from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, cut_along
 from tests.schedules.small_programs import GivenCosts
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.ops import facts, rule_for
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import Rule
 from lancet_kernels.schedules.cut.ranges import AxisInference

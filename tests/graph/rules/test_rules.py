@@ -3,7 +3,7 @@
 import pytest
 
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, TensorSpec
+from lancet_kernels.graph.program import Instruction, TensorSpec
 from lancet_kernels.graph.rules.derived import elementwise, parse, permute, view
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 

@@ -13,7 +13,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import load_cluster, point_to_point_ms
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.time.simulate import simulate
 from tests.ranks import RankPool

@@ -31,7 +31,9 @@ SHAPE = (16, 24)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), few_of(product(PARTITIONS, PARTITIONS), *range(0, len(PARTITIONS) ** 2, 6))
+    ("before", "after"),
+    # Each against two or three others, as what was and as what comes.
+    few_of(list(product(PARTITIONS, PARTITIONS))[::3], *range(0, 17, 2)),
 )
 def test_every_element_comes_once_from_a_rank_that_has_it(before: tuple, after: tuple) -> None:
     for one, other in product(TENSORS, TENSORS):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from tests.processes import printed
 
 STEP = f"{Path(__file__).parents[2] / 'own_steps/readme_step.py'}:make_step"

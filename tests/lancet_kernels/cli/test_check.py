@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from lancet_kernels.__main__ import main
 from lancet_kernels.cli import check as command
-from lancet_kernels.cli.main import main
 from tests.processes import ROOT, run
 
 STEP = f"{ROOT}/tests/own_steps/readme_step.py:make_step"

@@ -15,8 +15,8 @@ import torch.distributed._symmetric_memory
 from torch.utils.collect_env import get_env_info
 
 import lancet_kernels
+from lancet_kernels.__main__ import main
 from lancet_kernels.cli.environment import as_text, environment
-from lancet_kernels.cli.main import main
 
 
 @pytest.fixture(autouse=True, scope="module")

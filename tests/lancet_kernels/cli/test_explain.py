@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 
 TINY = ["plan", "--model", "gpt2-tiny-moe", "--gpus", "8", "--most-parts", "2"]
 

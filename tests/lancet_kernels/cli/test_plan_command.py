@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.cli.plan_command import PlanOptions
 from lancet_kernels.predict.simulate import Setting
 from lancet_kernels.schedules import STRATEGY_NAMES

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lancet_kernels import MoELayer
+from lancet_kernels.__main__ import main
 from lancet_kernels.cli import selftest
-from lancet_kernels.cli.main import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.measure.launch import Rank
 from tests.processes import run
@@ -18,7 +18,7 @@ RANK = Rank(0, 1, 0, torch.device("cpu"))
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_passes_on_the_cpu(ranks: int) -> None:
     done = run(sys.executable, "-m", "lancet_kernels", "selftest", "--ranks", ranks)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.overlap_data import SavedPass
+from lancet_kernels.kernels.overlap import SavedPass
 from lancet_kernels.kernels.protocol import tasks
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, reference

@@ -1,14 +1,9 @@
 """The real launches of a pass, on a driver that checks them and runs nothing: a program, run by a test.
 
-    python -m tests.lancet_kernels.kernels.launch_on_stub               what was launched, as JSON
-    python -m tests.lancet_kernels.kernels.launch_on_stub --host-time   CPU time of the host for each layer
+    python -m tests.lancet_kernels.kernels.launch_on_stub
 
-Triton compiles for sm_90, makes its launchers and calls them; tensors are on the CPU. Needs a C compiler.
-
-Host time on 2 busy CPU cores (2026-11-26, Triton 3.9): forward 0.6 to 1.4 ms, with backward 1.1 to
-2.9 ms. Of it 46 % is Triton's `run` for 7 launches, of which a third compares the 104 global constants that
-kernels read with what they were when they were compiled; 16 % makes descriptors anew of memory that does not
-move; 15 % checks arguments. A launch that keeps its compiled kernel and descriptors needs none of the three.
+It prints what was launched, as JSON. Triton compiles for sm_90, makes its launchers and calls them; tensors
+are on the CPU. Needs a C compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,35 +140,14 @@ def launches() -> dict:
     return result
 
 
-def host_time(times: int = 30) -> None:
-    pretend()
-    layer = layers()[0]
-
-    def forward() -> None:
-        layer.forward.release(layer.run_forward()[1].opened)
-
-    def cpu_ms(call: Callable[[], object]) -> float:
-        begin = time.process_time()
-        for _ in range(times):
-            call()
-        return (time.process_time() - begin) / times * 1e3
-
-    layer.run()
-    ways = cpu_ms(forward), cpu_ms(layer.run)
-    print("CPU time of the host: forward {:.2f} ms, with backward {:.2f} ms".format(*ways))
-
-
-def main(*arguments: str) -> int:
+def main() -> int:
     if "STUB_LOG" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tests.lancet_kernels.kernels.launch_on_stub", *arguments]
+            command = [sys.executable, "-m", "tests.lancet_kernels.kernels.launch_on_stub"]
             return subprocess.run(command, env=os.environ | build(Path(folder))).returncode
-    if "--host-time" in arguments:
-        host_time()
-    else:
-        print(json.dumps(launches()), flush=True)
+    print(json.dumps(launches()), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.overlap_data import Experts, Routing
-from lancet_kernels.ops.moe.expert_activation import activate, input_width
-from lancet_kernels.ops.moe.gates.base import slots_in_token_order
+from lancet_kernels.kernels.overlap import Experts, Routing
+from lancet_kernels.ops.moe.expert_ops import activate, input_width
+from lancet_kernels.ops.moe.gate import slots_in_token_order
 
 SEEDS = {"w1": 10, "w2": 200, "b1": 400, "b2": 600, "x": 800, "dy": 900}
 

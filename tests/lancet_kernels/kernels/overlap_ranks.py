@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.config import GemmConfig, OverlapConfig
-from lancet_kernels.kernels.overlap import moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
+from lancet_kernels.kernels.overlap import DenseGemm, SavedPass, moe_backward, moe_forward
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.symmetric import SharedMemory, SymmetricMemory
 from tests.lancet_kernels.kernels.overlap_cases import (

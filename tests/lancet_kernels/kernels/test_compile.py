@@ -11,13 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import compile as compiling
 from lancet_kernels.kernels import specimens
 from lancet_kernels.kernels.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
     ProductLoop,
+    Row,
     compile_all,
     problems,
     product_loops,
@@ -47,10 +49,6 @@ def printed_with(triton, *arguments):
     if triton == "oldest":
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLDEST), os.environ.get("PYTHONPATH")]))
     return printed(*arguments, timeout_s=3600, **variables)
-
-
-def kernels_command(triton, *arguments):
-    return json.loads(printed_with(triton, "-m", "lancet_kernels", "kernels", "--json", *arguments))
 
 
 def check_rows(found, triton, arch):
@@ -87,25 +85,43 @@ def check_loops(row, triton):
         assert loop["instructions"] <= 70, row
 
 
-@pytest.mark.long
-def test_one_configuration_of_every_kernel():
-    found = kernels_command("newest", "--arch", "sm_90", "--quick")
-    names = check_rows(found, "newest", "sm_90")
-    assert {name for name, _ in names} == {s.name for s in all_specimens(90)}
-    if nvshmem.find_bitcode(90) is not None:
-        assert sum(row["nvshmem"] for row in found["kernels"]) == 1
+def each_option_once(arch):
+    """The richest configurations of each kernel, until all its options are there in each direction."""
+    every, seen, chosen = [*all_specimens(arch)], set(), set()
+    for specimen in sorted(every, key=lambda specimen: len(specimen.config.split()))[::-1]:
+        direction, *options = specimen.config.split()
+        found = {(specimen.name, direction, option) for option in options or [""]}
+        if not found <= seen:
+            seen |= found
+            chosen.add(specimen.config)
+    return [specimen for specimen in every if specimen.config in chosen]
 
 
+COMPILE_SOME = """
+import sys
+from lancet_kernels.__main__ import main
+from lancet_kernels.kernels import specimens
+from tests.lancet_kernels.kernels.test_compile import each_option_once
+specimens.all_specimens = each_option_once
+sys.exit(main(sys.argv[1:]))
+"""
 GRID = [("newest", "sm_80"), ("newest", "sm_90"), ("newest", "sm_100")]
 GRID += [pytest.param("oldest", arch, marks=need_oldest) for arch in ("sm_80", "sm_90")]
 
 
 @pytest.mark.long
-@need_bitcode
 @pytest.mark.parametrize(("triton", "arch"), GRID)
-def test_every_configuration_of_every_kernel(triton, arch):
-    names = check_rows(kernels_command(triton, "--arch", arch), triton, arch)
-    assert names == [(s.name, s.config) for s in all_specimens(int(arch.removeprefix("sm_")))]
+def test_every_kernel(triton, arch):
+    """In all configurations by one Triton for Hopper; in all with an option of their own by others."""
+    number = int(arch.removeprefix("sm_"))
+    all_of_them = (triton, arch) == ("newest", "sm_90")
+    program, wanted = (
+        (("-m", "lancet_kernels"), all_specimens) if all_of_them else (("-c", COMPILE_SOME), each_option_once)
+    )
+    found = json.loads(printed_with(triton, *program, "kernels", "--json", "--arch", arch))
+    has_bitcode = nvshmem.find_bitcode(number) is not None
+    expected = [(s.name, s.config) for s in wanted(number) if has_bitcode or not s.nvshmem]
+    assert check_rows(found, triton, arch) == expected
 
 
 @pytest.mark.long
@@ -196,61 +212,79 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.long
-def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
-    monkeypatch.setattr(specimens, "all_specimens", ping.specimens)
-    assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert not any(row["nvshmem"] for row in found["kernels"])
-    assert [row["config"] for row in found["skipped"]] == ["4x256 bf16 nvshmem", "4x256 bf16 nvshmem tma"]
-    assert "2 kernels with NVSHMEM were skipped" in err
+@pytest.fixture
+def chosen(tmp_path, monkeypatch, capsys):
+    """Calls the command, which compiles nothing, on the specimens of a ping. -> what it chose and skipped."""
+
+    def call(*arguments, bitcode):
+        monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+        (tmp_path / "lib").mkdir()
+        if bitcode:
+            (tmp_path / "lib" / "libnvshmem_device_sm_80.bc").touch()
+        monkeypatch.setattr(specimens, "all_specimens", ping.specimens)
+        monkeypatch.setattr(
+            compiling, "compile_all", lambda some, *_, **__: [Row(s, GOOD, None) for s in some]
+        )
+        assert main(["kernels", "--json", *arguments]) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        return *([row["config"] for row in found[of]] for of in ("kernels", "skipped")), err
+
+    return call
 
 
+def test_without_bitcode_nvshmem_is_left_out_and_said_so(chosen):
+    compiled, skipped, said = chosen("--name", "ping 4x256 bf16", bitcode=False)
+    assert compiled == ["4x256 bf16 pointers", "4x256 bf16 pointers tma"]
+    assert skipped == ["4x256 bf16 nvshmem", "4x256 bf16 nvshmem tma"]
+    assert "2 kernels with NVSHMEM were skipped" in said
+
+
+def test_quick_is_the_first_of_each_kernel_and_one_with_nvshmem(chosen):
+    assert chosen("--quick", bitcode=True) == (["4x256 bf16 pointers", "4x256 bf16 nvshmem"], [], "")
+
+
+POINTERS, NVSHMEM, HOPPER = "bf16 pointers", "bf16 nvshmem", "forward gelu bf16 128x256x64 w8 s4"
 PRINT_PTX = """
+import json, sys
 from lancet_kernels.kernels.compile import _compile
-from {module} import {function}
-(specimen,) = [s for s in {function}({arch}) if (s.name, s.config) == ("{name}", "{config}")]
-print(_compile(specimen, {arch})[0].asm["ptx"])
+from lancet_kernels.kernels.specimens import all_specimens
+from tests.lancet_kernels.kernels.protocol.ping import specimens
+chosen = [s for s in (*specimens(90), *all_specimens(90)) if s.config.removeprefix("4x256 ") in sys.argv]
+print(json.dumps({s.config.removeprefix("4x256 "): _compile(s, 90)[0].asm["ptx"] for s in chosen}))
 """
 
 
-def ptx_of(triton, arch, name, config):
-    where = (ping.__name__, "specimens") if name == "ping" else (specimens.__name__, "all_specimens")
-    given = {"module": where[0], "function": where[1], "arch": arch, "name": name, "config": config}
-    return printed_with(triton, "-c", PRINT_PTX.format(**given))
+@pytest.fixture(scope="module", params=TRITONS)
+def ptx(request):
+    """The PTX of pings by pointers and by NVSHMEM, and of the Hopper kernel."""
+    over_nvshmem = [NVSHMEM] if nvshmem.find_bitcode(90) is not None else []
+    return json.loads(printed_with(request.param, "-c", PRINT_PTX, POINTERS, HOPPER, *over_nvshmem))
 
 
 @pytest.mark.long
 @need_bitcode
-@pytest.mark.parametrize("triton", TRITONS)
-def test_puts_over_nvshmem_are_linked(triton):
+def test_puts_over_nvshmem_are_linked(ptx):
     """The bodies are there: calls without effect would go, and ptxas refuses those that it cannot find."""
-    ptx = ptx_of(triton, 90, "ping", "4x256 bf16 nvshmem")
     # NVSHMEM's state of this PE, which nvshmemx_cumodule_init fills in
-    assert re.search(r"\.visible .*nvshmemi_device_state_d", ptx)
-    bodies = " ".join(re.findall(r"Begin function (\w+)", ptx))
+    assert re.search(r"\.visible .*nvshmemi_device_state_d", ptx[NVSHMEM])
+    bodies = " ".join(re.findall(r"Begin function (\w+)", ptx[NVSHMEM]))
     for name in ("nvshmemi_transfer_rma_nbi", "nvshmemi_transfer_amo_nonfetch", "nvshmemi_transfer_fence"):
         assert name in bodies
     # a signal is sent by one thread, a row is put by all
-    assert "%tid.x" in ptx
+    assert "%tid.x" in ptx[NVSHMEM]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("triton", TRITONS)
-def test_puts_through_pointers_need_no_nvshmem(triton):
-    ptx = ptx_of(triton, 90, "ping", "4x256 bf16 pointers")
-    assert "nvshmem" not in ptx
-    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)
+def test_puts_through_pointers_need_no_nvshmem(ptx):
+    assert "nvshmem" not in ptx[POINTERS]
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx[POINTERS])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("triton", TRITONS)
-def test_stores_of_the_hopper_kernel_are_16_bytes_wide(triton):
-    ptx = ptx_of(triton, 90, "gluon_overlap", "forward gelu bf16 128x256x64 w8 s4")
-    assert re.search(r"st\.global\S*\.v4", ptx)
-    assert not re.search(r"st\.global\S*\.b16", ptx)
+def test_stores_of_the_hopper_kernel_are_16_bytes_wide(ptx):
+    assert re.search(r"st\.global\S*\.v4", ptx[HOPPER])
+    assert not re.search(r"st\.global\S*\.b16", ptx[HOPPER])
 
 
 def test_the_hopper_kernel_has_no_specimens_for_other_architectures():

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.overlap import aligned
-from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.kernels.overlap import DenseGemm, aligned
 from lancet_kernels.kernels.protocol.schedule import BASE
 from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case

@@ -26,7 +26,7 @@ TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16)
 
 
 @pytest.mark.parametrize(
-    ("first", "passes", "ranks"), few_of([(12, 6, 2), (0, 40, 2), (40, 40, 2), (80, 40, 2), (80, 40, 4)])
+    ("first", "passes", "ranks"), few_of([(12, 6, 2), (0, 20, 2), (20, 20, 2), (40, 20, 2), (40, 20, 4)])
 )
 def test_fuzzed_routings(pool, first, passes, ranks):
     """One to three passes open at once, which end in any order; `fuzz_routings.py` runs any number."""

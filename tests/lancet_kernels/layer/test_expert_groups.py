@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, moe_losses, set_gradient_group, set_routing_step
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.cli.train import train
 from lancet_kernels.cli.train_options import TrainOptions
 from lancet_kernels.cli.trainer import find_checkpoint, load_checkpoint, training_state
@@ -20,7 +20,6 @@ from lancet_kernels.layer.gradients import clip_gradients, gradient_groups, grou
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.measure.launch import Rank
 from lancet_kernels.ops.comm.groups import group_of
-from lancet_kernels.schedules import STRATEGY_NAMES
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients
 from tests.refusals import refusal
@@ -135,16 +134,14 @@ def train_in_groups(case: Case, size: int) -> dict[str, dict[str, float]]:
 
 
 CASES = {
-    "dropless": Case(strategies=STRATEGY_NAMES),
-    "random": Case(gate="random", strategies=("none", "lancet"), by_mesh=True),
-    "capacity": Case(capacity_factor=0.75, strategies=("none", "lancet", "duplex"), by_mesh=True),
+    "dropless": Case(strategies=("lancet", "lancet+duplex")),
+    "random": Case(gate="random", by_mesh=True),
+    "capacity": Case(capacity_factor=0.75, strategies=("lancet", "duplex"), by_mesh=True),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "size"), [("dropless", 2), ("random", 2), ("capacity", 2), ("random", 1), ("capacity", 4)]
-)
+@pytest.mark.parametrize(("name", "size"), [("dropless", 2), ("capacity", 2), ("random", 1)])
 def test_gradients_of_expert_groups_equal_one_process(pool, name, size):
     case = CASES[name]
     by_rank = pool.run(train_in_groups, case, size, ranks=RANKS, timeout_s=580)

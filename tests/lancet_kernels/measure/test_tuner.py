@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import OverlapConfig, TunedCache
 from lancet_kernels.measure.fused_pass import WORKLOADS, Workload, parse_workload

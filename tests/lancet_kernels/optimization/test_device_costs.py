@@ -20,7 +20,7 @@ from lancet_kernels.graph.costs.part_instruction import (
 )
 from lancet_kernels.graph.costs.profiler import DEVICE_COSTS, Profiler
 from lancet_kernels.graph.ops import facts, rule_for
-from lancet_kernels.graph.program.program import Instruction, Phase, TensorSpec
+from lancet_kernels.graph.program import Instruction, Phase, TensorSpec
 from lancet_kernels.graph.rules.rules import WHOLE, cut_along
 from lancet_kernels.optimization import step as library
 from lancet_kernels.optimization.planning import plans_for

@@ -21,7 +21,6 @@ from tests.grids import few_of
 from tests.lancet_kernels.layer.test_fused_layer import largest_difference
 from tests.planned_steps import StepCase, build_step
 
-GATES = ("switch", "topk", "hash", "random", "sigmoid")  # every partitionable one
 PLANNED = {"cluster": "p3dn", "options": PlanningOptions(PartitionOptions(most_parts=2))}
 """For a cluster, to measure nothing here; more parts take longer to plan."""
 
@@ -85,7 +84,7 @@ def case_of(gate: str, layers: int) -> StepCase:
 
 
 @pytest.mark.parametrize(
-    ("gate", "ranks", "steps", "layers"), few_of([("topk", 1, 1, 2), *((gate, 2, 3, 4) for gate in GATES)])
+    ("gate", "ranks", "steps", "layers"), few_of([("topk", 1, 1, 2), ("topk", 2, 3, 4), ("random", 2, 3, 4)])
 )
 def test_steps(pool, gate, ranks, steps, layers) -> None:
     case = case_of(gate, layers)
@@ -117,11 +116,10 @@ def compare_varying(case: StepCase, steps: int) -> tuple[float, dict[str, int], 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("gate", "steps"), [("topk", 1), ("switch", 3), ("random", 3)])
-def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
+def test_other_numbers_of_tokens_on_every_rank(pool) -> None:
     """Each rank captures what it needs, with the plan of all; the exchanges stay as they are."""
     limits = {"timeout_s": 500, "collective_timeout_s": 200}
-    for worst, fallbacks, made in pool.run(compare_varying, case_of(gate, 2), steps, **limits):
+    for worst, fallbacks, made in pool.run(compare_varying, case_of("random", 2), 3, **limits):
         assert worst < 2e-4
         assert not fallbacks
         assert sum(name.endswith(".rows") for name in made) == 2, made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.graph.capture.capture import CaptureError, capture
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.optimization.optimize import optimize
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (

@@ -23,7 +23,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.clusters import load_cluster
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.optimization.overlap_pass import _placement, milliseconds, overlap_pass, read_graph
 from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.order.ordering import weight_gradients

@@ -13,7 +13,7 @@ from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers, program_from_fx
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program.program import Instruction, TensorSpec
+from lancet_kernels.graph.program import Instruction, TensorSpec
 from lancet_kernels.schedules.order.ordering import sink_statistics
 from lancet_kernels.schedules.rewrite.apply import reorder
 from lancet_kernels.schedules.strategies import DUPLEX, STRATEGY_NAMES
@@ -51,10 +51,10 @@ def planned_steps(case: StepCase, orders: int) -> tuple[list[float], list[int], 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("gate", "ranks"), [("switch", 4), ("random", 2), ("batch-prioritized", 1)])
+@pytest.mark.parametrize(("gate", "ranks"), [("random", 2), ("batch-prioritized", 1)])
 def test_partitioned_models_drop_what_the_module_drops(pool, gate, ranks):
     case = dataclasses.replace(CASE, gate=gate, layers=4, batch=6)
-    for distances, parts, changed in pool.run(planned_steps, case, 5, ranks=ranks, timeout_s=600):
+    for distances, parts, changed in pool.run(planned_steps, case, 3, ranks=ranks, timeout_s=600):
         assert max(distances) < BOUND
         assert all(parts), "every plan has ranges with dropouts in them"
         assert changed > 0.9, "dropout changes the logits"

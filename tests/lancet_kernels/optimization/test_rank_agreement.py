@@ -20,7 +20,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization import optimized_module, trial
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.report import PLAIN
+from lancet_kernels.schedules.plan import PLAIN
 from tests.lancet_kernels.optimization.test_sharded import (
     Case,
     Step,

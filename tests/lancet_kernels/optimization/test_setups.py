@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.report import PLAIN
+from lancet_kernels.schedules.plan import PLAIN
 from tests.generated_setups.modules import LowRank
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized

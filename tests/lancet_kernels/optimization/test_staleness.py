@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
-from lancet_kernels.optimization.staleness import Staleness, faster
+from lancet_kernels.optimization.planning import Staleness, faster
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from tests.optimized import optimized

@@ -14,7 +14,7 @@ from lancet_kernels.graph.costs.clusters import CommunicationModel
 from lancet_kernels.graph.costs.costs import MeasuredCosts
 from lancet_kernels.graph.costs.part_instruction import DeviceCosts
 from lancet_kernels.graph.costs.profiler import differ
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.optimization.step import capture_step, slowdown
 from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED

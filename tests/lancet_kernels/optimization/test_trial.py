@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import lancet_kernels.optimization.trial as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.report import IN_PAIRS, ONE_BY_ONE, PLAIN
+from lancet_kernels.schedules.plan import IN_PAIRS, ONE_BY_ONE, PLAIN, Plan
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.refusals import refusal
 from tests.setups import Model, Plain, batch

@@ -4,7 +4,7 @@ import pytest
 
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import LAUNCHES, SORTS
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.predict.kernels import Kernels
 from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import Question

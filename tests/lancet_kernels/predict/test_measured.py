@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.predict.measured import kernel_term, trace_terms
 from tests.lancet_kernels.predict.small_models import QWEN3, written

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.predict.answer import STRATEGIES, answer
 from lancet_kernels.predict.question import Question, gib

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lancet_kernels import optimize
-from lancet_kernels.cli.main import main
+from lancet_kernels.__main__ import main
 from lancet_kernels.predict.own_step import OwnStep
 from lancet_kernels.predict.simulate import simulate_setting
 from lancet_kernels.schedules.plan import Plan

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec, original_name
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec, original_name
 from lancet_kernels.predict.answer import host_of
 from lancet_kernels.predict.kernels import Kernels
 from lancet_kernels.predict.microbatch import Microbatch

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.layer.gpt2_moe import ModelConfig
 from lancet_kernels.predict.own_step import fake_ranks, without_contents
 from lancet_kernels.predict.simulate import Setting, captured_program

@@ -9,7 +9,7 @@ import pytest
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.predict.answer import microbatches
 from lancet_kernels.predict.attention import share_contexts
 from lancet_kernels.predict.question import Question

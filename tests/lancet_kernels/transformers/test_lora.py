@@ -183,8 +183,7 @@ def under_expert_parallelism(folder: str, checkpointing: str, is_planned: bool) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize(("checkpointing", "is_planned"), [("reentrant", True), ("not reentrant", False)])
 def test_attention_under_expert_parallelism(pool, tmp_path, checkpointing: str, is_planned: bool) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
     tiny_model("Qwen3-MoE").save_pretrained(tmp_path)
@@ -219,7 +218,7 @@ CASES = [
     for i, targets in enumerate(LORA)
     for j, checkpointing in enumerate(CHECKPOINTING)
 ]
-CASES += [(family, "both", "not reentrant", "optimize") for family in ("Mixtral", "GPT-OSS", "OLMoE")]
+CASES += [("GPT-OSS", "both", "not reentrant", "optimize")]
 
 
 @pytest.mark.parametrize(("family", "targets", "checkpointing", "way"), few_of(CASES, 6))
@@ -230,29 +229,6 @@ def test_gradients_of_one_process(pool, family: str, targets: str, checkpointing
         assert number >= {"attention": 8, "experts": 4, "both": 12}[targets]
         assert difference < BOUND
         assert smallest > 1e-8, "a gradient that is 0 proves nothing"
-
-
-def merged_and_saved(folder: str) -> float:
-    """Adapters merged into converted experts, exported, loaded by transformers. -> how far its logits are."""
-    from transformers import AutoModelForCausalLM
-
-    model = adapted("Qwen3-MoE", "both", "", None).eval()
-    batch = tiny_batch()["input_ids"]
-    with torch.no_grad():
-        expected = model(input_ids=batch).logits
-    merged = model.merge_and_unload()
-    state = export_state_dict(merged)
-    if dist.get_rank() == 0:
-        merged.save_pretrained(folder, state_dict=state)
-    dist.barrier()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    with torch.no_grad():
-        return float((loaded.eval()(input_ids=batch).logits - expected).abs().max())
-
-
-@pytest.mark.long
-def test_merged_adapters_are_saved(pool, tmp_path) -> None:
-    assert max(pool.run(merged_and_saved, str(tmp_path), ranks=2)) < BOUND
 
 
 def trained_and_saved(folder: str) -> float:
@@ -310,8 +286,10 @@ def test_trained_adapters_are_loaded_by_transformers_and_peft(pool, tmp_path) ->
 
 
 def refused_and_saved(folder: str) -> list[str]:
-    """What saving on one rank says. Then all adapters are saved, and loaded on experts of this rank."""
+    """What saving on one rank says. Then all adapters are saved, and loaded on experts of this rank; and
+    merged, saved and exported."""
     from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     model, rank = copy.deepcopy(adapted("Qwen3-MoE", "both", "", None)), dist.get_rank()
     own = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
@@ -336,11 +314,16 @@ def refused_and_saved(folder: str) -> list[str]:
     of_attention.save_pretrained(f"{folder}/attention{rank}")
     merged = model.merge_and_unload()
     save_safetensors(merged, f"{folder}/merged")
+    exported = export_state_dict(merged)
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=torch.float64).state_dict()
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], value) for name, value in exported.items())
     return told
 
 
 def test_adapters_of_all_experts_are_saved_or_none(pool, tmp_path) -> None:
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     for message, *others in pool.run(refused_and_saved, str(tmp_path)):
         assert message == (
@@ -360,6 +343,13 @@ def test_adapters_of_all_experts_are_saved_or_none(pool, tmp_path) -> None:
         found = load_file(tmp_path / name / "adapter_model.safetensors")
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float64, experts_implementation="eager"
+    )
+    ids = tiny_batch()["input_ids"]
+    with torch.no_grad():
+        off = loaded(input_ids=ids).logits - model.eval()(input_ids=ids).logits
+    assert off.abs().max() < BOUND
 
 
 # ---- torch.distributed.checkpoint
@@ -433,8 +423,8 @@ def whole_adapters(by_rank: list[dict[str, Tensor]], sharing: int) -> dict[str, 
 
 PLACES = (
     ((2, 2, False), ((2, 2, False), (4, 4, False))),
-    ((4, 2, True), ((4, 4, False), (4, 2, False), (4, 2, True))),
-    ((2, 2, False), ((4, 2, True), (2, 2, True))),
+    ((4, 2, True), ((4, 4, False), (4, 2, True))),
+    ((2, 2, False), ((4, 2, True),)),
 )
 """Ranks, how many share experts, and whether FSDP shards the model: where it is saved, and where loaded."""
 

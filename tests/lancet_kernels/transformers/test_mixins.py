@@ -25,17 +25,14 @@ if not (Path(mixins.FOLDER) / "test_expert_parallel_mixin.py").exists():
 
 SLOW = {"inkling2", "nemotron_h"}
 """A minute or more for one of the tests."""
-ALIKE = {"olmoe", "qwen2_moe"}
-"""What they have, qwen3_moe and qwen3_next have, too."""
+BACKWARD = "test_ep_backward_1_grouped_mm"
+"""Loss and all gradients, of each kind of experts."""
 FINE = ("2d_vs_ddp", "bf16_grads", "grad_accumulation")
-"""20 steps of Adam, or bfloat16: another CPU, whose sums are in another order, may cross their bounds. Of one
-family here."""
-CASES = [
-    (family, name)
-    for family in sorted({*mixins.tested_families()} & FEW - SLOW - ALIKE)
-    for name in mixins.test_names()
-    if family == "mixtral" or not any(part in name for part in FINE)
-]
+"""20 steps of Adam, or bfloat16: another CPU, whose sums are in another order, may cross their bounds."""
+OTHERS = ("test_ep_backward_0_eager", "test_ep_forward_4", *FINE)
+"""What no kind of experts changes, of one family: forwards eager and not, tied embeddings, FSDP."""
+CASES = [(family, BACKWARD) for family in sorted({*mixins.tested_families()} & FEW - SLOW)]
+CASES += [("mixtral", name) for name in mixins.test_names() if any(part in name for part in OTHERS)]
 SAVED = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 

@@ -3,6 +3,7 @@
 W ranks      L experts on each      D width
 """
 
+import itertools
 import re
 import time
 
@@ -20,7 +21,7 @@ from tests.grids import few_of
 from tests.ops.comm.test_link_group import OPS, functional, started
 
 MOST, D = 5, 8
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 COUNTS = ["mixed", "none", "full", "to rank 0", "empty experts", "only own"]
 
 
@@ -104,10 +105,18 @@ def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
     }
 
 
-@pytest.mark.parametrize("ranks", few_of([2, 4]))
-@pytest.mark.parametrize("kind", COUNTS)
-@pytest.mark.parametrize("dtype", few_of(DTYPES), ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, dtype, kind, ranks):
+@pytest.mark.parametrize(
+    ("kind", "ranks", "dtype"),
+    [
+        *((kind, 2, torch.float32) for kind in COUNTS),
+        # Rows are copied as they are: each dtype with half of the counts.
+        *(
+            pytest.param(kind, 4, dtype, marks=pytest.mark.long)
+            for kind, dtype in zip(COUNTS, itertools.cycle(DTYPES))
+        ),
+    ],
+)
+def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, kind, ranks, dtype):
     for local_experts in (1, 3):
         results = pool.run(exchange_on_rank, kind, local_experts, dtype, ranks=ranks)
         counts = all_counts(kind, ranks, local_experts)

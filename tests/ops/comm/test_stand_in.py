@@ -14,7 +14,7 @@ from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.ops.comm.groups import Groups, group_of, group_size
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.stand_in import standing_for
-from lancet_kernels.schedules.strategies import STRATEGY_NAMES
+from tests.grids import few_of
 
 RANKS, WIDTH, EXPERTS = 4, 16, 8
 
@@ -153,13 +153,7 @@ def test_a_layer_computes_what_it_does_on_one_rank(gate: str, capacity_factor: f
     case.check(case.step, summed_over=1)
 
 
-QUICK = ("lancet",)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in STRATEGY_NAMES],
-)
+@pytest.mark.parametrize("strategy", few_of(["lancet", "none", "duplex"]))
 def test_a_plan_computes_what_the_model_does_on_one_rank(strategy: str, tmp_path) -> None:
     case = Case()
     planned = optimize(case.step, case.inputs, strategy=strategy, times=tmp_path / "times.json", trials=0)

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.config import ALL_ACTIVATIONS, GATED, check_activation
-from lancet_kernels.ops.moe.expert_activation import EXPRESSIONS, activate, input_width
+from lancet_kernels.ops.moe.expert_ops import EXPRESSIONS, activate, input_width
 from tests.grids import few_of
 from tests.ops.op_cases import (
     QUICK,

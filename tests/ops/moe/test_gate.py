@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.library import opcheck
 
 from lancet_kernels import ops
 from lancet_kernels.ops.moe.gates import GATES
 from tests.grids import few_of
-from tests.ops.op_cases import DTYPES, QUICK, SEEDS, no_use, skewed_logits, transposed_in_memory, with_gaps
+from tests.ops.op_cases import no_use, skewed_logits, transposed_in_memory, with_gaps
 
 SPECS = [
     "switch",
@@ -24,6 +22,15 @@ SPECS = [
     "sigmoid(groups=2,renormalize=False,scale=2.5)",
     "sigmoid(groups=3,top_groups=2)",
 ]
+ONE_OF_EACH = [
+    "topk",
+    "expert-choice",
+    "switch",
+    "gshard",
+    "batch-prioritized",
+    "sigmoid(groups=3,top_groups=2)",
+]
+"""What torch is told of the op depends on the gate, not on its options."""
 KEYED = ["hash", "random"]
 
 
@@ -71,18 +78,6 @@ def test_memory_layout_does_not_matter(spec: str, relayout) -> None:
     assert all(t.is_contiguous() for t in actual)
 
 
-@QUICK
-@given(spec=st.sampled_from(SPECS + KEYED), tokens=st.integers(0, 30), dtype=DTYPES, seed=SEEDS)
-def test_no_two_choices_share_a_slot(spec: str, tokens: int, dtype: torch.dtype, seed: int) -> None:
-    """What dispatch relies on; and the slots of an expert that are taken are the first ones."""
-    expert_TK, slot_TK, _, used_E = ops.gate(*gate_args(spec, tokens, dtype, seed))
-    kept_TK = slot_TK < 2
-    for e in range(6):
-        slots = slot_TK[kept_TK & (expert_TK == e)].tolist()
-        assert sorted(slots) == list(range(min(2, int(used_E[e]))))
-    assert all(len(set(row)) == len(row) for row in expert_TK.tolist())
-
-
 @pytest.mark.parametrize("spec", few_of(SPECS, 0, 1, 4, 5, 7, 8))
 def test_gradcheck(spec: str) -> None:
     args = gate_args(spec)
@@ -97,7 +92,7 @@ def test_integers_carry_no_gradient() -> None:
     assert not any(t.requires_grad for t in ops.gate(*gate_args("hash")))
 
 
-@pytest.mark.parametrize("spec", few_of(SPECS + KEYED, 0, 1, 3))
+@pytest.mark.parametrize("spec", few_of(ONE_OF_EACH + KEYED, 0, 2))
 def test_opcheck(spec: str) -> None:
     opcheck(torch.ops.lancet.gate.default, gate_args(spec))
     if spec in SPECS:
@@ -108,7 +103,7 @@ def test_opcheck(spec: str) -> None:
 STATIC_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@pytest.mark.parametrize("spec", few_of(SPECS, 1, 7))
+@pytest.mark.parametrize("spec", few_of(ONE_OF_EACH, 0, 1))
 def test_opcheck_with_gradient(spec: str) -> None:
     """opcheck's AOT test adds outputs up in place, which fails for any op whose first output is an integer:
     that part is done here by compiling, forward and backward, with sizes dynamic.
@@ -129,13 +124,13 @@ def test_opcheck_with_gradient(spec: str) -> None:
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("spec", few_of(SPECS, 1, 7))
-@pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
-def test_opcheck_backward(spec: str, relayout) -> None:
+@pytest.mark.parametrize("spec", few_of(ONE_OF_EACH, 0, 1))
+def test_opcheck_backward(spec: str) -> None:
     args = gate_args(spec)
     expert_TK, _, weight_TK, _ = ops.gate(*args)
-    backward_args = (torch.ones_like(weight_TK), relayout(args[0]), relayout(expert_TK), spec)
-    opcheck(torch.ops.lancet.gate_backward.default, backward_args)
+    for relayout in (torch.clone, transposed_in_memory):
+        backward_args = (torch.ones_like(weight_TK), relayout(args[0]), relayout(expert_TK), spec)
+        opcheck(torch.ops.lancet.gate_backward.default, backward_args)
 
 
 def test_slots_of_choices_from_outside() -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
+from lancet_kernels.ops.moe.gate import Gate, sigmoid
 from lancet_kernels.ops.moe.gates import BatchPrioritized, GShard, Sigmoid, Switch, TopK
-from lancet_kernels.ops.moe.gates.base import Gate, sigmoid
 from tests.ops.op_cases import (
     QUICK,
     SEEDS,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.gates.base import (
+from lancet_kernels.ops.moe.gate import (
     slots_in_order,
     top_k_stable,
 )

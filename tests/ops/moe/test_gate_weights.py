@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lancet_kernels.ops.moe.gate import normalized_scores, scores, sigmoid
 from lancet_kernels.ops.moe.gates import Gate
-from lancet_kernels.ops.moe.gates.base import normalized_scores, scores, sigmoid
 from tests.ops.op_cases import QUICK, SEEDS, generator
 
 

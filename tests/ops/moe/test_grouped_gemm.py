@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.grouped_gemm import _for_fast_path
+from lancet_kernels.ops.moe.expert_ops import _for_fast_path
 from tests.grids import few_of
 from tests.ops.op_cases import (
     QUICK,
@@ -191,8 +191,9 @@ def test_gradcheck(count: Tensor, biased: bool) -> None:
     torch.autograd.gradcheck(lambda x, weight, bias=None: ops.grouped_gemm(x, count, weight, bias), leaves)
 
 
-@pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
-@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("relayout", "dtype"), few_of([(torch.clone, torch.float64), (transposed_in_memory, torch.bfloat16)])
+)
 def test_opcheck(relayout, dtype: torch.dtype) -> None:
     x, weight, bias, dy = (relayout(t.to(dtype)) for t in operands(COUNTS, 8, 8))
     count = relayout(COUNTS)

@@ -14,7 +14,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Kind, Program
+from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules.rules import CARRIED, PARTIAL
 from lancet_kernels.schedules.cut.duplex import duplex
 from lancet_kernels.schedules.rewrite import walk
@@ -64,7 +64,7 @@ def test_copies_give_the_loss_the_gradients_and_the_very_routing_of_the_whole_ba
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("copies", few_of([3, 4, 5], 1))
+@pytest.mark.parametrize("copies", [3, 5])
 def test_more_than_two_copies(copies):
     step = read_only_step("gpt2", size("topk", batch=5))
     assert_same(outcome(copies_of(step, copies), step), outcome(step.joint, step))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import CostModel, durations
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut_along
 from lancet_kernels.schedules.cut.partition_range import (
     IMPOSSIBLE,

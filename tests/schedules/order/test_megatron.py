@@ -1,6 +1,6 @@
 """Megatron's order on two microbatches that a hand can check, and its delayed weight gradients."""
 
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
 from lancet_kernels.schedules.time.simulate import run
 

@@ -12,7 +12,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.order.ordering import (
     assign,
     ordered,

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture, split_joint
 from lancet_kernels.graph.from_fx import op_name, program_from_fx
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.rules.rules import cut_along
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all, start_exchange_counts
 from lancet_kernels.schedules.rewrite.apply import (

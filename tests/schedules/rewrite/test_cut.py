@@ -9,7 +9,7 @@ from test_cut_torch import forward_ranges
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.part_instruction import can_be_cut, is_cut
 from lancet_kernels.graph.from_fx import tensor_names
-from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.rules.rules import WHOLE, Forms, cut_along
 from lancet_kernels.schedules.cut.ranges import AxisInference
 from lancet_kernels.schedules.rewrite.apply import instruction_order
@@ -98,15 +98,15 @@ def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("parts", "stride"), few_of([(2, 25), *((parts, 5) for parts in range(2, 7))]))
-def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
+@pytest.mark.parametrize("parts", [2, 3, 4, 5])
+def test_what_the_planner_takes_for_possible_is_possible(step, parts):
     """can_be_cut says yes only where cut_range does not refuse: ranges from everywhere to everywhere."""
     inference = AxisInference(step.program)
     gates = [i for i, x in enumerate(step.program.instructions) if x.op == "lancet.gate"]
     forward = sum(i.phase is Phase.FORWARD for i in step.program.instructions)
     checked = 0
     for first in (gates[0] - 5, gates[0], gates[0] + 1):
-        for last in range(gates[0] + 3, min(forward, gates[1] + 12), stride):
+        for last in range(gates[0] + 3, min(forward, gates[1] + 12), 5):
             forms = inference.forms(first, last)
             if not forms or not can_be_cut(step.program.tensors, forms, parts):
                 continue
@@ -117,7 +117,7 @@ def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
                 assert "exchange of counts" in str(error)  # noqa: PT017
                 continue
             checked += 1
-    assert checked >= (40 // stride if 4 % parts == 0 else 0)
+    assert checked >= (8 if 4 % parts == 0 else 0)
 
 
 @pytest.mark.parametrize("gate", few_of(["topk", "random"]))

@@ -10,8 +10,7 @@ from torch import nn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program.program import Kind
-from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.program import Kind, fingerprint
 from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.order.ordering import sink_statistics
 from lancet_kernels.schedules.plan import Plan

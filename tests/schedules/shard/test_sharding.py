@@ -12,7 +12,7 @@ from hypothesis import example
 from hypothesis import given as drawn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program.program import Instruction, Kind, Program, TensorSpec
+from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec
 from lancet_kernels.graph.rules.rules import PARTIAL, WHOLE
 from lancet_kernels.schedules.shard.blocks import signatures
 from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, baseline

@@ -8,7 +8,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages, alive_bytes, peak_memory
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, simulate

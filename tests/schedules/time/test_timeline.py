@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, simulate
 from lancet_kernels.schedules.time.timeline import label, save_picture, save_trace
 from tests.schedules.small_programs import given, program

@@ -16,8 +16,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lancet_kernels.kernels.protocol import schedule, steps, tasks
-from lancet_kernels.kernels.protocol.arguments import Constants, PassState, Pointers, Sizes
+from lancet_kernels.kernels.protocol import Constants, PassState, Pointers, Sizes, schedule, steps, tasks
 from lancet_kernels.kernels.protocol.device import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
 from lancet_kernels.kernels.protocol.steps import num_put_tasks, put_task

@@ -1,11 +1,19 @@
-"""The MoE layer, forward and backward, beside what a user would have instead, in turns: one round each.
+"""An MoE layer beside its peers, rows on their way, and how long plans take.
+
+The layer, forward and backward, beside what a user would have instead, in turns: one round each.
 
     ours, dropless; ours, capacity 1.25     `MoELayer`
     transformers grouped_mm, eager          its Mixtral block, with the same weights; checked equal first
     dense                                   a SwiGLU layer of the same FLOPs: what no MoE layer gets below
 
 `extra_info` has the medians of all, and ours over each of them.
+
+Rows to where those of their experts lie (permute) and back with weights (combine); peers: the torch ops.
+
+Plans of models on a cluster file; on the CPU, real sizes everywhere.
 """
+
+from __future__ import annotations
 
 import statistics
 import time
@@ -15,7 +23,12 @@ import pytest
 import torch
 
 from bench.peers import same_weights
+from lancet_kernels import ops
+from lancet_kernels.kernels.rows import combine, permute
 from lancet_kernels.measure.fused_pass import Workload
+from lancet_kernels.predict.simulate import Setting
+from lancet_kernels.schedules.cut.partition_range import PartitionOptions
+from lancet_kernels.schedules.strategies import PlanningOptions
 
 WORKLOADS = {
     w.name: w
@@ -72,3 +85,40 @@ def bench_moe_peers(benchmark, device, dtype, name: str) -> None:
         "ours_over": {peer: median[ours] / ms for peer, ms in median.items() if peer != ours},
     }
     benchmark.extra_info.update(info)
+
+
+@pytest.mark.parametrize("contender", ["ours", "torch ops"])
+@pytest.mark.parametrize("kernel", ["permute", "combine"])
+def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
+    w = workload
+    score = torch.randn(w.tokens, w.experts, device=device)
+    used = torch.zeros(w.experts, dtype=torch.int64, device=device)
+    expert, slot, weight, used = ops.gate(score, used, None, None, "topk", w.choices, w.capacity)
+    counts = ops.kept_counts(used, w.capacity, 1)
+    row, kept = ops.send_rows(expert, slot, counts), int(counts.sum())
+    x = torch.randn(w.tokens, w.width, dtype=dtype, device=device)
+    rows = torch.randn(kept, w.width, dtype=dtype, device=device)
+    runs = {
+        ("permute", "ours"): lambda: permute(x, row, None, kept),
+        ("permute", "torch ops"): lambda: ops.dispatch(x, row, None, kept),
+        ("combine", "ours"): lambda: combine(rows, row, weight),
+        ("combine", "torch ops"): lambda: ops.combine(rows, row, weight),
+    }
+    measure(runs[kernel, contender], group=kernel, name=contender, ours=contender == "ours", workload=w)
+
+
+@pytest.mark.parametrize("strategy", ["tutel", "lancet-dw", "lancet"])
+@pytest.mark.parametrize("model", ["gpt2-s-moe", "gpt2-l-moe"])
+def bench_planning(benchmark, measure, model, strategy) -> None:
+    setting = Setting(model, "p4de", 16, layers=None if benchmark.enabled else 2)
+    step = setting.priced
+    options = PlanningOptions(PartitionOptions.from_environment(), setting.hardware.memory_gb)
+    measure(
+        # A planner anew each time: it remembers what it planned.
+        lambda: step.planner(options).plan(strategy),
+        group=f"planning {model}",
+        name=strategy,
+        ours=False,
+        rounds=1,
+        warmup=0,
+    )
