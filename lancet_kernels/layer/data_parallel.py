@@ -32,10 +32,9 @@ from lancet_kernels.layer.expert_states import adapter_tensors
 from lancet_kernels.layer.gradients import (
     broadcast_replicated,
     gradient_groups,
-    groups_of,
     ranks_that_hold,
 )
-from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters
+from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters, groups_of
 from lancet_kernels.ops.comm.collectives import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_ranks, group_size
 

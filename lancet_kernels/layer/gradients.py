@@ -22,9 +22,8 @@ from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard, group_
 from lancet_kernels.layer.model_layers import (
     check_placement,
     expert_buffers,
-    expert_groups,
     expert_parameters,
-    moe_layers,
+    groups_of,
 )
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
@@ -61,30 +60,6 @@ def set_gradient_group(
     marks = dict(getattr(module, _MARK, {}))
     name = "" if groups is None else data_group_name(groups)
     setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, name))
-
-
-def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
-    """The groups of a model: those given; else those its layers were given; else around its expert groups.
-
-    Collective over all ranks of the job, unless they are given.
-    Raises: UserError for layers of different expert groups.
-    """
-    wanted = None if groups is None else Groups.of(groups)
-    layers = moe_layers(model)
-    ranks = sorted({str(layer.ranks) for layer in layers})
-    present = expert_groups(model)
-    if len(present) > 1 or (wanted is not None and present - {wanted.expert}):
-        raise UserError(
-            "expert groups of the model's MoE layers",
-            got=f"different ones, of {' and '.join(ranks)} ranks",
-            expected="one for all layers, that of `groups` if it is given",
-            do="give all layers the same group",
-        )
-    given = [layer.groups for layer in layers if layer.groups is not None]
-    if wanted is not None or given:
-        return wanted or given[0]
-    # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
-    return Groups.around(next(iter(present), None))
 
 
 def ranks_that_hold(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:

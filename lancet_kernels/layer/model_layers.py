@@ -1,17 +1,23 @@
-"""The MoE layers of a model: their parameters, training step and losses; and dropout of the same step, whose
-mask does not depend on how a batch is cut or over how many ranks it is distributed.
+"""The MoE layers of a model: their parameters, groups, training step, losses and counts of routing; and
+dropout of the same step, whose mask does not depend on how a batch is cut or on how many ranks it lies.
 
 T  tokens on this rank      D  features
 
 torch's dropout takes numbers from a sequence, so they depend on what was drawn before: a plan may neither
 cut it into parts nor move it past another random op. Here a number depends only on seed, call site,
 training step, token of the global batch, and feature (`ops.random`).
+
+Counts of routing say how many tokens a run's routers send to each expert: the file for predictions with that
+routing (`lancet plan --hf ... --routing counts.json`), and how much more than the mean the busiest rank gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from numbers import Integral
+from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +25,19 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
+from lancet_kernels.files import file_errors, json_text
 from lancet_kernels.layer.expert_layer import ExpertLayer, is_number
 from lancet_kernels.layer.expert_states import layer_below, tensors_around
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
+from lancet_kernels.ops.base import during
+from lancet_kernels.ops.comm.groups import (
+    EXPERT_GROUP,
+    AnyGroups,
+    Groups,
+    data_group_name,
+    group_rank,
+    values_of_ranks,
+)
 from lancet_kernels.ops.moe.router import RoutingSums
 
 
@@ -197,6 +212,30 @@ def expert_groups(model: nn.Module) -> set[str]:
     return {layer.expert_group for layer in moe_layers(model)} | set(others)
 
 
+def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
+    """The groups of a model: those given; else those its layers were given; else around its expert groups.
+
+    Collective over all ranks of the job, unless they are given.
+    Raises: UserError for layers of different expert groups.
+    """
+    wanted = None if groups is None else Groups.of(groups)
+    layers = moe_layers(model)
+    ranks = sorted({str(layer.ranks) for layer in layers})
+    present = expert_groups(model)
+    if len(present) > 1 or (wanted is not None and present - {wanted.expert}):
+        raise UserError(
+            "expert groups of the model's MoE layers",
+            got=f"different ones, of {' and '.join(ranks)} ranks",
+            expected="one for all layers, that of `groups` if it is given",
+            do="give all layers the same group",
+        )
+    given = [layer.groups for layer in layers if layer.groups is not None]
+    if wanted is not None or given:
+        return wanted or given[0]
+    # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
+    return Groups.around(next(iter(present), None))
+
+
 def set_routing_step(model: nn.Module, step: int) -> None:
     """Set the training step of everything in a model that draws random numbers: random gates and `Dropout`s.
 
@@ -235,3 +274,75 @@ def moe_losses(sums: list[RoutingSums], groups: AnyGroups | None = None) -> ops.
             do="call forward with return_sums=True, and give a list of what comes second",
         )
     return ops.moe_losses(sums, data_group_name(groups))
+
+
+class RoutingCounts:
+    """Counts the choices of a run, in one of two ways.
+
+    Example: `counts = RoutingCounts(model)`, then `with counts.counting():` around some steps, on all ranks;
+    or `counts = RoutingCounts()`, `counts.add(losses.assigned)` with the statistics of `MoELayer`s, on one
+    rank. Then `counts.save("counts.json")`.
+
+    Args: model: whose layers are counted. groups: as for `optimize`.
+    """
+
+    def __init__(self, model: nn.Module | None = None, groups: AnyGroups | None = None) -> None:
+        self._groups = Groups() if model is None else groups_of(model, groups)
+        if model is not None:
+            name_layers(model)
+        self._assigned: Tensor | None = None
+        self._rows: dict[str, Tensor] = {}
+        """By layer, rows of each of this rank's experts."""
+
+    def add(self, assigned: Tensor) -> None:
+        """Add a step's counts. Args: assigned: [layers, E], as `MoELosses.assigned`, of all ranks."""
+        counts = assigned.detach().cpu()
+        self._assigned = counts if self._assigned is None else self._assigned + counts
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """A context in which the rows that experts of this rank get are counted: one small sum a layer.
+        Those of layers with backend="fused" are not."""
+        with during(routed=self._rows):
+            yield
+
+    def by_layer(self) -> list[list[int]]:
+        """[layers][E] of all ranks. Collective where a model is counted."""
+        if self._assigned is not None:
+            return self._assigned.tolist()
+        rows = {layer: counts.tolist() for layer, counts in self._rows.items()}
+        own = group_rank(self._groups.expert), rows
+        of_ranks = values_of_ranks(own, self._groups.world, "counts of routing")
+        ranks = 1 + max(rank for rank, _ in of_ranks)
+        total: dict[str, list[int]] = {}
+        for rank, counts_of in of_ranks:
+            for layer, counts in counts_of.items():
+                of_layer = total.setdefault(layer, [0] * len(counts) * ranks)
+                for expert, count in enumerate(counts, rank * len(counts)):
+                    of_layer[expert] += count
+        return list(total.values())
+
+    def save(self, path: str | Path) -> None:
+        """Write the file on the first rank. Collective where a model is counted.
+
+        Raises: UserError before anything was counted, and where it cannot be written.
+        """
+        by_layer = self.by_layer()
+        if not by_layer:
+            raise UserError(
+                "counts", got="none", expected="those of a step", do="call add(), or run a step in counting()"
+            )
+        if group_rank(self._groups.world) == 0:
+            with file_errors(str(path)):
+                Path(path).write_text(json_text({"assigned": by_layer}) + "\n", encoding="utf-8")
+
+
+def busiest(counts: Sequence[Sequence[float]], ranks: int) -> float:
+    """Rows of the rank that gets most in a layer, relative to the mean of all ranks; the mean over layers.
+
+    Args: counts: [layers][E], of experts that `ranks` ranks have in turn.
+    Example: two ranks, layers with 3 1 2 2 and 1 1 3 3 rows: 4 of 4 and 6 of 4, so 1.25.
+    """
+    by_layer = (torch.tensor(layer, dtype=torch.float64) for layer in counts if any(layer))
+    by_rank = [layer.unflatten(0, (ranks, -1)).sum(1) for layer in by_layer]
+    return fmean(float(rows.max() / rows.mean()) for rows in by_rank) if by_rank else 1.0

@@ -25,7 +25,7 @@ from torch import nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.data_parallel import ddp
-from lancet_kernels.layer.gradients import groups_of
+from lancet_kernels.layer.model_layers import groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.ops.comm.groups import group_name, group_size, over_ranks, values_of_ranks
 from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_core

@@ -31,8 +31,8 @@ from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.kernels.config import check_activation
 from lancet_kernels.layer.data_parallel import fsdp
 from lancet_kernels.layer.expert_layer import BACKENDS
-from lancet_kernels.layer.gradients import broadcast_replicated, groups_of
-from lancet_kernels.layer.model_layers import moe_layers, name_layers
+from lancet_kernels.layer.gradients import broadcast_replicated
+from lancet_kernels.layer.model_layers import groups_of, moe_layers, name_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_rank, group_size
 from lancet_kernels.optimization.guards import Arguments, check_model, example_arguments
 from lancet_kernels.optimization.optimized_module import OptimizedModule

@@ -28,7 +28,7 @@ from lancet_kernels.graph.capture.captured_graph import without_garbage_collecti
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of, works_on_received_rows
 from lancet_kernels.graph.program import Kind, Program, fingerprint
-from lancet_kernels.layer.routing_counts import RoutingCounts, busiest
+from lancet_kernels.layer.model_layers import RoutingCounts, busiest
 from lancet_kernels.ops.comm.groups import group_of, group_size, is_of_processes
 from lancet_kernels.optimization.paired import with_pair
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank

@@ -35,8 +35,8 @@ from lancet_kernels.graph.costs.profiler import Profiler, differ
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.ops import argument, argument_names
 from lancet_kernels.graph.program import Kind, Program, fingerprint
-from lancet_kernels.layer.gradients import gradient_groups, groups_of
-from lancet_kernels.layer.model_layers import moe_layers
+from lancet_kernels.layer.gradients import gradient_groups
+from lancet_kernels.layer.model_layers import groups_of, moe_layers
 from lancet_kernels.ops.base import Context
 from lancet_kernels.ops.comm.collectives import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size

@@ -55,7 +55,7 @@ class Routing:
     @classmethod
     def of(cls, spec: str, experts: int, layers: int) -> Routing:
         """From `balanced`, `zipf:S` (expert r of a random order gets 1 / r**S, in each layer another one) or
-        the path of a file of `layer.routing_counts`.
+        the path of a file of `layer.model_layers`.
 
         Raises: UserError for another text, and for counts of another number of experts.
         """

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer.routing_counts import RoutingCounts
+from lancet_kernels.layer.model_layers import RoutingCounts
 from lancet_kernels.ops.comm.groups import AnyGroups
 
 

@@ -16,7 +16,8 @@ from lancet_kernels.cli.train import train
 from lancet_kernels.cli.train_options import TrainOptions
 from lancet_kernels.cli.trainer import find_checkpoint, load_checkpoint, training_state
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, model_config
-from lancet_kernels.layer.gradients import clip_gradients, gradient_groups, groups_of
+from lancet_kernels.layer.gradients import clip_gradients, gradient_groups
+from lancet_kernels.layer.model_layers import groups_of
 from lancet_kernels.layer.summed_gradients import SummedModule
 from lancet_kernels.measure.launch import Rank
 from lancet_kernels.ops.comm.groups import group_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, RoutingSums, moe_losses
-from lancet_kernels.layer.routing_counts import RoutingCounts, busiest
+from lancet_kernels.layer.model_layers import RoutingCounts, busiest
 from lancet_kernels.predict.question import Routing
 from tests.ranks import RankPool
 

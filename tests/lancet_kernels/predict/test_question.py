@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.layer.routing_counts import RoutingCounts
+from lancet_kernels.layer.model_layers import RoutingCounts
 from lancet_kernels.predict.answer import microbatches
 from lancet_kernels.predict.question import Load, Question, Routing
 from lancet_kernels.predict.recomputation import layer_of
