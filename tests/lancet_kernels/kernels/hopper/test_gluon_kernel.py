@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 
 from lancet_kernels.kernels.runtime import INTERPRETED
 
@@ -30,6 +31,7 @@ from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.protocol import device, steps, tasks
 from lancet_kernels.kernels.symmetric import virtual_memories
 from tests.grids import few_of
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.async_copies import product
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.emulator import Emulator
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Deadlock, EmulationError
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
@@ -51,7 +53,8 @@ SIZES = ((24, 40, 56), (8, 72, 16), (40, 32, 8))  # M, N, K
 
 @contextmanager
 def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
-    """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths.
+    """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths. Products of
+    both kernels have the same bits.
 
     PE `absent` launches nothing.
     """
@@ -69,7 +72,14 @@ def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_kernel, "gluon_overlap_kernel", OnSomePes())
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield
+
+
+def _dot(builder: Any, a: Any, b: Any, accumulator: Any, *precision: Any) -> Any:
+    """tl.dot of the portable kernel, as the emulator multiplies."""
+    result = product(a.data, b.data) + accumulator.data
+    return interpreter.TensorHandle(result, accumulator.dtype.scalar)
 
 
 def make_layers(case: Case, timeout_s: float = 600.0, **changes: Any) -> list[Layer]:

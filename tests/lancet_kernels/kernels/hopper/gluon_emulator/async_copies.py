@@ -186,6 +186,11 @@ def as_float(array: SharedArray) -> np.ndarray:
     return data.astype(np.float32)
 
 
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b in float32, summed in float64: the same bits on every CPU, however many rows there are."""
+    return np.matmul(a, b, dtype=np.float64).astype(np.float32)
+
+
 def start_mma(machine: Any, a: SharedArray, b: SharedArray, acc: Any) -> Accumulator:
     """warpgroup_mma, asynchronous."""
     machine.scheduler.step()
@@ -223,5 +228,5 @@ def _finish(machine: Any, mma: Mma) -> None:
             raise Race(f"{mma.name}: {operand.name} was overwritten before the mma had read it")
     acc = mma.accumulator
     with np.errstate(all="ignore"):  # rows behind the last one are what was there
-        acc.data = np.matmul(*map(as_float, mma.operands), dtype=np.float32) + acc.data
+        acc.data = product(*map(as_float, mma.operands)) + acc.data
     acc.pending.remove(mma)
