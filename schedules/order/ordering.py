@@ -138,14 +138,14 @@ def read_late(program: Program, order: Sequence[int], limit_bytes: float = float
     last = {s: place[i] for i in order for s in touches[i]}
     moved = []
     for i in views:
-        # What it touches stays until the reader.
+        # What it touches stays until right before the reader.
         longer = [s for s in touches[i] if last[s] < first_reader[i]]
         then = alive[place[i] : first_reader[i]].copy()
         for s in longer:
             then[last[s] + 1 - place[i] :] += storages.bytes[s]
         if not longer or int(then.max()) <= limit_bytes:
             alive[place[i] : first_reader[i]] = then
-            last.update(dict.fromkeys(longer, first_reader[i]))
+            last.update(dict.fromkeys(longer, first_reader[i] - 1))
             moved.append(i)
     late = _first_readers(program, order, moved)
     # In one place: views in their own order, then the reader.

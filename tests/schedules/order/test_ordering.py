@@ -71,6 +71,16 @@ def test_what_was_sent_needs_memory_until_the_view():
     assert names(STEP, read_late(STEP, range(len(STEP)), peak + 100)) == "A X B C X_view D"
 
 
+def test_what_two_views_share_is_counted_for_both():
+    """Y and B send X: Y_view, moved to D, keeps it until then; B_view, behind D, would keep it there, too."""
+    lines = "W c f 1", "X c f 1", "V c f 1", "A a f 1", "Y a f 1 W X", "B a f 1 W X A", "D c f 1 W V Y"
+    p = with_views(program(*lines))
+    limit = peak_memory(p)
+    late = read_late(p, range(len(p)), limit)
+    assert names(p, late) == "W X V A Y A_view B B_view Y_view D"
+    assert peak_memory(p, late) <= limit
+
+
 @hypothesis_given(
     random_programs().map(with_views), st.randoms(use_true_random=False), st.sampled_from([1.0, 1.2, 9.0])
 )
