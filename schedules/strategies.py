@@ -61,11 +61,13 @@ class PlanningOptions:
     memory_limit_gb: the limit on a plan's predicted peak memory; a program whose original order already
     exceeds it gets plans with at most the original peak. None: the program's inputs plus `free_memory_gb`, or
     1.1 times the original peak if that is None too.
-    free_memory_gb: the free memory of the device."""
+    free_memory_gb: the free memory of the device.
+    search: improve the orders of the best plans by local search."""
 
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     memory_limit_gb: float | None = None
     free_memory_gb: float | None = None
+    search: bool = True
 
     def limit_gb(self, program: Program) -> float:
         """The memory limit for plans of a program."""
@@ -76,7 +78,7 @@ class PlanningOptions:
         return MORE_MEMORY * peak_memory(program) / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """The options as JSON values, without the device's free memory, which varies."""
+        """The options as JSON values that another run of the same job repeats."""
         return {"partition": asdict(self.partition), "memory_limit_gb": self.memory_limit_gb}
 
     @classmethod
@@ -404,7 +406,8 @@ class Planner:
     def _searched(self, plan: Plan) -> Plan:
         """The plan with its best order improved by local search, which is done for the plans of strategies
         only: a search takes half a second."""
-        if plan.report.method.startswith(ORIGINAL_ORDER) or plan.report.method.endswith(SEARCHED):
+        done = plan.report.method.startswith(ORIGINAL_ORDER) or plan.report.method.endswith(SEARCHED)
+        if done or not self.options.search:
             return plan
         return self._with_order(plan, search=True)
 

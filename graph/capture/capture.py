@@ -176,6 +176,8 @@ class Captured:
             fake_mode,
             enable_python_dispatcher(),
             torch._functorch.config.patch(donated_buffer=False),
+            # As in `capture`.
+            _use_lazy_graph_module(True),
         ):
             try:
                 call = compile_joint()

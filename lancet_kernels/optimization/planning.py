@@ -215,9 +215,11 @@ def plans_for(
                 _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
             _log.warning("planning anew: %s", error)
-    plans = step.planner(options).candidates(strategy, most)
+    if most == 1:
+        return step.planner(options).candidates(strategy, most)
     # With measured parts, another order may be the best.
-    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
+    plans = step.planner(replace(options, search=False)).candidates(strategy, most)
+    return [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, step: Step) -> Plan:
@@ -255,18 +257,19 @@ def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tu
 
     Args: measured: measure the instructions of the partitioned graph; otherwise estimate the parts.
     """
-    programs: dict[tuple[object, ...], Program] = {}
+    searches: dict[tuple[object, ...], OrderSearch] = {}
     result = []
     for plan in plans:
         key = range_names(plan.ranges)
-        if key not in programs:
-            programs[key] = step.measured(plan) if measured else step.cutter(plan.ranges)
-        program = programs[key]
+        if key not in searches:
+            program = step.measured(plan) if measured else step.cutter(plan.ranges)
+            searches[key] = OrderSearch(program, step.cost)
+        orders = searches[key]
         if plan.order:
-            timeline = simulate(program.reordered(plan.order), step.cost, blocking=plan.blocking)
+            timeline = simulate(orders.program.reordered(plan.order), step.cost, blocking=plan.blocking)
             result.append((plan.reported(predicted=Prediction.of(timeline)), timeline))
         else:
-            result.append(ordered(plan, OrderSearch(program, step.cost)))
+            result.append(ordered(plan, orders))
     return result
 
 
