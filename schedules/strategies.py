@@ -61,13 +61,11 @@ class PlanningOptions:
     memory_limit_gb: the limit on a plan's predicted peak memory; a program whose original order already
     exceeds it gets plans with at most the original peak. None: the program's inputs plus `free_memory_gb`, or
     1.1 times the original peak if that is None too.
-    free_memory_gb: the free memory of the device.
-    search: improve the orders of the best plans by local search."""
+    free_memory_gb: the free memory of the device."""
 
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     memory_limit_gb: float | None = None
     free_memory_gb: float | None = None
-    search: bool = True
 
     def limit_gb(self, program: Program) -> float:
         """The memory limit for plans of a program."""
@@ -78,7 +76,7 @@ class PlanningOptions:
         return MORE_MEMORY * peak_memory(program) / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """The options as JSON values that another run of the same job repeats."""
+        """The options as JSON values, without the device's free memory, which varies."""
         return {"partition": asdict(self.partition), "memory_limit_gb": self.memory_limit_gb}
 
     @classmethod
@@ -140,7 +138,8 @@ def _while_faster(plans: Iterable[Plan]) -> list[Plan]:
 class Planner:
     """Plans for one Program and its costs; work that several strategies share is done once.
 
-    Args: cut: gives the Program with ranges cut (`GraphCutter`). None: strategies cannot cut ranges.
+    Args: cut: gives the Program with ranges cut (`GraphCutter`). None: strategies cannot cut ranges. search:
+        improve the orders of the best plans by local search.
     """
 
     def __init__(
@@ -149,8 +148,10 @@ class Planner:
         cost: Cost,
         options: PlanningOptions | None = None,
         cut: Callable[[tuple[PartitionRange, ...]], Program] | None = None,
+        *,
+        search: bool = True,
     ):
-        self.program, self.cost, self._cut_program = program, cost, cut
+        self.program, self.cost, self._cut_program, self._search = program, cost, cut, search
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self._costs = PipelineCosts(program, cost)
@@ -407,7 +408,7 @@ class Planner:
         """The plan with its best order improved by local search, which is done for the plans of strategies
         only: a search takes half a second."""
         done = plan.report.method.startswith(ORIGINAL_ORDER) or plan.report.method.endswith(SEARCHED)
-        if done or not self.options.search:
+        if done or not self._search:
             return plan
         return self._with_order(plan, search=True)
 

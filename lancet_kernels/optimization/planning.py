@@ -218,7 +218,7 @@ def plans_for(
     if most == 1:
         return step.planner(options).candidates(strategy, most)
     # With measured parts, another order may be the best.
-    plans = step.planner(replace(options, search=False)).candidates(strategy, most)
+    plans = step.planner(options, search=False).candidates(strategy, most)
     return [replace(plan, order=()) for plan in plans]
 
 

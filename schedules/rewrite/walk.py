@@ -130,14 +130,15 @@ class Step:
         return GraphCutter(self.module, self.program, self.cost)
 
     @cached_property
-    def _planners(self) -> dict[PlanningOptions | None, Planner]:
+    def _planners(self) -> dict[tuple[PlanningOptions | None, bool], Planner]:
         return {}
 
-    def planner(self, options: PlanningOptions | None = None) -> Planner:
-        """The planner for this step; one for each options."""
-        if options not in self._planners:
-            self._planners[options] = Planner(self.program, self.cost, options, self.cutter)
-        return self._planners[options]
+    def planner(self, options: PlanningOptions | None = None, *, search: bool = True) -> Planner:
+        """The planner for this step; one for each options. Args: search: as of `Planner`."""
+        key = options, search
+        if key not in self._planners:
+            self._planners[key] = Planner(self.program, self.cost, options, self.cutter, search=search)
+        return self._planners[key]
 
     def figures(self, timeline: Timeline) -> dict[str, Any]:
         """What the report of a plan says of its simulated iteration: what computes while messages travel, and

@@ -143,7 +143,8 @@ def compare(name: str, dtype: torch.dtype, kind: str, options: dict) -> None:
             # Sums round by their largest terms.
             largest = value.abs().max().item() if value.numel() else 0.0
             atol = bound * max(1.0, largest)
-            torch.testing.assert_close(got[key], value, rtol=bound, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+            close = torch.testing.assert_close
+            close(got[key], value, rtol=bound, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
 
 
 KINDS = ("plain", "context", "reentrant", "not reentrant")
