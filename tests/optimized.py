@@ -20,9 +20,10 @@ BOUND = 1e-10
 """Largest difference in float64, as the issue asks; seen: 1e-15."""
 
 
-def plan_dearly(program, _cost, options, cut):
+def plan_dearly(program, _cost, options, cut, **others):
     """A planner as if communication were dear: tiny models would not be cut otherwise."""
-    return Planner(program, dear_communication, options, GraphCutter(cut.module, program, dear_communication))
+    cut = GraphCutter(cut.module, program, dear_communication)
+    return Planner(program, dear_communication, options, cut, **others)
 
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:
