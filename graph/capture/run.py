@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.passes.split_module import split_module
 
@@ -153,7 +154,8 @@ def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.
     Args: compiler: a backend of torch.compile, "inductor" say. Pieces are compiled when first called.
     """
     number_of, sizes = _number(module.graph)
-    parts = split_module(module, module, number_of.__getitem__, keep_original_order=True)
+    with _use_lazy_graph_module(False):  # torch.compile reads their code
+        parts = split_module(module, module, number_of.__getitem__, keep_original_order=True)
     for number, size in sizes.items():
         name = f"submod_{number}"
         if size >= SMALLEST_PIECE and hasattr(parts, name):
