@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lancet_kernels import __version__
 from lancet_kernels.errors import RankFailed, UserError
@@ -53,6 +53,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, *arguments: Any, **by_name: Any) -> tuple[Any, list[str]]:
+        """As argparse's, but a command refuses what it does not know itself: its `--help` has the options."""
+        parsed, unknown = super().parse_known_args(*arguments, **by_name)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
 
 def _parser(*names: str) -> argparse.ArgumentParser:

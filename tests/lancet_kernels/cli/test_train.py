@@ -338,7 +338,7 @@ WRONG = {
         "--capacity-factor: got 'x', expected a number above 0, or none",
     ),
     "lr": (["--lr", "nan"], "--lr: got nan, expected a number above 0"),
-    "option": (["--stepz", 3], "unrecognized arguments: --stepz 3"),
+    "option": (["--stepz", 3], "lancet train: unrecognized arguments: --stepz 3; see lancet train --help"),
     "resume": (
         ["--resume", "runs/never"],
         "run: got runs/never/config.json (No such file or directory), expected the JSON file of a run",
