@@ -323,7 +323,8 @@ def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
     return ready.plan.plain, distance(step, reference, case, of_gradients=True)
 
 
-@pytest.mark.parametrize("plain_ms", few_of([1.0, 1000.0], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("plain_ms", [1.0, 1000.0])
 def test_sharded_model_is_tried_as_it_is_and_with_plans(
     pool: RankPool, tmp_path: Path, plain_ms: float
 ) -> None:

@@ -68,15 +68,9 @@ def of_plans(times: int) -> tuple[Use, Use]:
     return grown(plan, 20, times)  # until then the allocator grows
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("what", "times"),
-    [
-        (of_steps, 40),
-        pytest.param(of_steps, 2000, marks=pytest.mark.long),
-        pytest.param(of_plans, 20, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("what", "times"), [(of_steps, 2000), (of_plans, 20)])
 def test_level(pool, what: Callable, times: int) -> None:
     for before, after in pool.run(what, times, timeout_s=3600, collective_timeout_s=120):
         print(what.__name__, times, before, after)

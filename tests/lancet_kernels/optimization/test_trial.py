@@ -227,6 +227,7 @@ def refused_on_one_rank(folder: str) -> str:
         return refusal(lambda: optimize(Model(), batch(), times=f"{folder}/times.json", trials=1))
 
 
+@pytest.mark.long
 def test_a_step_that_one_rank_always_refuses_is_refused_on_all(pool, tmp_path) -> None:
     first, second = pool.run(refused_on_one_rank, str(tmp_path))
     assert "one that other ranks refuse" in first

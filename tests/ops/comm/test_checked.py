@@ -109,9 +109,10 @@ def said_of(kind: str) -> tuple[str, float]:
             "forward",
             "all_to_all of blocks.0.moe (192 bytes to rank 1, 224 from it) on rank 0 and exchange_counts of",
         ),
-        (
+        pytest.param(
             "forward beside",
             "all_to_all of blocks.0.moe on rank 0 and exchange_counts of blocks.0.moe on rank 1",
+            marks=pytest.mark.long,
         ),
         ("size", "all_reduce (40 bytes) on rank 0 and all_reduce (44 bytes) on rank 1"),
         ("collective", "all_reduce (16 bytes) on rank 0 and broadcast (16 bytes) on rank 1"),
