@@ -103,10 +103,9 @@ class FusedChoice:
         """
         if self.lowering != "auto" or self.interpreted or self._stored_groups(streams.program):
             return groups
-        streams_ms, fused_ms = (
-            step.planner(self.options).plan(self.strategy).report.predicted.iteration_ms
-            for step in (streams, fused)
-        )
+        # With the planners of `plans_for`.
+        planners = [step.planner(self.options, search=not self.here) for step in (streams, fused)]
+        streams_ms, fused_ms = (p.plan(self.strategy).report.predicted.iteration_ms for p in planners)
         is_faster = fused_ms <= streams_ms
         how = "measured here" if groups[0].measured else f"by formula at efficiency {EFFICIENCY:g}"
         why = (
