@@ -214,11 +214,9 @@ def plans_for(
                 _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
             _log.warning("planning anew: %s", error)
-    if most == 1:
-        return step.planner(options).candidates(strategy, most)
+    plans = step.planner(options, search=most == 1).candidates(strategy, most)
     # With measured parts, another order may be the best.
-    plans = step.planner(options, search=False).candidates(strategy, most)
-    return [replace(plan, order=()) for plan in plans]
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, step: Step) -> Plan:
