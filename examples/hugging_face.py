@@ -43,7 +43,7 @@ def main() -> list[float]:
     torch.manual_seed(0)
     model = OlmoeForCausalLM(CONFIG)
     report = convert(model)  # in place, before the optimizer: each rank keeps its experts
-    step = optimize(CausalLMStep(model), make_batch(0, rank))  # measures, plans on rank 0, agrees
+    step = optimize(CausalLMStep(model), make_batch(0, rank))  # ranks measure and plan together
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if rank == 0:
         print(report, step.plan.explain(), sep="\n")

@@ -4,7 +4,10 @@ The message of a `UserError` says what was got, what was expected, and what to d
 code that does not know this library can catch it, too.
 """
 
-from collections.abc import Collection, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 
 class UserError(ValueError):
@@ -13,6 +16,11 @@ class UserError(ValueError):
     def __init__(self, what: str, *, got: object, expected: object, do: str):
         self.what, self.got, self.expected, self.do = what, got, expected, do
         super().__init__(f"{what}: got {got}, expected {expected}; {do}")
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[str]]:
+        # Ranks send each other their errors; what was got or expected can be anything.
+        texts = {"got": str(self.got), "expected": str(self.expected), "do": self.do}
+        return partial(UserError, **texts), (self.what,)
 
 
 def class_name(module: object) -> str:

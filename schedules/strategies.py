@@ -15,7 +15,7 @@ auto              the fastest of all these within the memory limit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -49,6 +49,8 @@ BACKWARD_DEGREES = (2, 4)
 MORE_COPIES = 3
 DUPLEX = ("duplex", "lancet+duplex")
 AUTO = "auto"
+FAMILIES = (tuple(name for name in STRATEGY_NAMES if name not in (AUTO, *DUPLEX)), DUPLEX)
+"""Strategies but `auto`; those of one family share most of their work, those of several next to nothing."""
 ORIGINAL_ORDER = "original order"
 """The method of plans that do not change the order."""
 MORE_MEMORY = 1.1
@@ -155,7 +157,7 @@ class Planner:
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self._costs = PipelineCosts(program, cost)
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, Plan | UserError] = {}
         self._partitions: dict[int, list[tuple[PartitionRange, ...]]] = {}
         self._ordered: dict[tuple[object, ...], Plan] = {}
         self._timelines: dict[tuple[tuple[str, ...], tuple[str, ...]], Timeline] = {}
@@ -182,9 +184,27 @@ class Planner:
             UserError: no such strategy, or one that is impossible for this program (see `impossible`).
         """
         check_name("strategy", strategy, STRATEGY_NAMES)
+        plan = self._plan_or_reason(strategy)
+        if isinstance(plan, UserError):
+            raise plan
+        return plan
+
+    def _plan_or_reason(self, strategy: str) -> Plan | UserError:
         if strategy not in self._plans:
-            self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
+            try:
+                self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
+            except UserError as error:
+                self._plans[strategy] = error
         return self._plans[strategy]
+
+    def family(self, strategies: Sequence[str]) -> dict[str, Plan | UserError]:
+        """The plan of each of these strategies, or why it is impossible: work for one of several ranks."""
+        return {name: self._plan_or_reason(name) for name in strategies}
+
+    def take(self, families: Iterable[Mapping[str, Plan | UserError]]) -> None:
+        """The plans of other ranks for the same step (`family`), which are not planned again."""
+        for plans in families:
+            self._plans.update(plans)
 
     def plans(self, strategies: Sequence[str] = STRATEGY_NAMES) -> dict[str, Plan]:
         """The plans of the possible strategies; `compared` of each has the predictions of the others."""
@@ -195,14 +215,11 @@ class Planner:
             for name, plan in plans.items()
         }
 
-    @cached_property
+    @property
     def impossible(self) -> dict[str, UserError]:
         """The strategies that are impossible for this program, with the reasons."""
-        try:
-            self._with_cut((self._copies,))
-        except UserError as error:
-            return dict.fromkeys(DUPLEX, error)
-        return {}
+        reason = self._plan_or_reason("duplex")
+        return dict.fromkeys(DUPLEX, reason) if isinstance(reason, UserError) else {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """At most `most` plans: that of the strategy and those predicted nearly as fast, best prediction

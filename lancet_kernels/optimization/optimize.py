@@ -1,7 +1,7 @@
 """`optimize`: returns a module that trains with a plan, in which all-to-alls overlap computation.
 
-    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0, sent to all ranks -> a few
-    real steps of the best ones -> run
+    capture -> Program -> costs (measured here, or of a cluster) -> Plans, the same on all ranks -> a few real
+    steps of the best ones -> run
 
 What happens to the graph on the way, in order, is in `schedules.rewrite.walk`.
 
@@ -74,8 +74,8 @@ def optimize(
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
-    Collective: every rank calls it with the same model and shapes. Rank 0 plans. Before the first step, ranks
-    compare their graphs and plans, and raise an error if these differ.
+    Collective: every rank calls it with the same model and shapes. Ranks share the planning. Before the first
+    step, they compare their graphs and plans, and raise an error if these differ.
 
     Args:
         example_inputs: real inputs of one step, a tuple by position or a dict by name; the step runs on them
@@ -148,9 +148,8 @@ def optimize(
     )
     step = _captured(model, arguments, reduce_gradients, times, own_groups, accumulate)
     progress.begin("measuring ops")
-    how = _How(
-        cluster, on_device(options, step.device), backend, lowering, inner_compile, compare_every, trials
-    )
+    options = on_device(options, step.device, own_groups.world)
+    how = _How(cluster, options, backend, lowering, inner_compile, compare_every, trials)
     return how.planned(step.costed(cluster), strategy, plan, cache, progress)
 
 
@@ -178,7 +177,7 @@ def optimize_each(
     # Plans of one step share the exchanges of its fused layers, which each strategy chooses for itself.
     fused = any(layer.backend == "fused" for layer in moe_layers(model))
     step, optimized = costed(), dict[str, OptimizedModule]()
-    how = _How(options=on_device(options, step.device))
+    how = _How(options=on_device(options, step.device, groups.world))
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.report.impossible for module in optimized.values()):

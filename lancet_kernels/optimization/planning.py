@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of, works_on_received_rows
 from lancet_kernels.graph.program import Kind, Program, fingerprint
 from lancet_kernels.layer.model_layers import RoutingCounts, busiest
-from lancet_kernels.ops.comm.groups import group_of, group_size, is_of_processes
+from lancet_kernels.ops.comm.groups import group_of, group_size, is_of_processes, over_ranks
 from lancet_kernels.optimization.paired import with_pair
-from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank, results_of_ranks
 from lancet_kernels.optimization.step import ModelStep, agreed
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.cut.ranges import range_names
@@ -39,7 +40,14 @@ from lancet_kernels.schedules.order.best_order import OrderSearch
 from lancet_kernels.schedules.plan import EFFICIENCY, FusedGroup, Plan
 from lancet_kernels.schedules.rewrite.fused import CHOICES, every_launch
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
-from lancet_kernels.schedules.strategies import AUTO, DUPLEX, PlanningOptions, fastest_that_fits, ordered
+from lancet_kernels.schedules.strategies import (
+    AUTO,
+    DUPLEX,
+    FAMILIES,
+    PlanningOptions,
+    fastest_that_fits,
+    ordered,
+)
 from lancet_kernels.schedules.time.simulate import Timeline, run, simulate
 from lancet_kernels.schedules.time.timeline import Prediction
 
@@ -166,7 +174,7 @@ def plans_of(
         most = 4 if measured else 1
         # A pair is a schedule of whole instructions.
         base = "lancet-dw" if strategy == MICROBATCHES else strategy
-        plans = result_of_first_rank(world, lambda: plans_for(step, base, options, cache, most))
+        plans = plans_for(step, base, options, cache, most, world)
     planned = predicted(step, plans, measured)
     best, timeline = planned.pop(fastest_that_fits([plan for plan, _ in planned]))
     if best.report.chosen:
@@ -181,25 +189,37 @@ def plans_of(
     return [(best, timeline), *planned], not plans[0].order
 
 
-def on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
-    """The options, with the free memory of a CUDA device, including torch's unused cache."""
+def on_device(options: PlanningOptions | None, device: torch.device, world: str) -> PlanningOptions:
+    """The options, with the free memory of the CUDA device that has least of it, including torch's unused
+    cache. Collective over the ranks `world`, which plan together."""
     options = options or PlanningOptions.from_environment()
     if device.type != "cuda":
         return options
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
+    free_gb = torch.tensor([(torch.cuda.mem_get_info(device)[0] + unused) / 1e9])
+    return replace(options, free_memory_gb=float(over_ranks(free_gb, world, "min", "free memory")[0]))
 
 
 @without_garbage_collection()
 def plans_for(
-    step: Step,
-    strategy: str,
-    options: PlanningOptions,
-    cache: str | Path | None,
-    most: int,
+    step: Step, strategy: str, options: PlanningOptions, cache: str | Path | None, most: int, world: str = ""
 ) -> list[Plan]:
     """The plan in `cache`, if it is for this program, strategy and options, with costs from the same source;
-    otherwise at most `most` candidates, best prediction first."""
+    otherwise at most `most` candidates, best prediction first. Collective over the ranks `world`, which share
+    the work."""
+    stored = result_of_first_rank(world, lambda: _stored(step, strategy, options, cache))
+    if stored is not None:
+        return [stored]
+    planner = step.planner(options, search=most == 1)
+    if strategy == AUTO:
+        planner.take(results_of_ranks(world, [partial(planner.family, names) for names in FAMILIES]))
+    plans = result_of_first_rank(world, lambda: planner.candidates(strategy, most))
+    # With measured parts, another order may be the best.
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
+
+
+def _stored(step: Step, strategy: str, options: PlanningOptions, cache: str | Path | None) -> Plan | None:
+    """The plan in `cache`, if it is what `plans_for` would plan."""
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
             "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
@@ -210,13 +230,11 @@ def plans_for(
             if (plan.strategy, plan.report.options) == (strategy, options.to_json()):
                 old, new = plan.report.costs, source_of(step.cost)
                 if old == new:
-                    return [plan]
+                    return plan
                 _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
             _log.warning("planning anew: %s", error)
-    plans = step.planner(options, search=most == 1).candidates(strategy, most)
-    # With measured parts, another order may be the best.
-    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
+    return None
 
 
 def _loaded(path: str | Path, step: Step) -> Plan:
@@ -250,23 +268,30 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
 
 def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tuple[Plan, Timeline]]:
     """Each plan with its prediction, and the timeline of the simulated step. A plan without an order gets the
-    best one. Collective, if measured.
+    best one. Collective.
 
     Args: measured: measure the instructions of the partitioned graph; otherwise estimate the parts.
     """
-    searches: dict[tuple[object, ...], OrderSearch] = {}
+    keys = [range_names(plan.ranges) for plan in plans]
+    programs = {
+        key: step.measured(plan) if measured else step.cutter(plan.ranges)
+        for key, plan in dict(zip(keys, plans, strict=True)).items()
+    }
+
+    def with_orders(of_key: tuple[tuple[object, ...], ...]) -> dict[int, Plan]:
+        """By position, the plans with the same ranges, whose orders share work."""
+        orders = OrderSearch(programs[of_key], step.cost)
+        same = [(i, plan) for i, (key, plan) in enumerate(zip(keys, plans, strict=True)) if key == of_key]
+        return {i: plan if plan.order else ordered(plan, orders)[0] for i, plan in same}
+
+    shares = results_of_ranks(step.groups.world, [partial(with_orders, key) for key in programs])
+    with_order = {i: plan for share in shares for i, plan in share.items()}
     result = []
-    for plan in plans:
-        key = range_names(plan.ranges)
-        if key not in searches:
-            program = step.measured(plan) if measured else step.cutter(plan.ranges)
-            searches[key] = OrderSearch(program, step.cost)
-        orders = searches[key]
-        if plan.order:
-            timeline = simulate(orders.program.reordered(plan.order), step.cost, blocking=plan.blocking)
-            result.append((plan.reported(predicted=Prediction.of(timeline)), timeline))
-        else:
-            result.append(ordered(plan, orders))
+    for i, key in enumerate(keys):
+        plan = with_order[i]
+        program = programs[key].reordered(plan.order)
+        timeline = simulate(program, step.cost, blocking=frozenset(plan.blocking))
+        result.append((plan.reported(predicted=Prediction.of(timeline)), timeline))
     return result
 
 

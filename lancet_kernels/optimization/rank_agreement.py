@@ -10,6 +10,7 @@ by all ranks together, or from what is the same on all of them:
                                              means, medians or maxima over all ranks
     a plan of the cache, a stale one, a new  rank 0 (`result_of_first_rank`), also fused launches or streams,
     one; the order of a pair                 and its error is that of all ranks
+    the plans of each strategy for `auto`    the ranks that plan them, each for all (`results_of_ranks`)
     which plan after trials, none, in pairs  the times of the slowest rank in each round (`trial`)
     with the plan or without it: a mode, a   all ranks before the call (`CallAgreement`): if one cannot run
     setting, a dtype, a batch of no tokens,  the plan, none does; not asked where only gradients are summed,
@@ -30,7 +31,7 @@ What the caller does outside of optimized modules is compared with LANCET_CHECK=
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import (
-    from_first_rank,
+    from_rank,
     group_of,
     group_rank,
     group_size,
@@ -86,26 +87,38 @@ def alike(
 
 
 def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
-    """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0; on the others the
-    same if it is a UserError, else a UserError with its text."""
-    result, message = None, None
+    """The result of `make` on rank 0, on every rank. Collective. Raises: as `results_of_ranks`."""
+    return results_of_ranks(group, [make])[0]
+
+
+def results_of_ranks(group: str, makes: Sequence[Callable[[], Value]]) -> list[Value]:
+    """The result of each of `makes`, on every rank; ranks take turns in making them. Collective.
+
+    Raises: the first error of one on the rank that made it; on the others the same if it is a UserError, else
+    a UserError with its text.
+    """
+    rank, size = group_rank(group), group_size(group)
+    own: dict[int, Value | UserError] = {}
     failure: Exception | None = None
-    if group_rank(group) == 0:
+    for number in range(rank, len(makes), size):
         try:
-            result = make()
+            own[number] = makes[number]()
         except UserError as error:
-            failure, message = error, (error.what, str(error.got), str(error.expected), error.do)
+            failure = own[number] = error
         except Exception as error:
             got = f"{type(error).__name__}: {error}"
-            failure, message = error, ("plan of rank 0", got, "a plan", "report it")
+            failure = error
+            own[number] = UserError(f"plan of rank {rank}", got=got, expected="a plan", do="report it")
+        if failure is not None:
+            break
     # Also after an error, because the other ranks wait.
-    result, message = from_first_rank((result, message), group, "what rank 0 planned")
+    sent = [from_rank(n % size, own.get(n), group, "what was planned") for n in range(len(makes))]
     if failure is not None:
         raise failure
-    if message is not None:
-        what, got, expected, do = message
-        raise UserError(what, got=got, expected=expected, do=do)
-    return cast("Value", result)
+    for result in sent:
+        if isinstance(result, UserError):
+            raise result
+    return cast("list[Value]", sent)
 
 
 def check_settings(group: str, settings: Mapping[str, object]) -> None:

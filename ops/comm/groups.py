@@ -292,17 +292,22 @@ def group_of(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # of a type of torch's own, which older ones lack
 
 
-def from_first_rank(value: Value, group: str, what: str) -> Value:
-    """The value of the group's first rank, on every rank; `value` where there is no group. Collective.
+def from_rank(rank: int, value: Value, group: str, what: str) -> Value:
+    """The value of one of the group's ranks, on every rank; `value` where there is no group. Collective.
 
-    Args: what: is sent, for the message if a rank stays away.
+    Args: rank: in the group. what: is sent, for the message if a rank stays away.
     """
     if not group:
         return value
     process_group, box = group_of(group), [value]
     with waiting(f"broadcast of {what}", process_group):
-        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, rank), group=process_group)
     return box[0]
+
+
+def from_first_rank(value: Value, group: str, what: str) -> Value:
+    """`from_rank` of the group's first rank."""
+    return from_rank(0, value, group, what)
 
 
 def values_of_ranks(value: Value, group: str, what: str) -> list[Value]:

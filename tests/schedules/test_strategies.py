@@ -17,7 +17,14 @@ from lancet_kernels.schedules.cut.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.rewrite.walk import PLANNED, Step, walk
-from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
+from lancet_kernels.schedules.strategies import (
+    AUTO,
+    FAMILIES,
+    STRATEGY_NAMES,
+    Planner,
+    PlanningOptions,
+    fastest_that_fits,
+)
 from lancet_kernels.schedules.time.simulate import simulate
 from lancet_kernels.schedules.time.timeline import Prediction
 from tests.examples import examples
@@ -202,3 +209,12 @@ def test_the_fastest_plan_that_fits():
     assert fastest_that_fits([of(3, 1, 2), of(2, 2, 2), of(1, 3, 2)]) == 1
     assert fastest_that_fits([of(1, 4, 2), of(2, 3, 2), of(3, 5, 2)]) == 1
     assert fastest_that_fits([of(3, 1, None), of(1, 9, None)]) == 1
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_plans_of_several_planners_are_those_of_one(small, cut):
+    options, cutter = PlanningOptions(PartitionOptions(most_parts=2)), small.cutter if cut else None
+    alone, first, second = (Planner(small.program, small.cost, options, cutter) for _ in range(3))
+    first.take([first.family(FAMILIES[0]), second.family(FAMILIES[1])])
+    assert first.candidates(AUTO) == alone.candidates(AUTO)
+    assert bool(alone.impossible) == (not cut)

@@ -116,7 +116,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 
     def plan(given: PlanningOptions | None) -> bool:
         """-> whether it was planned anew."""
-        options = library.on_device(given, torch.device("cpu"))
+        options = library.on_device(given, torch.device("cpu"), "")
         with counted_plans() as planned:
             library.plans_for(small_step.costed(), "lancet", options, path, 1)[0].save(path)
         return bool(planned)

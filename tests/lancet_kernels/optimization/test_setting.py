@@ -1,13 +1,18 @@
 """A plan that is for something else says what differs, on every rank, and hashes come last."""
 
 import re
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lancet_kernels import MoELayer, UserError, optimize
-from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank, results_of_ranks
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite import walk
+from lancet_kernels.schedules.strategies import AUTO, Planner
 from tests.refusals import refusal
 
 
@@ -94,3 +99,57 @@ def test_error_of_the_first_rank_is_that_of_all(pool) -> None:
         "KeyError: 'no bread'",
         "UserError: plan of rank 0: got KeyError: 'no bread', expected a plan; report it",
     ]
+
+
+def shared_work() -> tuple[list[str], list[str]]:
+    """Three results of two ranks, and what this rank made of them."""
+    from lancet_kernels.ops.comm.groups import group_name
+
+    own: list[str] = []
+
+    def make(name: str) -> str:
+        own.append(name)
+        return name.upper()
+
+    return results_of_ranks(group_name(None), [partial(make, name) for name in "abc"]), own
+
+
+def fails_on_the_second() -> str:
+    from lancet_kernels.ops.comm.groups import group_name
+
+    def broken() -> str:
+        raise KeyError("no bread")
+
+    with pytest.raises((KeyError, UserError)) as failed:
+        results_of_ranks(group_name(None), [lambda: "a", broken, lambda: "c"])
+    return f"{type(failed.value).__name__}: {failed.value}"
+
+
+def test_ranks_take_turns_and_all_get_every_result(pool) -> None:
+    assert pool.run(shared_work) == [(["A", "B", "C"], ["a", "c"]), (["A", "B", "C"], ["b"])]
+    assert pool.run(fails_on_the_second) == [
+        "UserError: plan of rank 1: got KeyError: 'no bread', expected a plan; report it",
+        "KeyError: 'no bread'",
+    ]
+
+
+def strategies_planned() -> tuple[list[str], str]:
+    """Which strategies this rank plans for `auto`, and what it runs."""
+    planned: list[str] = []
+
+    class Watched(Planner):
+        def _plan_or_reason(self, strategy: str) -> Plan | UserError:
+            if strategy not in self._plans:
+                planned.append(strategy)
+            return super()._plan_or_reason(strategy)
+
+    with mock.patch.object(walk, "Planner", Watched):
+        step = optimize(Step(), (torch.ones(4, 8),), cluster="p3dn")
+    return planned, step.plan.fingerprint
+
+
+def test_each_strategy_is_planned_by_one_rank(pool) -> None:
+    (first, plan), (second, other) = pool.run(strategies_planned)
+    assert first == ["none", "tutel", "lancet-dw", "lancet-partition", "lancet", AUTO], "rank 0 chooses"
+    assert second == ["duplex", "lancet+duplex"]
+    assert plan == other
