@@ -4,8 +4,6 @@ The message of a `UserError` says what was got, what was expected, and what to d
 code that does not know this library can catch it, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -17,7 +15,7 @@ class UserError(ValueError):
         self.what, self.got, self.expected, self.do = what, got, expected, do
         super().__init__(f"{what}: got {got}, expected {expected}; {do}")
 
-    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., "UserError"], tuple[str]]:
         # Ranks send each other their errors; what was got or expected can be anything.
         texts = {"got": str(self.got), "expected": str(self.expected), "do": self.do}
         return partial(UserError, **texts), (self.what,)
