@@ -45,10 +45,10 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.captured_graph import (
+    garbage_collection,
     insert_recomputation,
     set_value,
     tensors_restored,
-    without_garbage_collection,
 )
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.capture.trace import Assumptions, PlainTensors, trace
@@ -204,7 +204,7 @@ class Captured:
         return getattr(*self._places[name])
 
 
-@without_garbage_collection()
+@garbage_collection(on=False)
 def capture(
     module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object] | None = None
 ) -> Captured:

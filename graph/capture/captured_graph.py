@@ -3,7 +3,7 @@ activation checkpointing.
 
 Needs nothing of what captures them, whose import alone takes longer than that of torch.
 
-`without_garbage_collection`, because a graph is many small objects that stay alive.
+`garbage_collection`, because a graph is many small objects that stay alive.
 
 Activation checkpointing becomes instructions of the backward. A trace marks every node inside
 `torch.utils.checkpoint` (of either kind, `use_reentrant` or not) with its region and its policy; selective
@@ -142,16 +142,15 @@ def state_name(node: fx.Node) -> str | None:
 
 
 @contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection: graphs and Programs are many small objects that stay alive
-    anyway."""
+def garbage_collection(*, on: bool) -> Iterator[None]:
+    """Context with or without garbage collection. Off: graphs and Programs are many small objects that stay
+    alive anyway (of 9.6 s of `optimize`, 3 layers of OLMoE on 2 ranks, 0.8 s; 2-core CPU, 2026-11-29)."""
     was_on = gc.isenabled()
-    gc.disable()
+    (gc.enable if on else gc.disable)()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        (gc.enable if was_on else gc.disable)()
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

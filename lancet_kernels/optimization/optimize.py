@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.capture.captured_graph import garbage_collection
 from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
@@ -51,6 +52,7 @@ _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+@garbage_collection(on=False)
 def optimize(
     model: nn.Module,
     example_inputs: Sequence[object] | Mapping[str, object],
@@ -153,6 +155,7 @@ def optimize(
     return how.planned(step.costed(cluster), strategy, plan, cache, progress)
 
 
+@garbage_collection(on=False)
 def optimize_each(
     model: nn.Module,
     example_inputs: Sequence[object] | Mapping[str, object],

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from lancet_kernels.errors import UserError, check_name
-from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of, works_on_received_rows
 from lancet_kernels.graph.program import Kind, Program, fingerprint
@@ -200,7 +199,6 @@ def on_device(options: PlanningOptions | None, device: torch.device, world: str)
     return replace(options, free_memory_gb=float(over_ranks(free_gb, world, "min", "free memory")[0]))
 
 
-@without_garbage_collection()
 def plans_for(
     step: Step, strategy: str, options: PlanningOptions, cache: str | Path | None, most: int, world: str = ""
 ) -> list[Plan]:

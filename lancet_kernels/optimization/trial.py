@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.captured_graph import garbage_collection
 from lancet_kernels.ops.comm.groups import group_of, values_of_ranks
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.waiting import waiting
@@ -112,7 +113,8 @@ def milliseconds_of(
             refusals[name] = error
             return math.inf
 
-    with _without_trace(step):
+    # On: steps of a user's model may leave tensors in reference cycles.
+    with _without_trace(step), garbage_collection(on=True):
         own = in_turn(runs, timed, rounds, WARMUP, first_changes=True)
     of_ranks = values_of_ranks(own, step.groups.world, "comparison of measured steps")
     slowest = {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}

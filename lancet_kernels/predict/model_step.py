@@ -34,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import CaptureError
-from lancet_kernels.graph.capture.captured_graph import without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import garbage_collection
 from lancet_kernels.graph.from_fx import is_functional_collective, op_name
 from lancet_kernels.graph.meta import GROUP
 from lancet_kernels.graph.ops import argument
@@ -69,7 +69,7 @@ class _Loss(nn.Module):
         return nn.functional.cross_entropy(logits.float(), labels.flatten())
 
 
-@without_garbage_collection()
+@garbage_collection(on=False)
 def model_step(question: Question, layers: int) -> ModelStep:
     """The step of one microbatch of the first `layers` layers, without costs.
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
-from lancet_kernels.graph.capture.captured_graph import state_name, without_garbage_collection
+from lancet_kernels.graph.capture.captured_graph import garbage_collection, state_name
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
@@ -252,7 +252,7 @@ def simulate_setting(
     options = PlanningOptions(partition or PartitionOptions.from_environment(), limit)
     planner = _TimedPlanner(step.program, step.cost, options, step.cutter)
     wall, cpu = time.perf_counter(), time.process_time()
-    with without_garbage_collection():
+    with garbage_collection(on=False):
         # Planned first, so that its time includes the strategies that it needs.
         planner.plan("lancet")
         plans = planner.plans(strategies)
