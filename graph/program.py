@@ -287,6 +287,14 @@ class Program:
         return [tuple(i for i in before if communicates[i]) for before in self.dependencies]
 
     @cached_property
+    def waits(self) -> list[bool]:
+        """For each instruction: is it a message, or may it wait for one?"""
+        return [
+            i.kind.is_communication or bool(messages)
+            for i, messages in zip(self.instructions, self.awaited, strict=True)
+        ]
+
+    @cached_property
     def dependents(self) -> list[tuple[int, ...]]:
         """For each instruction, the positions that depend on it."""
         after: list[list[int]] = [[] for _ in self.instructions]

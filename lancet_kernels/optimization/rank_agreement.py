@@ -45,6 +45,7 @@ from lancet_kernels.ops.comm.groups import (
     group_rank,
     group_size,
     host_group,
+    is_of_processes,
     values_of_ranks,
 )
 from lancet_kernels.ops.comm.waiting import waiting
@@ -97,10 +98,12 @@ def results_of_ranks(group: str, makes: Sequence[Callable[[], Value]]) -> list[V
     Raises: the first error of one on the rank that made it; on the others the same if it is a UserError, else
     a UserError with its text.
     """
-    rank, size = group_rank(group), group_size(group)
+    # Ranks that are not there make nothing, and send nothing.
+    size = group_size(group) if group and is_of_processes(group_of(group)) else 1
+    rank = group_rank(group)
     own: dict[int, Value | UserError] = {}
     failure: Exception | None = None
-    for number in range(rank, len(makes), size):
+    for number in (n for n in range(len(makes)) if n % size == rank):
         try:
             own[number] = makes[number]()
         except UserError as error:

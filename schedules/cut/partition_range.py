@@ -41,41 +41,6 @@ from lancet_kernels.schedules.time.simulate import INFINITY, Clock, link_of
 IMPOSSIBLE = INFINITY
 
 
-def pipeline_ms(program: Program, first: int, last: int, forms: Forms, parts: int, cost: Cost) -> float:
-    """P(first, last, parts), with reassembly, of positions first..last (both included)."""
-    clock: Clock[tuple[int, int | None]] = Clock()
-    part_ms = {i: _part_ms(program, i, forms, parts, cost) for i in range(first, last + 1)}
-    cut = {i: is_cut(program.instructions[i], forms) for i in part_ms}
-    carried = {i: any(forms.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
-    for i, part in pipeline_order(program, first, last, forms, parts):
-        whole = parts - 1 if part is None else part
-        # A gather (`Instruction.after`) waits for the first part that reads the unit before its own.
-        behind = program.index.get(program.instructions[i].after)
-        needed = [(j, 0 if j == behind else whole) for j in program.dependencies[i] if j >= first]
-        after: list[tuple[int, int | None]] = [(j, of if cut[j] else None) for j, of in needed]
-        if carried[i] and part:
-            after.append((i, part - 1))
-        if program.instructions[i].kind is Kind.COMPUTE:
-            clock.compute((i, part), part_ms[i], after)
-        else:
-            # Issued as soon as its inputs are ready (`schedules.order.ordering`), not after its whole stage.
-            link = link_of(program.instructions[i])
-            clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
-    clock.catch_up(INFINITY)
-    reassembly_ms = sum(
-        cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
-        for t in reassembled(program, first, last, forms)
-    )
-    return max(clock.end.values()) + reassembly_ms
-
-
-def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> float:
-    instruction = program.instructions[i]
-    if parts == 1 or not is_cut(instruction, forms):
-        return cost(instruction, program.tensors)
-    return cost(*part_instruction(instruction, program.tensors, forms, 0, parts))
-
-
 class PipelineCosts:
     """P(i, n, k) for ranges of one Program; ranges of the same structure and costs are simulated once."""
 
@@ -84,6 +49,7 @@ class PipelineCosts:
         self.inference = AxisInference(program)
         self._costs = tuple((x.flops, x.bytes, x.milliseconds) for x in program.instructions)
         self._simulated_ms: dict[tuple[int, tuple[object, ...], int], float] = {}
+        self._parts_ms: dict[tuple[object, ...], float] = {}
 
     def milliseconds(self, first: int, last: int, parts: int) -> float:
         """P(first, last, parts); infinite if the range cannot be cut into that many parts. parts=1: uncut."""
@@ -103,7 +69,49 @@ class PipelineCosts:
         forms = self.inference.forms(first, last) if parts > 1 else {}
         if forms is None or not can_be_cut(self.program.tensors, forms, parts):
             return IMPOSSIBLE
-        return pipeline_ms(self.program, first, last, forms, parts, self.cost)
+        return self._pipeline_ms(first, last, forms, parts)
+
+    def _pipeline_ms(self, first: int, last: int, forms: Forms, parts: int) -> float:
+        """P(first, last, parts), with reassembly, of positions first..last (both included)."""
+        program, instructions = self.program, self.program.instructions
+        clock: Clock[tuple[int, int | None]] = Clock()
+        positions = range(first, last + 1)
+        part_ms = {i: self._part_ms(i, forms, parts) for i in positions}
+        cut = {i: is_cut(instructions[i], forms) for i in positions}
+        carried = {i: any(forms.get(t) == CARRIED for t in instructions[i].outputs) for i in positions}
+        needed = {i: [j for j in program.dependencies[i] if j >= first] for i in positions}
+        # A gather (`Instruction.after`) waits for the first part that reads the unit before its own.
+        behind = {i: program.index.get(instructions[i].after) for i in positions}
+        for i, part in pipeline_order(program, first, last, forms, parts):
+            whole = parts - 1 if part is None else part
+            after: list[tuple[int, int | None]] = [
+                (j, (0 if j == behind[i] else whole) if cut[j] else None) for j in needed[i]
+            ]
+            if carried[i] and part:
+                after.append((i, part - 1))
+            if instructions[i].kind is Kind.COMPUTE:
+                clock.compute((i, part), part_ms[i], after)
+            else:
+                # Issued as soon as its inputs are ready (`schedules.order.ordering`), not after its whole
+                # stage.
+                link = link_of(instructions[i])
+                clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
+        clock.catch_up(INFINITY)
+        reassembly_ms = sum(
+            self.cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
+            for t in reassembled(program, first, last, forms)
+        )
+        return max(clock.end.values()) + reassembly_ms
+
+    def _part_ms(self, i: int, forms: Forms, parts: int) -> float:
+        """The first part of an instruction; ranges share instructions."""
+        instruction, tensors = self.program.instructions[i], self.program.tensors
+        if parts == 1 or not is_cut(instruction, forms):
+            return self.cost(instruction, tensors)
+        key = i, parts, tuple(map(forms.get, (*instruction.inputs, *instruction.outputs)))
+        if key not in self._parts_ms:
+            self._parts_ms[key] = self.cost(*part_instruction(instruction, tensors, forms, 0, parts))
+        return self._parts_ms[key]
 
 
 WHOLE_FORWARD_LAYERS = 4

@@ -276,9 +276,10 @@ def pipeline_order(
     of the instructions that it reads.
     """
     for stage in stages(program, first, last, forms):
+        in_parts = [(i, is_cut(program.instructions[i], forms)) for i in stage.in_parts]
         for part in range(parts):
-            for i in stage.in_parts:
-                if is_cut(program.instructions[i], forms):
+            for i, cut in in_parts:
+                if cut:
                     yield i, part
                 elif part == 0:
                     yield i, None

@@ -10,6 +10,7 @@ from torch import nn
 
 from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.optimization.rank_agreement import result_of_first_rank, results_of_ranks
+from lancet_kernels.predict.own_step import fake_ranks
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite import walk
 from lancet_kernels.schedules.strategies import AUTO, Planner
@@ -131,6 +132,11 @@ def test_ranks_take_turns_and_all_get_every_result(pool) -> None:
         "UserError: plan of rank 1: got KeyError: 'no bread', expected a plan; report it",
         "KeyError: 'no bread'",
     ]
+
+
+def test_ranks_that_are_not_there_make_nothing() -> None:
+    with fake_ranks(4):
+        assert shared_work() == (["A", "B", "C"], ["a", "b", "c"])
 
 
 def strategies_planned() -> tuple[list[str], str]:
