@@ -276,21 +276,24 @@ def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tu
         for key, plan in dict(zip(keys, plans, strict=True)).items()
     }
 
-    def with_orders(of_key: tuple[tuple[object, ...], ...]) -> dict[int, Plan]:
-        """By position, the plans with the same ranges, whose orders share work."""
-        orders = OrderSearch(programs[of_key], step.cost)
-        same = [(i, plan) for i, (key, plan) in enumerate(zip(keys, plans, strict=True)) if key == of_key]
-        return {i: plan if plan.order else ordered(plan, orders)[0] for i, plan in same}
+    def timeline_of(i: int, plan: Plan) -> Timeline:
+        return simulate(programs[keys[i]].reordered(plan.order), step.cost, blocking=frozenset(plan.blocking))
 
+    def with_orders(key: tuple[tuple[object, ...], ...]) -> dict[int, Plan]:
+        """By position, the plans with the same ranges, whose orders share work."""
+        orders = OrderSearch(programs[key], step.cost)
+        return {
+            i: plan.reported(predicted=Prediction.of(timeline_of(i, plan)))
+            if plan.order
+            else ordered(plan, orders)[0]
+            for i, plan in enumerate(plans)
+            if keys[i] == key
+        }
+
+    # Predictions are those of one rank, too: all choose by them.
     shares = results_of_ranks(step.groups.world, [partial(with_orders, key) for key in programs])
     with_order = {i: plan for share in shares for i, plan in share.items()}
-    result = []
-    for i, key in enumerate(keys):
-        plan = with_order[i]
-        program = programs[key].reordered(plan.order)
-        timeline = simulate(program, step.cost, blocking=frozenset(plan.blocking))
-        result.append((plan.reported(predicted=Prediction.of(timeline)), timeline))
-    return result
+    return [(with_order[i], timeline_of(i, with_order[i])) for i in range(len(plans))]
 
 
 def _difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
