@@ -43,6 +43,7 @@ from lancet_kernels.schedules.strategies import (
     AUTO,
     DUPLEX,
     FAMILIES,
+    Planner,
     PlanningOptions,
     fastest_that_fits,
     ordered,
@@ -103,16 +104,24 @@ class FusedChoice:
             for group in (replace(group, measured=measured) for group in groups)
         )
 
-    def confirmed(self, groups: tuple[FusedGroup, ...], streams: Step, fused: Step) -> tuple[FusedGroup, ...]:
-        """The same groups, or all on streams if the step is predicted faster so.
+    def confirmed(
+        self, groups: tuple[FusedGroup, ...], streams: Step, fused: Step, world: str
+    ) -> tuple[FusedGroup, ...]:
+        """The same groups, or all on streams if the step is predicted faster so. Collective.
 
         Args: streams, fused: the step without and with these layers fused.
         """
-        if self.lowering != "auto" or self.interpreted or self._stored_groups(streams.program):
+        if self.lowering != "auto" or self.interpreted:
             return groups
-        # With the planners of `plans_for`.
-        planners = [step.planner(self.options, search=not self.here) for step in (streams, fused)]
-        streams_ms, fused_ms = (p.plan(self.strategy).report.predicted.iteration_ms for p in planners)
+        if result_of_first_rank(world, lambda: bool(self._stored_groups(streams.program))):
+            return groups
+
+        def milliseconds(step: Step) -> float:
+            planner = _planner(step, self.strategy, self.options, self.here, world)
+            plan = result_of_first_rank(world, lambda: planner.plan(self.strategy))
+            return plan.report.predicted.iteration_ms
+
+        streams_ms, fused_ms = milliseconds(streams), milliseconds(fused)
         is_faster = fused_ms <= streams_ms
         how = "measured here" if groups[0].measured else f"by formula at efficiency {EFFICIENCY:g}"
         why = (
@@ -143,7 +152,7 @@ def fuse_layers(
     if not any(group.fused for group in groups):
         return step, groups
     fused = agreed(lambda: step.with_fused(groups), world).costed(cluster)
-    groups = result_of_first_rank(world, lambda: choice.confirmed(groups, step, fused))
+    groups = choice.confirmed(groups, step, fused, world)
     if any(group.fused for group in groups):
         return fused, groups
     step.context.layers.clear()
@@ -208,12 +217,21 @@ def plans_for(
     stored = result_of_first_rank(world, lambda: _stored(step, strategy, options, cache))
     if stored is not None:
         return [stored]
-    planner = step.planner(options, search=most == 1)
-    if strategy == AUTO:
-        planner.take(results_of_ranks(world, [partial(planner.family, names) for names in FAMILIES]))
+    planner = _planner(step, strategy, options, most > 1, world)
     plans = result_of_first_rank(world, lambda: planner.candidates(strategy, most))
     # With measured parts, another order may be the best.
     return plans if most == 1 else [replace(plan, order=()) for plan in plans]
+
+
+def _planner(step: Step, strategy: str, options: PlanningOptions, ordered_again: bool, world: str) -> Planner:
+    """The step's planner; for `auto` with the plans of all strategies, which ranks share. Collective.
+
+    Args: ordered_again: with measured parts, so that it searches no orders.
+    """
+    planner = step.planner(options, search=not ordered_again)
+    if strategy == AUTO:
+        planner.take(results_of_ranks(world, [partial(planner.family, names) for names in FAMILIES]))
+    return planner
 
 
 def _stored(step: Step, strategy: str, options: PlanningOptions, cache: str | Path | None) -> Plan | None:
