@@ -17,11 +17,11 @@ from pathlib import Path
 from bench.published.rows import Checked, check, load_rows, question_of, summary
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program import Instruction, Kind
-from lancet_kernels.predict.answer import Captured, Simulated, host_of
+from lancet_kernels.predict.answer import GRAPH_TRAINER, Captured, Simulated, host_of
 from lancet_kernels.predict.report import PUBLISHED
 from lancet_kernels.schedules import MICROBATCHES
 
-STRATEGIES = ("none", "duplex", "lancet-dw", "lancet", MICROBATCHES)
+STRATEGIES = ("none", GRAPH_TRAINER, "duplex", "lancet-dw", "lancet", "lancet+duplex", MICROBATCHES)
 """In the table of what strategies hide."""
 
 
@@ -127,6 +127,9 @@ def hidden() -> str:
             lines.append(_line(f"{name} (2 x {half.microbatch})", Captured.of(half), name))
         else:
             lines.append(_line(name, whole, name))
+    # Its publishers say of EP16 how much is hidden.
+    on_two_nodes = Captured.of(replace(asked, expert_ranks=16))
+    lines.append(_line(f"{GRAPH_TRAINER}, EP16", on_two_nodes, GRAPH_TRAINER))
     return "\n".join(lines)
 
 

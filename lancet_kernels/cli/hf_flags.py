@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lancet_kernels.predict.search import SearchResult
 
 
-OF_HF = (MICROBATCHES, "megatron", "megatron-dw")
-"""Strategies of several microbatches, which only `--hf` simulates."""
+OF_HF = (MICROBATCHES, "megatron", "megatron-dw", "graph-trainer")
+"""Strategies that only `--hf` simulates: of several microbatches, and those of other systems."""
 
 
 @dataclass(frozen=True)

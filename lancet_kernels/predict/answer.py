@@ -38,7 +38,9 @@ from lancet_kernels.predict.model_step import model_step
 from lancet_kernels.predict.question import BALANCED, Question, gib
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import OrderSearch
+from lancet_kernels.schedules.order.graph_trainer import order_by_layers
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
+from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import AUTO, Planner
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
@@ -60,7 +62,9 @@ MEGATRON, MEGATRON_DELAYED = "megatron", "megatron-dw"
 PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
 """Strategies of pairs of microbatches: the best order (`order.best_order`); Megatron's fixed one
 (`order.megatron`), without and with delayed weight gradients."""
-STRATEGIES = (*PLANNED, *PAIRED)
+GRAPH_TRAINER = "graph-trainer"
+"""torchtitan's order of two halves of each microbatch (`order.graph_trainer`)."""
+STRATEGIES = (*PLANNED, *PAIRED, GRAPH_TRAINER)
 PRODUCTS, ATTENTION, ELEMENTWISE, HOST = "products", "attention", "element-wise", "host"
 """Terms of a step, beside the optimizer and exposed collectives. Recurrent layers count as attention."""
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
@@ -83,6 +87,7 @@ ASSUMED = (
     "microbatches: the backward of a microbatch and the forward of the next, in the best order",
     "megatron: such pairs in Megatron's fixed order, each message waiting for its own inputs only; "
     "megatron-dw: with delayed weight gradients",
+    "graph-trainer: two halves of each microbatch, layer by layer in torchtitan's order",
     "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
 )
 
@@ -272,7 +277,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     for name in strategies:
         if name in PAIRED and question.accumulate == 1:
             impossible[name] = "one microbatch has nothing to run beside"
-        elif name in PLANNED and (error := captured.planners[0].impossible.get(name)):
+        elif error := captured.planners[0].impossible.get("duplex" if name == GRAPH_TRAINER else name):
             impossible[name] = str(error)
         else:
             result[name] = captured.simulated(name)
@@ -321,6 +326,10 @@ class Captured:
         """A strategy at both depths."""
         if strategy in PAIRED:
             return self._at_both(lambda one, planner: _of_pairs(one, planner, strategy))
+        if strategy == GRAPH_TRAINER:
+            return self._at_both(
+                lambda one, planner: _of_microbatches(one, _by_layers(one, planner.plan("duplex")))
+            )
         # What computation loses beside messages is not in the planner's prediction.
         plans, of_more = self._at_both(
             lambda _, planner: {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
@@ -355,6 +364,13 @@ class Captured:
 def _cuts(plan: Plan) -> object:
     """Into how many parts a plan cuts."""
     return frozenset(planned.parts for planned in plan.ranges)
+
+
+def _by_layers(one: Microbatch, plan: Plan) -> Plan:
+    """The duplexed step in torchtitan's order."""
+    program = one.cut(plan.ranges)
+    order = issue_early(program, order_by_layers(program, one.layers))
+    return replace(plan, order=tuple(program.instructions[i].name for i in order))
 
 
 def _of_pairs(one: Microbatch, planner: Planner, strategy: str) -> Simulated:

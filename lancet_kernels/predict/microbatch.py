@@ -143,6 +143,11 @@ class Microbatch:
         return Planner(self.program, self.step.cost, PlanningOptions(memory_limit_gb=limit_gb), self.cut)
 
     @cached_property
+    def layers(self) -> dict[str, str]:
+        """By name of an instruction, the layer that it is in; "": none."""
+        return {node.name: layer_of(node) for node in self.step.module.graph.nodes}
+
+    @cached_property
     def pair(self) -> PairOfMicrobatches:
         """The backward of one beside the forward of the next."""
         return PairOfMicrobatches.of(self)
@@ -253,7 +258,6 @@ class PairOfMicrobatches:
         timed = tuple(replace(i, milliseconds=t) for i, t in zip(single.instructions, ms, strict=True))
         program = program_of_pair(pair, replace(single, instructions=timed))
         original = {instruction.name: pair.original[instruction.name] for instruction in program.instructions}
-        layers = {node.name: layer_of(node) for node in step.module.graph.nodes}
         program = _as_kernels(program, single, {**pair.original, **_inverse(pair)})
         state = {*single.parameters, *pair.forward_inputs.values()}
         kept = tuple(t for t in program.inputs if t not in state)
@@ -267,7 +271,7 @@ class PairOfMicrobatches:
             inputs=(*(t for t in program.inputs if t in state), *resident),
             parameters=tuple(t for t in program.inputs if t in single.parameter_set),
         )
-        return cls(program, single, original, layers)
+        return cls(program, single, original, alone.layers)
 
     @cached_property
     def weight_gradients(self) -> list[int]:

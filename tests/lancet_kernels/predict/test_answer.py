@@ -19,6 +19,7 @@ from lancet_kernels.optimization.guards import example_arguments
 from lancet_kernels.optimization.step import capture_step
 from lancet_kernels.predict import answer as answers
 from lancet_kernels.predict.answer import (
+    GRAPH_TRAINER,
     STRATEGIES,
     Answer,
     Captured,
@@ -34,6 +35,7 @@ from lancet_kernels.predict.own_step import fake_ranks, without_contents
 from lancet_kernels.predict.question import Question, gib
 from lancet_kernels.predict.recomputation import recompute_as
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
+from lancet_kernels.schedules.strategies import DUPLEX
 from lancet_kernels.transformers.convert import CausalLMStep, convert
 from tests.grids import few_of
 from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, SPARSE_ATTENTION, written
@@ -140,7 +142,7 @@ def test_a_pair_is_a_backward_with_the_next_forward(question, sharding):
 
 def test_overlap_hides_and_never_beats_the_bound(question):
     result = answer(replace(question, dispatch="deepep"))
-    assert set(result.strategies) == {*STRATEGIES} - {"duplex", "lancet+duplex"}  # of one sequence
+    assert set(result.strategies) == {*STRATEGIES} - {*DUPLEX, GRAPH_TRAINER}  # of one sequence
     none, *others = result.strategies.values()
     assert all(one.step_ms < none.step_ms * 1.02 for one in others)
     assert result.strategies["megatron"].step_ms < none.step_ms
@@ -249,10 +251,10 @@ def test_strategies_that_cut_hide_all_to_alls(tmp_path):
     """Wide layers on eight nodes, two sequences: most of a step is all-to-all."""
     wide = {"hidden_size": 2048, "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
     asked = Question(written(tmp_path, QWEN3, **wide), "dgx-h100", 64, 64, "none", 4096, microbatch=2)
-    result = answer(asked, ("none", "tutel", "lancet-partition", "lancet", "duplex"))
+    result = answer(asked, ("none", "tutel", "lancet-partition", "lancet", "duplex", GRAPH_TRAINER))
     exposed = {name: one.exposed_ms["all_to_all"] for name, one in result.strategies.items()}
     steps = {name: one.step_ms for name, one in result.strategies.items()}
-    for name in ("lancet-partition", "lancet", "duplex"):
+    for name in ("lancet-partition", "lancet", "duplex", GRAPH_TRAINER):
         assert exposed[name] < exposed["none"]
         assert steps[name] < steps["none"]
     assert steps["tutel"] <= steps["none"]  # slices of the capacity cost more than they hide here
