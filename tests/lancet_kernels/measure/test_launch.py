@@ -49,7 +49,7 @@ def main():
         time.sleep(0.3)
         raise ValueError("late")
     import torch, torch.distributed as dist
-    me = start_ranks("cpu", {"timeout": 4, "SIGSTOP": 4}.get(mode, TIMEOUT))
+    me = start_ranks("cpu", {"timeout": 8, "SIGSTOP": 8}.get(mode, TIMEOUT))
     number = torch.tensor([me.rank + 1.0])
     dist.all_reduce(number)
     Path(folder, f"seen-{me.rank}").write_text(repr([
