@@ -197,12 +197,12 @@ class Planner:
                 self._plans[strategy] = error
         return self._plans[strategy]
 
-    def family(self, strategies: Sequence[str]) -> dict[str, Plan | UserError]:
+    def plans_or_reasons(self, strategies: Sequence[str]) -> dict[str, Plan | UserError]:
         """The plan of each of these strategies, or why it is impossible: work for one of several ranks."""
         return {name: self._plan_or_reason(name) for name in strategies}
 
-    def take(self, families: Iterable[Mapping[str, Plan | UserError]]) -> None:
-        """The plans of other ranks for the same step (`family`), which are not planned again."""
+    def add_plans(self, families: Iterable[Mapping[str, Plan | UserError]]) -> None:
+        """The plans of other ranks for the same step (`plans_or_reasons`), which are not planned again."""
         for plans in families:
             self._plans.update(plans)
 

@@ -230,7 +230,9 @@ def _planner(step: Step, strategy: str, options: PlanningOptions, ordered_again:
     """
     planner = step.planner(options, search=not ordered_again)
     if strategy == AUTO:
-        planner.take(results_of_ranks(world, [partial(planner.family, names) for names in FAMILIES]))
+        planner.add_plans(
+            results_of_ranks(world, [partial(planner.plans_or_reasons, names) for names in FAMILIES])
+        )
     return planner
 
 

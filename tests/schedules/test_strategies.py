@@ -215,6 +215,6 @@ def test_the_fastest_plan_that_fits():
 def test_plans_of_several_planners_are_those_of_one(small, cut):
     options, cutter = PlanningOptions(PartitionOptions(most_parts=2)), small.cutter if cut else None
     alone, first, second = (Planner(small.program, small.cost, options, cutter) for _ in range(3))
-    first.take([first.family(FAMILIES[0]), second.family(FAMILIES[1])])
+    first.add_plans([first.plans_or_reasons(FAMILIES[0]), second.plans_or_reasons(FAMILIES[1])])
     assert first.candidates(AUTO) == alone.candidates(AUTO)
     assert bool(alone.impossible) == (not cut)

@@ -159,3 +159,17 @@ def test_each_strategy_is_planned_by_one_rank(pool) -> None:
     assert first == ["none", "tutel", "lancet-dw", "lancet-partition", "lancet", AUTO], "rank 0 chooses"
     assert second == ["duplex", "lancet+duplex"]
     assert plan == other
+
+
+def test_candidates_that_are_ordered_again_are_not_searched() -> None:
+    searches: list[bool] = []
+
+    class Watched(Planner):
+        def __init__(self, *arguments: object, search: bool, **others: object) -> None:
+            searches.append(search)
+            super().__init__(*arguments, search=search, **others)
+
+    with mock.patch.object(walk, "Planner", Watched):
+        optimize(Step(), (torch.ones(4, 8),), trials=0)  # orders plans with measured parts
+        optimize(Step(), (torch.ones(4, 8),), cluster="p3dn")
+    assert searches == [False, True]
