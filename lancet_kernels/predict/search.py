@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.predict.answer import MEGATRON, MEGATRON_DELAYED, STRATEGIES, Answer, answer, depths_of
+from lancet_kernels.predict.answer import MEGATRON, MEGATRON_DELAYED, PLANNED, Answer, answer, depths_of
 from lancet_kernels.predict.config import load_config, meta_model, shortened
 from lancet_kernels.predict.microbatch import WEIGHT_BYTES, Share
 from lancet_kernels.predict.question import SHARDING, Question, gib
@@ -34,7 +34,7 @@ QUICK_SHARE = 0.7
 QUICK = ("none", MEGATRON, MEGATRON_DELAYED)
 """Strategies by which layouts are compared first: fixed orders, a second or two for both depths."""
 _NOT_TRIED = "not tried in the time given"
-REST = (MICROBATCHES, *(name for name in STRATEGIES if name not in (*QUICK, MICROBATCHES)))
+REST = (MICROBATCHES, *(name for name in PLANNED if name not in QUICK))
 
 
 @dataclass(frozen=True)

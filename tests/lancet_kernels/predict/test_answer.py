@@ -151,6 +151,14 @@ def test_overlap_hides_and_never_beats_the_bound(question):
         assert one.compute_ms + sum(one.exposed_ms.values()) <= one.step_ms * (1 + 1e-9)
 
 
+def test_the_best_is_what_optimize_runs(question):
+    result = answer(question, ("none", "lancet-dw", "megatron"))
+    fast = {"megatron": replace(result.strategies["megatron"], step_ms=1e-3)}
+    assert replace(result, strategies={**result.strategies, **fast}).best in ("none", "lancet-dw")
+    none = {"none": result.strategies["none"]}
+    assert replace(result, strategies={**none, **fast}).best == "megatron", "nothing else overlaps"
+
+
 def test_small_kernels_wait_for_the_host(question):
     """64 tokens: the GPU waits for launches."""
     result = answer(question, ["none"])
