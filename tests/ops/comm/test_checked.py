@@ -127,7 +127,8 @@ def said_of(kind: str) -> tuple[str, float]:
 def test_collectives_that_differ_are_named_on_both_ranks(pool, kind, got):
     pool.run(groups_that_stay if kind == "forward beside" else dist.get_rank)
     before = pool.pids()
-    for said, seconds in pool.run(said_of, kind, leave_together=False):
+    # Not a minute: garbage collection waits so long for what is still under way.
+    for said, seconds in pool.run(said_of, kind, leave_together=False, collective_timeout_s=10.0):
         assert got in said
         assert "\n" not in said
         assert len(said) < 400
