@@ -42,7 +42,7 @@ from lancet_kernels.schedules.order.graph_trainer import order_by_layers
 from lancet_kernels.schedules.order.megatron import paired_order, with_delayed_weight_gradients
 from lancet_kernels.schedules.order.ordering import issue_early
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.strategies import AUTO, Planner
+from lancet_kernels.schedules.strategies import AUTO, DUPLEX, Planner
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import (
     Event,
@@ -282,7 +282,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
     for name in strategies:
         if name in PAIRED and question.accumulate == 1:
             impossible[name] = "one microbatch has nothing to run beside"
-        elif error := captured.planners[0].impossible.get("duplex" if name == GRAPH_TRAINER else name):
+        elif name in (*DUPLEX, GRAPH_TRAINER) and (error := captured.planners[0].impossible.get("duplex")):
             impossible[name] = str(error)
         else:
             result[name] = captured.simulated(name)
