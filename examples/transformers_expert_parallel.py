@@ -6,7 +6,7 @@
 
 The import that registers `ep_implementation="lancet"` and the `DistributedConfig` are all that differs from
 a model on one device, but for checkpoints: the Trainer (transformers 5.23) saves no optimizer of a model that
-was sharded when it was loaded. `Checkpoints` does, with `torch.distributed.checkpoint`.
+was sharded when it was loaded. `Checkpoints` does, as `own_loop.py`.
 
 With a plan, `PlannedTrainer` gives all microbatches of an optimizer step to the plan at once, and the
 backward of each runs together with the forward of the next. Parameters, optimizer and checkpoints are the
@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from own_loop import load, save
 from transformers import (
     AutoModelForCausalLM,
     Qwen3MoeConfig,
@@ -33,7 +32,6 @@ from transformers.distributed import DistributedConfig
 import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers "lancet"
 from lancet_kernels import CausalLMStep, OptimizedModule, optimize
 
-STEPS = 10
 EXPERT_RANKS = 2
 BATCH = 8
 
@@ -44,48 +42,24 @@ CONFIG = Qwen3MoeConfig(
 )  # fmt: skip
 
 
-class Counting(torch.utils.data.Dataset):
-    """Tokens that count upwards, from a given example on."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = (7 * (self.first + index) + torch.arange(16)) % CONFIG.vocab_size
-        return {"input_ids": ids, "labels": ids}
+def sequence(number: int) -> dict[str, torch.Tensor]:
+    """Tokens that count upwards."""
+    ids = (7 * number + torch.arange(16)) % CONFIG.vocab_size
+    return {"input_ids": ids, "labels": ids}
 
 
 class Checkpoints(TrainerCallback):
     """Saves model and optimizer at the end, and begins with what was saved last, on any number of ranks."""
 
     def __init__(self, folder: Path) -> None:
-        saved = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
-        self.folder = folder
-        self.first_step: int = saved[-1][0] if saved else 0
-        self.latest: Path | None = saved[-1][1] if saved else None
+        self.folder, latest = folder, folder / "latest"
+        self.first_step = int(latest.read_text()) if latest.exists() else 0
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **others) -> None:
-        if self.latest is not None:
-            saved = self._states(model, optimizer)
-            dcp.load(saved, checkpoint_id=self.latest)
-            set_state_dict(
-                model,
-                optimizer.optimizer,
-                model_state_dict=saved["model"],
-                optim_state_dict=saved["optimizer"],
-            )
+        load(self.folder, model, optimizer.optimizer)  # accelerate wraps it
 
     def on_train_end(self, args, state, control, model=None, optimizer=None, **others) -> None:
-        step = self.first_step + state.global_step
-        dcp.save(self._states(model, optimizer), checkpoint_id=self.folder / f"step-{step}")
-
-    @staticmethod
-    def _states(model, optimizer) -> dict:
-        model_state, optimizer_state = get_state_dict(model, optimizer.optimizer)  # accelerate wraps it
-        return {"model": model_state, "optimizer": optimizer_state}
+        save(self.folder, self.first_step + state.global_step, model, optimizer.optimizer)
 
 
 class PlannedTrainer(Trainer):
@@ -110,9 +84,7 @@ class PlannedTrainer(Trainer):
         return torch.stack(losses).mean()
 
 
-def main(
-    folder: Path, steps: int = STEPS, accumulate: int = 1, plan: bool = False, implementation: str = "lancet"
-) -> list[float]:
+def main(folder: Path, steps: int, accumulate: int, plan: bool) -> list[float]:
     """Train so many more steps. -> their losses.
 
     Args: folder: the same on all ranks. accumulate: microbatches of a step.
@@ -130,9 +102,10 @@ def main(
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(CONFIG).save_pretrained(folder / "model")
     dist.barrier()
-    config = DistributedConfig(fsdp_size=ranks, ep_size=EXPERT_RANKS, ep_implementation=implementation)
+    config = DistributedConfig(fsdp_size=ranks, ep_size=EXPERT_RANKS, ep_implementation="lancet")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config)
-    data = Counting(checkpoints.first_step * accumulate * BATCH * ranks)
+    first = checkpoints.first_step * accumulate * BATCH * ranks
+    data = [sequence(number) for number in range(first, first + 1000)]
     trainer_class = PlannedTrainer if plan else Trainer
     trainer = trainer_class(model, arguments, train_dataset=data, callbacks=[checkpoints])
     trainer.train()
@@ -145,7 +118,7 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--plan", action="store_true")
     main(**vars(parser.parse_args()))

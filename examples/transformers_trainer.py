@@ -32,15 +32,10 @@ from lancet_kernels import (
 STEPS = 20
 
 
-class Counting(torch.utils.data.Dataset):
+def sequence(number: int) -> dict[str, torch.Tensor]:
     """Tokens that count upwards."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = (7 * index + torch.arange(16)) % CONFIG.vocab_size
-        return {"input_ids": ids, "labels": ids}
+    ids = (7 * number + torch.arange(16)) % CONFIG.vocab_size
+    return {"input_ids": ids, "labels": ids}
 
 
 class ClipGradients(TrainerCallback):
@@ -70,9 +65,9 @@ def main(plan: bool) -> list[float]:
         model = OlmoeForCausalLM(CONFIG)
         convert(model)
         trained: nn.Module = model
-        data, trainer_class = Counting(), Trainer
+        data, trainer_class = [sequence(number) for number in range(1000)], Trainer
         if plan:
-            batch = torch.utils.data.default_collate([data[index] for index in range(8)])
+            batch = torch.utils.data.default_collate(data[:8])
             trained = optimize(CausalLMStep(model), batch, reduce_gradients=False)
             trainer_class = PlannedTrainer
         groups = prepare_data_parallel(trained)

@@ -38,37 +38,31 @@ if TYPE_CHECKING:
 else:
     # Imported on first use, because they import torch's tracer.
     _HOMES = {
-        "CaptureError": "graph.capture.capture",
-        "CausalLMStep": "transformers.convert",
-        "ConversionReport": "transformers.convert",
-        "GraphedStep": "optimization.graphed",
-        "OptimizedModule": "optimization.optimized_module",
-        "ParallelModule": "parallelization.parallel_module",
-        "PartitionOptions": "schedules.cut.partition_range",
-        "Plan": "schedules.plan",
-        "PlanningOptions": "schedules.strategies",
-        "ShardingStrategy": "schedules.shard.sharding_strategy",
-        "SquareLinear": "parallelization.square_layer",
-        "convert": "transformers.convert",
-        "ddp": "layer.data_parallel",
-        "export_state_dict": "transformers.checkpoints",
-        "fsdp": "layer.data_parallel",
-        "load_safetensors": "transformers.checkpoints",
-        "optimize": "optimization.optimize",
-        "overlap_pass": "optimization.overlap_pass",
-        "parallelize": "parallelization.parallelize",
-        "parallelize_linears": "parallelization.parallel_linears",
-        "prepare_data_parallel": "layer.data_parallel",
-        "reset_exchanges": "ops.moe.fused_experts",
-        "save_safetensors": "transformers.checkpoints",
-        "whole_state_dict": "parallelization.square_layer",
+        "graph.capture.capture": "CaptureError",
+        "layer.data_parallel": "ddp fsdp prepare_data_parallel",
+        "ops.moe.fused_experts": "reset_exchanges",
+        "optimization.graphed": "GraphedStep",
+        "optimization.optimize": "optimize",
+        "optimization.optimized_module": "OptimizedModule",
+        "optimization.overlap_pass": "overlap_pass",
+        "parallelization.parallel_linears": "parallelize_linears",
+        "parallelization.parallel_module": "ParallelModule",
+        "parallelization.parallelize": "parallelize",
+        "parallelization.square_layer": "SquareLinear whole_state_dict",
+        "schedules.cut.partition_range": "PartitionOptions",
+        "schedules.plan": "Plan",
+        "schedules.shard.sharding_strategy": "ShardingStrategy",
+        "schedules.strategies": "PlanningOptions",
+        "transformers.checkpoints": "export_state_dict load_safetensors save_safetensors",
+        "transformers.convert": "CausalLMStep ConversionReport convert",
     }
 
     def __getattr__(name: str) -> object:
-        if name in _HOMES:
-            from importlib import import_module
+        from importlib import import_module
 
-            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        for home, names in _HOMES.items():
+            if name in names.split():
+                return getattr(import_module(f"{__name__}.{home}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,18 +14,11 @@ FOLDERS = ("lancet_kernels", "ops", "graph", "schedules", "bench", "tests", "exa
 
 
 @cache
-def docstrings(text: str) -> tuple[tuple[int, str], ...]:
+def docstrings(text: str) -> list[tuple[int, str]]:
     """First line and text of every docstring, those behind constants and fields included."""
-    return tuple(_docstrings(text))
-
-
-def _docstrings(text: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", ())
-        for statement in body if isinstance(body, list) else ():
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield statement.lineno, value.value
+    values = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    constants = [value for value in values if isinstance(value, ast.Constant)]
+    return [(one.lineno, one.value) for one in constants if isinstance(one.value, str)]
 
 
 def broken_lines(text: str) -> Iterator[int]:

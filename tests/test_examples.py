@@ -60,30 +60,26 @@ def trained(model: nn.Module, lr: float, loss_of_step: Callable[[int], torch.Ten
     return losses
 
 
-def trained_original() -> list[float]:
-    """The Hugging Face example with the original model: one process, both ranks' batches in one."""
-    from transformers import OlmoeForCausalLM
-
-    module = example("hugging_face")
-    torch.manual_seed(0)
-    model = CausalLMStep(OlmoeForCausalLM(module.CONFIG))
-    # One after the other: the model's own load-balance loss is that of a batch.
-    return trained(model, 1e-2, lambda n: sum(model(**module.make_batch(n, rank)) / 2 for rank in range(2)))
-
-
 @pytest.mark.long
 def test_hugging_face_trains_like_the_original(pool: RankPool) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
+    """In one process, with both ranks' batches in one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     got = pool.run(losses_of, "hugging_face", timeout_s=180)
     assert got[0] == got[1]
-    expected = trained_original()
+    module = example("hugging_face")
+    torch.manual_seed(0)
+    model = CausalLMStep(transformers.OlmoeForCausalLM(module.CONFIG))
+    # One after the other: the model's own load-balance loss is that of a batch.
+    expected = trained(
+        model, 1e-2, lambda n: sum(model(**module.make_batch(n, rank)) / 2 for rank in range(2))
+    )
     assert expected[-1] < 0.5 * expected[0]
     assert differs(got[0], expected) < BOUND
 
 
-def data_parallel_reference(name: str) -> list[float]:
-    """The loop of an example around a model that `ddp` wraps."""
-    module = example(name)
+def fsdp_and_data_parallel() -> tuple[list[float], list[float]]:
+    """The example, and its loop around a model that `ddp` wraps."""
+    got, module = losses_of("fsdp2"), example("fsdp2")
     torch.manual_seed(0)
     model = ddp(nn.Sequential(module.Block(), module.Block()))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -94,16 +90,12 @@ def data_parallel_reference(name: str) -> list[float]:
 
     losses = torch.tensor(trained(model, 3e-3, loss_of_step))
     dist.all_reduce(losses)
-    return (losses / dist.get_world_size()).tolist()
-
-
-def fsdp_and_reference() -> tuple[list[float], list[float]]:
-    return losses_of("fsdp2"), data_parallel_reference("fsdp2")
+    return got, (losses / dist.get_world_size()).tolist()
 
 
 @pytest.mark.long
 def test_fsdp2_trains_like_data_parallel(pool: RankPool) -> None:
-    for got, expected in pool.run(fsdp_and_reference, timeout_s=120):
+    for got, expected in pool.run(fsdp_and_data_parallel, timeout_s=120):
         assert expected[-1] < 0.7 * expected[0]
         assert differs(got, expected) < BOUND
 

@@ -31,9 +31,8 @@ from lancet_kernels import CausalLMStep, convert, ddp, optimize
 from lancet_kernels.cli.options import names_among
 from lancet_kernels.files import write_json_atomically
 from lancet_kernels.measure.launch import launch, report_errors, start_ranks, under_launcher
-from lancet_kernels.measure.step_bench import iteration_ms
+from lancet_kernels.measure.step_bench import chosen, iteration_ms
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.schedules.plan import PLAIN
 from lancet_kernels.timing import in_turn
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, SEQUENCES, TOKENS = 4, 8, 2, 256, 4, 64
@@ -98,7 +97,7 @@ def measured(name: str, width: int, which: Sequence[str], rounds: int) -> dict[s
         return float(elapsed_ms)
 
     times = in_turn(which, one, rounds, WARMUP, first_changes=True)
-    first = times[which[0]]
+    first, auto = times[which[0]], steps.get("auto")
     return {
         "model": name,
         "width": width,
@@ -108,22 +107,15 @@ def measured(name: str, width: int, which: Sequence[str], rounds: int) -> dict[s
             kind: round(statistics.median(own / other for own, other in zip(ms, first, strict=True)), 4)
             for kind, ms in times.items()
         },
-        "auto_chose": _chosen(steps.get("auto")),
+        "auto_chose": chosen(auto.plan) if isinstance(auto, OptimizedModule) else None,
     }
-
-
-def _chosen(optimized: nn.Module | None) -> str | None:
-    if not isinstance(optimized, OptimizedModule):
-        return None
-    plan = optimized.plan
-    return PLAIN if plan.plain else plan.report.chosen or plan.strategy
 
 
 def _row(case: dict) -> str:
     ratios = next(value for key, value in case.items() if key.startswith("over_"))
     cells = [f"{case['milliseconds'][kind]:>10.1f} {ratio:>5.3f}" for kind, ratio in ratios.items()]
-    chosen = f"   {case['auto_chose']}" if case["auto_chose"] else ""
-    return f"{case['model']:<10}{case['width']:>6}{case['ranks']:>6}" + "".join(cells) + chosen
+    by_auto = f"   {case['auto_chose']}" if case["auto_chose"] else ""
+    return f"{case['model']:<10}{case['width']:>6}{case['ranks']:>6}" + "".join(cells) + by_auto
 
 
 def _numbers(text: str) -> list[int]:

@@ -96,13 +96,7 @@ class Layer:
         seconds = time.monotonic() - begin
         for exchange in self.passes.exchanges(self.config):
             exchange.check()
-        got = {
-            "y": y,
-            "dx": gradients.dx,
-            "dweight": gradients.dweight,
-            "dw1": gradients.dw1,
-            "dw2": gradients.dw2,
-        }
+        got = {"y": y} | {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
         expected = by_torch(self.passes.x, self.passes.dy, self.passes.routing, self.passes.experts)
         distances = agreement(got, dict(zip(got, expected, strict=True)), self.dtype)
         about = {"sizes": str(self.workload), "bodies": self.config.bodies, "programs": self.config.programs}

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.published.rows import Checked, check, load_rows, question_of, summary
+from lancet_kernels.cli import aligned
 from lancet_kernels.graph.ops import facts
 from lancet_kernels.graph.program import Instruction, Kind
 from lancet_kernels.predict.answer import GRAPH_TRAINER, Captured, Simulated, host_of
@@ -56,13 +57,9 @@ def main() -> None:
 
 def text(checked: Sequence[Checked]) -> str:
     """One line for each row, then the summary."""
-    width = max(len(one.row.name) for one in checked)
-    lines = [f"{'':{width}} {'measured':>12} {'predicted':>12} {'error':>8}"]
-    for one in checked:
-        mark = " fitted" if one.row.fitted else ""
-        measured, predicted, error = _cells(one)
-        lines.append(f"{one.row.name:{width}} {measured:>12} {predicted:>12} {error:>8}{mark}")
-    return "\n".join([*lines, "", *_summary_lines(checked)])
+    rows = [(one.row.name, *_cells(one), "fitted" if one.row.fitted else "") for one in checked]
+    lines = aligned([("", "measured", "predicted", "error", ""), *rows], right=(1, 2, 3))
+    return "\n".join([lines, "", *_summary_lines(checked)])
 
 
 def _summary_lines(checked: Sequence[Checked]) -> list[str]:
@@ -102,13 +99,9 @@ def _cells(one: Checked) -> tuple[str, str, str]:
         unit = "ms" if quantity.endswith("_ms") else "GiB" if quantity.endswith("_gib") else ""
         return f"{value:,.{0 if value > 100 else 2}f} {unit}".strip()
 
-    error = (
-        "-"
-        if one.error is None
-        else f"{one.error:+.1%}"
-        if quantity != "gain"
-        else f"{one.error * 100:+.1f} pp"
-    )
+    error = "-"
+    if one.error is not None:
+        error = f"{one.error * 100:+.1f} pp" if quantity == "gain" else f"{one.error:+.1%}"
     return shown(one.row.measured), shown(one.predicted), error
 
 

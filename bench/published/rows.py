@@ -1,7 +1,7 @@
 """Rows of published measurements, each with its prediction and error: one TOML file for each source.
 
-A file has `source`, `commit`, `configuration` and `assumed`, and one table `[[rows]]` for each measured
-value.
+A file has `source`, `commit`, `configuration` and `assumed`, and a table `[[rows]]` for each configuration:
+its name, what differs from that of the file, and `measured`, of which each value is a row.
 
 One MoE layer alone is predicted as Megatron-LM's performance test measures it: forward, backward, peak
 memory. The test passes no `gated_linear_unit`, so the experts have a plain GELU; it is not fused, and routing
@@ -41,6 +41,8 @@ else:
 
 FOLDER = Path(__file__).parent / "measurements"
 CONFIGS = Path(__file__).parent / "configs"
+NAMES = {"forward_ms": ", forward", "backward_ms": ", backward", "peak_memory_gib": ", memory"}
+"""What follows the name of a table of rows, by quantity."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,19 @@ def _of_file(file: Path) -> list[Row]:
     common = data.get("configuration", {})
     return [
         Row(
+            name=row["name"] + NAMES.get(quantity, ""),
             source=data["source"],
             commit=data["commit"],
+            configuration={**common, **row.get("configuration", {})},
             assumed=tuple(data.get("assumed", ())),
-            configuration={**common, **row.pop("configuration", {})},
-            **row,
+            quantity=quantity,
+            measured=measured,
+            # Constants are fitted on times alone.
+            fitted=row.get("fitted", False) and quantity != "peak_memory_gib",
+            **{key: row[key] for key in ("strategy", "not_simulated", "why") if key in row},
         )
         for row in data["rows"]
+        for quantity, measured in row["measured"].items()
     ]
 
 
@@ -166,9 +174,7 @@ class Checked:
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values, with `predicted` and `error`."""
-        row = asdict(self.row)
-        row["configuration"], row["assumed"] = dict(self.row.configuration), list(self.row.assumed)
-        return {**row, "predicted": self.predicted, "error": self.error}
+        return {**asdict(self.row), "predicted": self.predicted, "error": self.error}
 
 
 def check(rows: Sequence[Row]) -> list[Checked]:

@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-OVERLAP = "bench/results/overlap-{}.json"
-FAULTS = "bench/results/faults-2-core-cpu.json"
-DRAWN = "bench/results/drawn-set-ups-{}-ranks.json"
 SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
@@ -41,6 +38,11 @@ def command_line() -> str:
         sections += [f"## `lancet {name}`", "", _escaped(parser.description or ""), ""]
         sections += [*_table(("option", "meaning"), rows), ""]
     return "\n".join(sections)
+
+
+def _results(name: str) -> Any:
+    """A file of bench/results."""
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -123,12 +125,11 @@ WAYS = {
     "converted": "`convert`", "optimize": "`optimize`", "expert parallel": "EP", "plan --hf": "`plan --hf`",
 }  # fmt: skip
 RIGHT = {"": "yes", "not cut": "yes, not cut"}
-FAMILIES = "bench/results/transformers-families.json"
 
 
 def by_family() -> Mapping[str, Mapping[str, Any]]:
     """What was tried of each family of transformers."""
-    return json.loads((ROOT / FAMILIES).read_text(encoding="utf-8"))["families"]
+    return _results("transformers-families")["families"]
 
 
 def families() -> str:
@@ -161,7 +162,7 @@ def versions() -> str:
 
 def overlap(run: str = "emulated-2-core-cpu") -> str:
     """A committed run of `lancet bench overlap`, and where the milliseconds of each strategy go."""
-    figures = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))
+    figures = _results(f"overlap-{run}")
     times: Mapping[str, float] = figures["iteration_ms"]
     rows = {"iteration": times, "predicted": figures["predicted_ms"]}
     accounts: Mapping[str, Mapping[str, float]] = figures["account_ms"]
@@ -204,7 +205,7 @@ def stand_ins() -> str:
     runs = {"two ranks": "emulated-2-core-cpu", "one rank stands for 16": STANDS_FOR}
     shares: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
-        times = json.loads((ROOT / OVERLAP.format(run)).read_text(encoding="utf-8"))["iteration_ms"]
+        times = _results(f"overlap-{run}")["iteration_ms"]
         shares[name] = {strategy: ms / times["none"] for strategy, ms in times.items() if strategy != "none"}
     strategies = list(shares["two ranks"])
     rows = [[name, *(f"{of[strategy]:.2f}" for strategy in strategies)] for name, of in shares.items()]
@@ -219,7 +220,7 @@ FIGURES = {
 
 def faults() -> str:
     """What became of jobs in which something happened to a rank (`bench.cpu.faults`)."""
-    figures = json.loads((ROOT / FAULTS).read_text(encoding="utf-8"))
+    figures = _results("faults-2-core-cpu")
     rows = []
     for end in figures["ends"]:
         fault, after_s = end["fault"], end["after_s"]
@@ -238,7 +239,7 @@ def faults() -> str:
 
 def drawn() -> str:
     """What became of the set-ups that `tests.generated_setups` draws, and for which reasons."""
-    runs = [json.loads((ROOT / DRAWN.format(ranks)).read_text(encoding="utf-8")) for ranks in (2, 4)]
+    runs = [_results(f"drawn-set-ups-{ranks}-ranks") for ranks in (2, 4)]
     columns = [Counter[str](run["ends"]) for run in runs]
     for run, column in zip(runs, columns, strict=True):
         for reason, count in run["reasons"].items():

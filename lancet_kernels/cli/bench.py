@@ -7,15 +7,15 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 
+from lancet_kernels.cli import aligned
+from lancet_kernels.cli.check import own_step
 from lancet_kernels.cli.options import (
     PlanningFlags,
     add_options,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lancet_kernels.measure.step_bench import Inputs
-    from lancet_kernels.optimization.optimized_module import OptimizedModule
+    from lancet_kernels.schedules.plan import Plan
 
 OVERLAP = "overlap"
 """The step of the library's own model, over an emulated link."""
@@ -87,7 +87,6 @@ class BenchOptions(PlanningFlags):
         f"of {OVERLAP}: as in lancet train (default: switch; with --stands-for random, since ranks that are "
         "alike have balanced routing)",
         metavar="GATE",
-        parse=str,
     )
     batch: int = option(8, f"of {OVERLAP}: sequences per rank", parse=positive_int)
     sequence: int | None = option(
@@ -243,17 +242,28 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup, options.accumulate)
     best = min(plans, key=lambda name: measured[name].iteration_ms)
     figures = step_bench.report(measured, best, link)
-    figures |= {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in plans.items()}}
-    figures |= about | _conditions(options, rank)
     impossible = {k: v for module in plans.values() for k, v in module.plan.report.impossible.items()}
-    figures["impossible"] = {name: why for name, why in impossible.items() if name in options.strategies}
+    figures |= about | {
+        "link_gbps": gbps,
+        "plans": {name: _summary(module.plan) for name, module in plans.items()},
+        "impossible": {name: why for name, why in impossible.items() if name in options.strategies},
+        "ranks": rank.world,
+        "stands_for": options.stands_for,
+        "rounds": options.rounds,
+        "accumulate": options.accumulate,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "device": rank.device.type,
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     if arguments.timeline:
         with file_errors(arguments.timeline, (OSError, ValueError)):
             step_bench.save_timeline(plans[best], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
         if arguments.output:
             write_json_atomically(Path(arguments.output), figures)
-        print(json_text(figures) if arguments.json else step_bench.table(figures), flush=True)
+        print(json_text(figures) if arguments.json else table(figures), flush=True)
     return 0
 
 
@@ -266,38 +276,70 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
         about: dict[str, object] = {"model": options.model, "sizes": sizes | {"sequence": trainer.sequence}}
         about |= {"gate": options.chosen_gate, "batch": options.batch}
         return trainer.module, trainer.batch(1), about
-    from lancet_kernels.predict.own_step import call_make_step, load_function
-
-    torch.manual_seed(options.seed)
-    module, inputs = call_make_step(step, load_function(step), nullcontext())
-    inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(rank.device), inputs)
-    return module.to(rank.device), inputs, {"model": step}
+    return *own_step(step, rank.device, options.seed), {"model": step}
 
 
-def _plan(module: OptimizedModule) -> dict[str, object]:
-    """A summary of the plan."""
-    from lancet_kernels.schedules.plan import PLAIN
+def _summary(plan: Plan) -> dict[str, object]:
+    from lancet_kernels.measure.step_bench import chosen
 
-    plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
-    chosen = PLAIN if plan.plain else plan.report.chosen or plan.strategy
-    return {"chosen": chosen, "method": plan.report.method, "ranges": ranges}
-
-
-def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:
-    return {
-        "ranks": rank.world,
-        "stands_for": options.stands_for,
-        "rounds": options.rounds,
-        "accumulate": options.accumulate,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "device": rank.device.type,
-        "threads_per_rank": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    return {"chosen": chosen(plan), "method": plan.report.method, "ranges": ranges}
 
 
 def _say(rank: Rank, text: str) -> None:
     if rank.rank == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures of `step_bench.report` as a table for people."""
+    from lancet_kernels.measure.step_bench import COUNTS, DDP, DDP_LIKE, PLAIN
+
+    times: Mapping[str, float] = figures["iteration_ms"]
+    waits = sorted({what for waited in figures["waited_ms"].values() for what in waited} - {COUNTS})
+    usual = next(name for name in (DDP, DDP_LIKE, PLAIN) if name in times)
+    head = ["", "step ms", "saved", *(f"waits {what.replace('_', '-')}" for what in waits), "peak GB"]
+    rows = [[*head, "predicted ms", "off", "peak GB"]]
+    for name, ms in times.items():
+        waited = {what: f"{figures['waited_ms'][name].get(what, 0.0):.1f}" for what in waits}
+        if name == DDP and "all_reduce" in waited:
+            waited["all_reduce"] = "?"  # DistributedDataParallel waits for its sums out of our sight
+        memory, predicted = f"{figures['peak_memory_gb'][name]:.3g}", ["", "", ""]
+        if name in figures["predicted_ms"]:
+            predicted = [
+                f"{figures['predicted_ms'][name]:.1f}",
+                f"{figures['prediction_errors'][name]:.0%}",
+                f"{figures['predicted_peak_memory_gb'][name]:.3g}",
+            ]
+        rows.append([name, f"{ms:.1f}", f"{1 - ms / times[usual]:.1%}", *waited.values(), memory, *predicted])
+    accounts: Mapping[str, Mapping[str, float]] = figures["account_ms"]
+    parts = [*dict.fromkeys(part for account in accounts.values() for part in account)]
+    account_rows = [["of the step, ms", *(part.replace("_", "-") for part in parts)]]
+    for name, account in accounts.items():
+        account_rows.append([name, *(f"{account.get(part, 0.0):.1f}" for part in parts)])
+    return "\n".join(
+        [
+            aligned(rows, right=range(1, len(rows[0]))),
+            f"saved: against {usual}; {PLAIN}: no gradient is summed",
+            aligned(account_rows, right=range(1, len(parts) + 1)),
+            f"link {figures['link']}; {_gain(figures)}",
+        ]
+    )
+
+
+def _gain(figures: Mapping[str, Any]) -> str:
+    """How much faster the best strategy is than the best that does not plan, and what it hides."""
+    from lancet_kernels.measure.step_bench import BASELINES, DDP, DDP_LIKE
+
+    best, times = figures["best"], figures["iteration_ms"]
+    others = {name: times[name] for name in (DDP, DDP_LIKE, *BASELINES) if name in times and name != best}
+    if not others:
+        return best
+    rival = min(others, key=others.__getitem__)
+    text = f"{best} against {rival} {others[rival] / times[best]:.2f}x"
+    exposed = [
+        f"exposed all-to-all {-figures[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+        for name in BASELINES
+        if f"exposed_reduction_vs_{name}" in figures and name != best
+    ]
+    return ", ".join([text, *exposed])

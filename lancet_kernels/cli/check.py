@@ -109,18 +109,24 @@ def _run_rank(arguments: argparse.Namespace, folder: Path) -> None:
         write_json_atomically(folder / RESULT, result)
 
 
+def own_step(spec: str, device: torch.device, seed: int = 0) -> tuple[nn.Module, Inputs]:
+    """What make_step returns, on the device."""
+    from lancet_kernels.predict.own_step import call_make_step, load_function
+
+    torch.manual_seed(seed)
+    model, inputs = call_make_step(spec, load_function(spec), nullcontext())
+    if any(parameter.device.type != device.type for parameter in model.parameters()):
+        model.to(device)
+    return model, pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs)
+
+
 def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:
-    """What make_step returns, on the rank's device, and with what sums its gradients."""
+    """The same with what sums its gradients."""
     from lancet_kernels.layer.data_parallel import ddp, fsdp
     from lancet_kernels.measure.step_check import slice_of
     from lancet_kernels.optimization.optimize import optimize
-    from lancet_kernels.predict.own_step import call_make_step, load_function
 
-    torch.manual_seed(0)
-    model, inputs = call_make_step(spec, load_function(spec), nullcontext())
-    if any(parameter.device.type != rank.device.type for parameter in model.parameters()):
-        model.to(rank.device)
-    inputs = pytree.tree_map_only(Tensor, lambda t: t.to(rank.device), inputs)
+    model, inputs = own_step(spec, rank.device)
     if sums == "optimize":
         return optimize(model, slice_of(inputs, rank.world, rank.rank)), inputs
     if sums == "module":

@@ -63,12 +63,14 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def environment() -> dict[str, Any]:
     """All facts, as JSON values. Starts no rank and runs no kernel."""
+    shown = {name: os.environ[name] for name in _SHOWN if name in os.environ}
+    hidden = sorted(name for name in os.environ if name.startswith(_SET) and name not in shown)
     return {
         "lancet_kernels": __version__,
         "machine": _machine(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "backends": {name: row._asdict() for name, row in backends().items()},
-        "variables": _variables(),
+        "variables": shown | dict.fromkeys(hidden, "set"),
     }
 
 
@@ -178,11 +180,6 @@ def _machine() -> dict[str, object]:
     # A line for each GPU, in one.
     facts["nvidia_gpu_models"] = (facts["nvidia_gpu_models"] or "none").replace("\n", "; ")
     return {name: facts[name] for name in _MACHINE} | {"cpu_cores": cpu_cores()}
-
-
-def _variables() -> dict[str, str]:
-    shown = {name: os.environ[name] for name in _SHOWN if name in os.environ}
-    return shown | {name: "set" for name in sorted(os.environ) if name.startswith(_SET) and name not in shown}
 
 
 def as_text(facts: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from lancet_kernels.files import json_text
-from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan
 
 
@@ -56,7 +55,7 @@ def difference(one: Plan, other: Plan) -> list[str]:
         values = settings[0][name], settings[1][name]
         if values[0] != values[1]:
             lines.append(f"{name.replace('_', ' ')}: {values[0] or 'none'}, and {values[1] or 'none'}")
-    cut = [set(map(_range_text, plan.ranges)) for plan in (one, other)]
+    cut = [{f"{r.first} .. {r.last} in {r.parts} parts" for r in p.ranges} for p in (one, other)]
     fused = [{group.layer for group in plan.fused if group.fused} for plan in (one, other)]
     for what, (first, second) in (("cut", cut), ("fused launch", fused)):
         lines += [f"{what} in the first only: {text}" for text in sorted(first - second)]
@@ -77,10 +76,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
         name: getattr(plan.report, name) for name in ("chosen", "method", "costs", "memory_limit_gb")
     }
     return {"strategy": plan.strategy, **of_report}
-
-
-def _range_text(cut: PartitionRange) -> str:
-    return f"{cut.first} .. {cut.last} in {cut.parts} parts"
 
 
 def _facts(plan: Plan) -> dict[str, object]:

@@ -6,10 +6,11 @@ import argparse
 import re
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lancet_kernels.cli import aligned
 from lancet_kernels.cli.options import option, positive_float, positive_int
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import file_errors, json_text
@@ -31,7 +32,7 @@ class HfFlags:
     """What only applies to `--hf`."""
 
     hf: str | None = option(
-        None, "plan a model of transformers from its config.json alone", parse=str, metavar="CONFIG.JSON"
+        None, "plan a model of transformers from its config.json alone", metavar="CONFIG.JSON"
     )
     experts_over: int | None = option(
         None,
@@ -80,15 +81,12 @@ class HfFlags:
     measured: str | None = option(
         None,
         "with --hf: a step's time on your machine, 24.7s or 850ms: what the difference may come from",
-        parse=str,
         metavar="TIME",
     )
     kineto: str | None = option(
-        None, "with --measured: a trace of torch's profiler, which says it", parse=str, metavar="TRACE.JSON"
+        None, "with --measured: a trace of torch's profiler, which says it", metavar="TRACE.JSON"
     )
-    report: str | None = option(
-        None, "with --hf: write one page with everything (.html)", parse=str, metavar="FILE"
-    )
+    report: str | None = option(None, "with --hf: write one page with everything (.html)", metavar="FILE")
 
     def question(self, cluster: str, gpus: int) -> Question:
         """What is asked. Raises: UserError."""
@@ -104,10 +102,6 @@ class HfFlags:
             self.attention, self.routing, self.eager, self.context,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
-
-    def unused(self) -> list[str]:
-        """Options that were given without --hf."""
-        return [f.name for f in fields(HfFlags) if f.name != "hf" and getattr(self, f.name) != f.default]
 
 
 def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
@@ -140,16 +134,21 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
         searched = search(question, arguments.search_seconds)
     result = answer(question) if searched is None else searched.answer
     figures = result.to_json() | ({} if searched is None else {"search": searched.to_json()})
-    rows = None if measured_ms is None else _differences(result, strategy, measured_ms, arguments.kineto)
-    if rows is not None:
+    chosen = result.strategies.get(strategy, result.strategies[result.best])
+    rows: list[Difference] = []
+    if measured_ms is not None:
+        from lancet_kernels.predict.measured import differences, trace_terms
+
+        of_trace = None if arguments.kineto is None else trace_terms(arguments.kineto, measured_ms)
+        rows = differences(chosen, measured_ms, of_trace)
         figures["measured"] = {"step_ms": measured_ms, "terms": [asdict(row) for row in rows]}
-    written = _write_files(result, strategy, arguments, searched)
+    written = _write_files(result, chosen, arguments, searched)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
     if arguments.json:
         print(json_text(figures))
         return 0
     print(_text(result) if searched is None else _text_of_search(searched))
-    if rows is not None:
+    if rows:
         print(_text_of_differences(rows))
     print("\n".join(f"{what} written to {path}" for what, path in written.items()))
     if searched is None:
@@ -165,32 +164,19 @@ def _milliseconds(text: str) -> float:
     return float(match[1]) * (1000.0 if match[2] == "s" else 1.0)
 
 
-def _differences(result: Answer, strategy: str, measured_ms: float, trace: str | None) -> list[Difference]:
-    from lancet_kernels.predict.measured import differences, trace_terms
-
-    of_trace = None if trace is None else trace_terms(trace, measured_ms)
-    return differences(_chosen(result, strategy), measured_ms, of_trace)
-
-
-def _chosen(result: Answer, strategy: str) -> Simulated:
-    return result.strategies.get(strategy, result.strategies[result.best])
-
-
 def _text_of_differences(rows: list[Difference]) -> str:
-    lines = ["", f"{'term':16} {'predicted ms':>13} {'measured ms':>12} {'likely':>9}"]
+    lines = [("term", "predicted ms", "measured ms", "likely")]
     for row in rows:
         measured = "-" if row.measured_ms is None else f"{row.measured_ms:.1f}"
-        lines.append(f"{row.term:16} {row.predicted_ms:13.1f} {measured:>12} {row.likely_ms:+9.1f}")
-    return "\n".join(
-        [*lines, "likely: what of the difference the term explains, by how sure its prediction is"]
-    )
+        lines.append((row.term, f"{row.predicted_ms:.1f}", measured, f"{row.likely_ms:+.1f}"))
+    said = "likely: what of the difference the term explains, by how sure its prediction is"
+    return f"\n{aligned(lines, right=(1, 2, 3))}\n{said}"
 
 
 def _write_files(
-    result: Answer, strategy: str, arguments: argparse.Namespace, searched: SearchResult | None
+    result: Answer, chosen: Simulated, arguments: argparse.Namespace, searched: SearchResult | None
 ) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
-    chosen = _chosen(result, strategy)
     if arguments.trace:
         from lancet_kernels.schedules.time.timeline import save_trace
 

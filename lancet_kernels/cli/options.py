@@ -34,12 +34,14 @@ def option(
 ) -> Any:
     """A dataclass field that is also a command-line option; a boolean is a flag.
 
-    parse: turns the argument into the value (default: the type of the default); it may raise ValueError.
+    parse: turns the argument into the value (default: the type of the default, of None a string); it may
+        raise ValueError.
     alias: another flag for the same, `--ranks` say. advanced: listed apart, after all others.
     """
     arguments: dict[str, Any] = {"action": "store_true"}
     if not isinstance(default, bool):
-        arguments = {"type": parse or type(default), "choices": choices, "metavar": metavar}
+        kind = str if default is None else type(default)
+        arguments = {"type": parse or kind, "choices": choices, "metavar": metavar}
         if default is not None and "default" not in help:
             help += " (default: %(default)s)"
     metadata = {"aliases": [alias] if alias else [], "advanced": advanced}

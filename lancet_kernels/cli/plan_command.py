@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lancet_kernels.cli.hf_flags import OF_HF, HfFlags, run_hf
@@ -44,7 +44,6 @@ class PlanOptions(HfFlags, PlanningFlags):
     module: str | None = option(
         None,
         "plan your own step: a function that returns the module and its example inputs",
-        parse=str,
         metavar="FILE.py:FUNCTION",
     )
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
@@ -52,7 +51,6 @@ class PlanOptions(HfFlags, PlanningFlags):
         None,
         "p3dn, p4de, dgx-v100, dgx-a100, dgx-h100, dgx-h200, dgx-b200, gb200-nvl72, local, or a .toml file "
         "of your own (default: p4de; with --hf, which needs efficiencies of kernels, dgx-h100)",
-        parse=str,
         metavar="CLUSTER",
     )
     gpus: int = option(
@@ -75,7 +73,6 @@ class PlanOptions(HfFlags, PlanningFlags):
         None,
         "dtype of activations and weights, bf16 or fp32 say (default: bfloat16 where the cluster's GPUs have "
         "it, else float32)",
-        parse=str,
         metavar="DTYPE",
     )
     memory_gb: float | None = option(
@@ -93,9 +90,10 @@ class PlanOptions(HfFlags, PlanningFlags):
     def check_model(self) -> None:
         """Raise UserError for options of several kinds of models at once."""
         given = [name for name in ("module", "hf") if getattr(self, name) is not None]
-        foreign = [*(_OF_MODELS if given else ()), *(_NOT_OF_HF if self.hf else ())]
+        only_hf = [field.name for field in fields(HfFlags) if field.name != "hf"]
+        foreign = [*(_OF_MODELS if given else ()), *(_NOT_OF_HF if self.hf else only_hf)]
         conflicting = [name for name in foreign if getattr(self, name) != getattr(type(self), name)]
-        others = [*given[1:], *conflicting, *([] if self.hf else self.unused())]
+        others = [*given[1:], *conflicting]
         if others:
             names = [f"--{name.replace('_', '-')}" for name in (*given[:1], others[0])]
             expected, do = "only options that belong together", "see lancet plan --help"
@@ -111,6 +109,11 @@ class PlanOptions(HfFlags, PlanningFlags):
 
         if self.module is not None:
             return OwnStep(self.module, self.hardware, self.gpus)
+        dtype = self.dtype
+        if dtype is None:
+            # The one in which the cluster's GPUs compute fast.
+            peak = load_cluster(self.hardware).peak_tflops
+            dtype = "bfloat16" if peak.get("bfloat16", 0.0) > peak["float32"] else "float32"
         return Setting(
             model=self.model,
             cluster=self.hardware,
@@ -120,15 +123,8 @@ class PlanOptions(HfFlags, PlanningFlags):
             experts_per_gpu=self.experts_per_gpu,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
-            dtype=self._full_dtype(),
+            dtype=_SHORT_DTYPES.get(dtype, dtype),
         )
-
-    def _full_dtype(self) -> str:
-        """The dtype by torch's name; by default the one in which the cluster's GPUs compute fast."""
-        if self.dtype is not None:
-            return _SHORT_DTYPES.get(self.dtype, self.dtype)
-        peak = load_cluster(self.hardware).peak_tflops
-        return "bfloat16" if peak.get("bfloat16", 0.0) > peak["float32"] else "float32"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

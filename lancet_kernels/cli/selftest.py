@@ -116,57 +116,55 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     return 2e-5 if device.type == "cpu" else 5e-3
 
 
-class _Weights:
-    """The weights of all experts and of the router, and the tokens of all ranks: the same on every rank."""
-
-    def __init__(self, rank: Rank, dtype: torch.dtype) -> None:
-        E = rank.world * LOCAL_EXPERTS
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-2] ** 0.5
-            return values.to(rank.device, dtype)
-
-        self.router, self.w1, self.w2 = draw(E, D), draw(E, D, F), draw(E, F, D)
-        self.x_WTD, self.dy_WTD = draw(rank.world, T, D) * T**0.5, draw(rank.world, T, D)
-
-    def reference(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """-> y [W, T, D] and the gradients, with every expert applied to all tokens, in plain torch."""
-        tensors = {name: getattr(self, name).clone().requires_grad_() for name in ("router", "w1", "w2")}
-        x_ND = self.x_WTD.flatten(0, 1)
-        probability_NE = (x_ND @ tensors["router"].T).softmax(-1)
-        chosen_NK = probability_NE.topk(K).indices
-        weight_NE = torch.zeros_like(probability_NE).scatter(1, chosen_NK, 1.0) * probability_NE
-        hidden_ENF = nn.functional.gelu(x_ND @ tensors["w1"])
-        y_ND = torch.einsum("ne,end->nd", weight_NE, hidden_ENF @ tensors["w2"])
-        (y_ND * self.dy_WTD.flatten(0, 1)).sum().backward()
-        return y_ND.detach().view_as(self.x_WTD), {name: t.grad for name, t in tensors.items()}
-
-
 def _layer(rank: Rank, backend: str) -> tuple[float, float]:
-    """Forward and backward of a dropless top-2 layer."""
+    """Forward and backward of a dropless top-2 layer, beside every expert applied to all tokens."""
     dtype = torch.float64 if backend == "torch" and rank.device.type == "cpu" else torch.float32
-    weights = _Weights(rank, dtype)
+    E = rank.world * LOCAL_EXPERTS
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-2] ** 0.5
+        return values.to(rank.device, dtype)
+
+    # The weights of all experts and the tokens of all ranks, the same on every rank.
+    whole = {"router": draw(E, D), "w1": draw(E, D, F), "w2": draw(E, F, D)}
+    x_WTD, dy_WTD = draw(rank.world, T, D) * T**0.5, draw(rank.world, T, D)
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        first = LOCAL_EXPERTS * rank.rank
+        return tensor if name == "router" else tensor[first : first + LOCAL_EXPERTS]
+
     layer = MoELayer(
-        D, F, rank.world * LOCAL_EXPERTS, top_k=K, gate="topk", capacity_factor=None, backend=backend,
-        device=rank.device, dtype=dtype,
-    )  # fmt: skip
-    own = slice(LOCAL_EXPERTS * rank.rank, LOCAL_EXPERTS * (rank.rank + 1))
-    assert layer.router is not None
+        D, F, E, top_k=K, gate="topk", capacity_factor=None, backend=backend, device=rank.device, dtype=dtype
+    )
     with torch.no_grad():
-        layer.router.copy_(weights.router)
-        layer.w1.copy_(weights.w1[own])
-        layer.w2.copy_(weights.w2[own])
-    y_TD = layer(weights.x_WTD[rank.rank])
-    (y_TD * weights.dy_WTD[rank.rank]).sum().backward()
-    got = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(own(name, whole[name]))
+    y_TD = layer(x_WTD[rank.rank])
+    (y_TD * dy_WTD[rank.rank]).sum().backward()
     if rank.world > 1:
         # Each rank has the router's gradient for its own tokens only.
-        dist.all_reduce(got["router"])
-    expected_WTD, gradients = weights.reference()
-    pairs = [(y_TD.detach(), expected_WTD[rank.rank]), (got["router"], gradients["router"])]
-    pairs += [(got[name], gradients[name][own]) for name in ("w1", "w2")]
+        dist.all_reduce(layer.get_parameter("router").grad)
+    expected_WTD = _reference(whole, x_WTD, dy_WTD)
+    pairs = [(y_TD.detach(), expected_WTD[rank.rank])]
+    for name, parameter in layer.named_parameters():
+        got, expected = parameter.grad, whole[name].grad
+        assert got is not None
+        assert expected is not None
+        pairs.append((got, own(name, expected)))
     return _relative(pairs), _tolerance(dtype, rank.device)
+
+
+def _reference(weights: dict[str, Tensor], x_WTD: Tensor, dy_WTD: Tensor) -> Tensor:
+    """-> y [W, T, D], in plain torch; the weights have their gradients then."""
+    router, w1, w2 = (weight.requires_grad_() for weight in weights.values())
+    x_ND = x_WTD.flatten(0, 1)
+    probability_NE = (x_ND @ router.T).softmax(-1)
+    chosen_NK = probability_NE.topk(K).indices
+    weight_NE = torch.zeros_like(probability_NE).scatter(1, chosen_NK, 1.0) * probability_NE
+    y_ND = torch.einsum("ne,end->nd", weight_NE, nn.functional.gelu(x_ND @ w1) @ w2)
+    (y_ND * dy_WTD.flatten(0, 1)).sum().backward()
+    return y_ND.detach().view_as(x_WTD)
 
 
 class _Step(nn.Module):

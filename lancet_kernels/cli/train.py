@@ -51,32 +51,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Train. -> exit code."""
     if arguments.resume:
-        arguments = _with_options_of(parser, arguments, argv)
+        # Parsed again, with the resumed run's options as defaults.
+        saved = read_config(Path(arguments.resume))
+        defaults = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
+        arguments.command.set_defaults(**defaults)
+        arguments = parser.parse_args(argv)
     options: TrainOptions = to_options(TrainOptions, arguments)
     if under_launcher() or options.ranks == 1:
-        return _train_here(options, arguments)
+        rank = start_ranks(options.chosen_device(), options.timeout)
+        summary = train(options, rank, arguments.resume)
+        if summary is not None:
+            print(json_text(summary) if arguments.json else _report(options, summary), flush=True)
+        return 0
     check_options(options, options.ranks)
     command = [*LANCET, *argv]
     launch(options.ranks, command, device=options.chosen_device(), finish_s=options.timeout)
-    return 0
-
-
-def _with_options_of(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]
-) -> argparse.Namespace:
-    """Parse again, with the resumed run's options as defaults."""
-    saved = read_config(Path(arguments.resume))
-    options = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
-    arguments.command.set_defaults(**options)
-    return parser.parse_args(argv)
-
-
-def _train_here(options: TrainOptions, arguments: argparse.Namespace) -> int:
-    """This process is a rank, or the only one."""
-    rank = start_ranks(options.chosen_device(), options.timeout)
-    summary = train(options, rank, arguments.resume)
-    if summary is not None:
-        print(json_text(summary) if arguments.json else _report(options, summary), flush=True)
     return 0
 
 

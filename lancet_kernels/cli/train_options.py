@@ -85,25 +85,13 @@ def batch_of_rank(
     """Inputs and targets of one step, each `[batch, sequence]` int64, targets one token on.
 
     Rank r reads rows r * batch to (r + 1) * batch of the global batch. Where a row starts is a hash of (seed,
-    step, row). Raises UserError if the tokens do not hold a sequence.
+    step, row). The tokens hold at least one sequence and its targets.
     """
-    check_length(tokens, sequence, "training")
     keys = splitmix64(splitmix64(torch.tensor([signed(seed)])) ^ step)
     hashes = splitmix64(keys ^ torch.arange(rank * batch, (rank + 1) * batch)).numpy().view(np.uint64)
     starts = (hashes % np.uint64(len(tokens) - sequence)).astype(np.int64)
     window = torch.from_numpy(tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64))
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
-def check_length(tokens: np.ndarray, sequence: int, part: str) -> None:
-    """Raise UserError unless `tokens` hold one sequence and its targets; `part`: "training", "validation"."""
-    if len(tokens) < sequence + 1:
-        raise UserError(
-            f"{part} data",
-            got=f"{len(tokens)} tokens",
-            expected=f"at least {sequence + 1} for sequences of {sequence}",
-            do="give more text or choose shorter sequences",
-        )
 
 
 def _find_files(path: str | Path | None) -> tuple[str, list[Path]]:
@@ -171,7 +159,6 @@ class TrainOptions(PlanningFlags):
     data: str | None = option(
         None,
         "text file or folder, of which each byte is a token (default: the sources of Python's library)",
-        parse=str,
         metavar="PATH",
     )
     steps: int = option(300, "total number of training steps", parse=positive_int)
@@ -205,7 +192,7 @@ class TrainOptions(PlanningFlags):
         choices=STRATEGY_NAMES,
     )
     plan: str | None = option(
-        None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
+        None, "use this plan, the plan.json of another run of the same step", metavar="FILE"
     )
     backend: str = option(
         "torch",
@@ -224,13 +211,9 @@ class TrainOptions(PlanningFlags):
         "steps between checkpoints; the last step gets one, too; 0: only when the run is told to stop",
         parse=non_negative_int,
     )
-    log_every: int = option(
-        10,
-        "steps between lines on standard error; 0: none",
-        parse=non_negative_int,
-    )
+    log_every: int = option(10, "steps between lines on standard error; 0: none", parse=non_negative_int)
     output: str | None = option(
-        None, "new folder of this run (default: runs/<date and time>)", parse=str, metavar="FOLDER"
+        None, "new folder of this run (default: runs/<date and time>)", metavar="FOLDER"
     )
 
     def chosen_device(self) -> str:

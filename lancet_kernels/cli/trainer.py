@@ -1,12 +1,10 @@
 """One rank's training: model, optimizer and data, a step, the validation loss.
 
-B  sequences per rank and step      S  sequence length      W  ranks
+B  sequences per rank and step      S  sequence length
 
-Checkpoints by torch.distributed.checkpoint, loadable with another number of ranks.
-
-One checkpoint is a folder `step-00000040/`. Its index is written last: a folder without one was left by a
-save that was killed, and counts as absent. What 2 ranks saved can be loaded by 1 or 4, experts included
-(`layer.expert_states`). With several machines the folder must be on a file system that all of them share.
+A checkpoint, by torch.distributed.checkpoint, is a folder `step-00000040/`. Its index is written last: a
+folder without one was left by a save that was killed, and counts as absent. What 2 ranks saved can be loaded
+by 1 or 4, experts included. With several machines the folder must be on a file system that all of them share.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.cli.train_options import Corpus, TrainOptions, batch_of_rank, build_config, check_length
+from lancet_kernels.cli.train_options import Corpus, TrainOptions, batch_of_rank, build_config
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, TrainingStep
 from lancet_kernels.layer.gradients import broadcast_replicated, clip_gradients
@@ -134,7 +132,13 @@ class Trainer:
         config = build_config(options, rank.world)
         self.sequence = options.sequence or config.sequence
         for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
-            check_length(tokens, self.sequence, part)
+            if len(tokens) < self.sequence + 1:
+                raise UserError(
+                    f"{part} data",
+                    got=f"{len(tokens)} tokens",
+                    expected=f"at least {self.sequence + 1} for sequences of {self.sequence}",
+                    do="give more text or choose shorter sequences",
+                )
         torch.manual_seed(options.seed)
         self.groups = _groups(rank, options.expert_ranks)
         self.model = GPT2MoE(config, self.groups).to(rank.device)
@@ -202,7 +206,8 @@ class Trainer:
         result = self.module(*tokens)
         result.objective.backward()
         norm = clip_gradients(self.model, options.clip, self.groups)
-        rate = self._learning_rate(step)
+        # Linear warmup to the peak, then constant.
+        rate = (options.lr or _RATES[options.optimizer]) * min(1.0, step / max(1, options.warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -241,11 +246,6 @@ class Trainer:
         batches = [self.batch(i, self.corpus.validation) for i in range(self.options.validation_batches)]
         losses = [float(self.module(*tokens).loss) for tokens in batches]
         return self._mean_over_ranks([statistics.fmean(losses)])[0]
-
-    def _learning_rate(self, step: int) -> float:
-        """Linear warmup to the peak, then constant."""
-        peak = self.options.lr or _RATES[self.options.optimizer]
-        return peak * min(1.0, step / max(1, self.options.warmup))
 
 
 def _groups(rank: Rank, expert_ranks: int | None) -> Groups:

@@ -46,7 +46,7 @@ class TuneOptions:
     )
     rounds: int = option(15, "timings per candidate", parse=positive_int)
     cache: str | None = option(
-        None, "file to store the results in (default: in the user's cache folder)", parse=str, metavar="FILE"
+        None, "file to store the results in (default: in the user's cache folder)", metavar="FILE"
     )
     force: bool = option(False, "tune again what is in the file already")
     dry_run: bool = option(False, "only list what would be timed")
@@ -165,7 +165,7 @@ def _configuration_text(outcome: Outcome) -> list[str]:
     counted = f"    {len(outcome.candidates)} candidates"
     if outcome.status == "dry-run":
         return [f"{counted}:", *(f"        {_short(candidate.config)}" for candidate in outcome.candidates)]
-    dropped = sum(candidate.reason is not None for candidate in outcome.candidates)
+    dropped = sum(candidate.dropped is not None for candidate in outcome.candidates)
     lines = [counted + (f", {dropped} that do not run" if dropped else "")]
     best, default = outcome.winner, outcome.candidates[0]
     if best is not None:

@@ -177,8 +177,6 @@ def _one_line(error: BaseException) -> str:
 def _place(device: str, local_rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
-    if device != "cuda":
-        raise UserError("device", got=repr(device), expected="cpu or cuda", do="choose one of them")
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
@@ -230,12 +228,12 @@ LANCET = (
     "import sys; sys.path = [folder for folder in sys.path if folder]; "
     "from lancet_kernels.__main__ import main; sys.exit(main())",
 )
-# Those that torch's launcher turns into a SignalException.
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory, or killed by hand)",
     # By gloo, where a message has another size than a rank expects.
     signal.SIGABRT: " (LANCET_CHECK=1 names collectives that differ between ranks)",
 }
+# Those that torch's launcher turns into a SignalException.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -249,8 +247,7 @@ def launch(
 ) -> None:
     """Run `sys.executable *arguments` as `ranks` processes on this machine and wait until all have ended.
 
-    arguments: what follows the interpreter, e.g. `[*LANCET, "train"]`; the program must
-        call `report_errors`.
+    arguments: what follows the interpreter, as `[*LANCET, "train"]`; the program must call `report_errors`.
     device: "cpu" gives each process one compute thread.
     environment: further variables for the processes.
     finish_s: how long ranks may take to end by themselves when this process is told to stop; they get the
@@ -259,8 +256,6 @@ def launch(
     Raises RankFailed, whose one line names the rank that failed first, once all other ranks are ended; and
     SystemExit(128 + signal) if this process is told to stop (Ctrl-C: 130), when all ranks are ended.
     """
-    if ranks < 1:
-        raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
     # With the launcher and not with rank 0, which may be the one that fails.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -271,15 +266,25 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
         board = Path(folder, "board")
         Board.create(board, ranks)
-        shared = _variables(ranks, store.port, board) | (CPU_RANK if device == "cpu" else {})
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            # How torch's ranks are told that rank 0 does not keep the store.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER_PID: str(os.getpid()),
+            BOARD_FILE: str(board),
+            # Without it each rank whose launcher goes away warns in a page of native frames.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            **(CPU_RANK if device == "cpu" else {}),
+            **(environment or {}),
+        }
         job = _Ranks(
             name="lancet",
             entrypoint=sys.executable,
             args=dict.fromkeys(range(ranks), tuple(arguments)),
-            envs={
-                rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
-                for rank in range(ranks)
-            },
+            envs={rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -308,22 +313,6 @@ def launch(
             for name, handler in handlers.items():
                 signal.signal(name, handler)
             log.level = level
-
-
-def _variables(ranks: int, port: int, board: Path) -> dict[str, str]:
-    """The variables of the environment that all ranks of a job share."""
-    return {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        # How torch's ranks are told that rank 0 does not keep the store.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        LAUNCHER_PID: str(os.getpid()),
-        BOARD_FILE: str(board),
-        # Without it each rank whose launcher goes away warns in a page of native frames.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-    }
 
 
 class _Ranks(SubprocessContext):

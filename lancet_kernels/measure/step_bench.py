@@ -3,8 +3,8 @@ with the plan of each strategy.
 
 The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
 affects all equally; means over the middle half of the rounds, by time, without warm-up rounds. An iteration
-is forward, backward and the sums of gradients. The link may be slow
-enough that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %).
+is forward, backward and the sums of gradients. The link may be slow enough that all-to-all takes a given
+share of the blocking iteration (the paper: up to 40 %).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lancet_kernels.ops.comm.link import emulate_link, link, seconds_without_cor
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
-from lancet_kernels.schedules.plan import PLAIN
+from lancet_kernels.schedules.plan import PLAIN, Plan
 from lancet_kernels.schedules.time.timeline import Prediction, save_picture
 from lancet_kernels.timing import in_turn, peak_memory_gb
 
@@ -42,23 +42,19 @@ DDP, DDP_LIKE = "ddp", "ddp-like"
 BASELINES = ("none", "tutel")
 COUNTS = "exchange_counts"
 _FIGURES, _UNCUT = "figures of all ranks", "uncut graph"
-Value = TypeVar("Value", float, tuple)
 TIMES = ("iteration_ms", "exposed_ms", "all_to_all_ms", "cpu_ms", "late_ms", "no_core_ms")
-"""The fields of `Iteration` of which `Measured` has the means."""
+"""The numbers of `Iteration` of which `Measured` has the means."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Means of one contender over the middle half of its rounds and over the ranks, in milliseconds per
-    iteration.
+class Iteration:
+    """One forward and backward on this rank, in milliseconds.
 
-    exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
-    of those that this library starts, and of the exchange of counts. late_ms: the part of `exposed_ms` that
-    waits for a rank that came late, which only an emulated link can tell. cpu_ms: CPU time of the computing
-    thread; on a GPU the time in which its stream does not wait. no_core_ms: how long the thread could have
-    computed and had no core. Both without its waits.
-    peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
-    predicted: of a plan.
+    exposed_ms: the part of `all_to_all_ms` for which computation waited. cpu_ms: CPU time of the computing
+    thread; on a GPU the time in which its stream does not wait. waited_ms: for what computation waited, by
+    collective, of those that this library starts, and of the exchange of counts. late_ms: the part of
+    `exposed_ms` that waits for a rank that came late, which only an emulated link can tell. no_core_ms: how
+    long the thread could have computed and had no core. Both it and `cpu_ms` are without its waits.
     """
 
     iteration_ms: float
@@ -66,10 +62,21 @@ class Measured:
     all_to_all_ms: float
     cpu_ms: float
     waited_ms: Mapping[str, float]
-    peak_memory_gb: float
-    predicted: Prediction | None
     late_ms: float = 0.0
     no_core_ms: float = 0.0
+    bytes_on_wire: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured(Iteration):
+    """Means of one contender over the middle half of its rounds and over the ranks.
+
+    peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them. predicted:
+    of a plan.
+    """
+
+    peak_memory_gb: float = 0.0
+    predicted: Prediction | None = None
 
     def account(self, uncut_ms: float) -> dict[str, float]:
         """Where the milliseconds of an iteration go; together they are `iteration_ms`. All but `other`, which
@@ -125,7 +132,8 @@ def measure(
         runs[_UNCUT] = partial(_at_once, plans[0].run_as_a_whole())
     results = in_turn(runs, lambda name: runs[name](), rounds, warmup)
     if plans:
-        (uncut_ms,) = _mean_over_ranks([statistics.fmean(_middle_half(results.pop(_UNCUT)))])
+        times = sorted(results.pop(_UNCUT))
+        (uncut_ms,) = _mean_over_ranks([statistics.fmean(_middle_half(times))])
         for module in plans:
             module.at_speed(uncut_ms)
     return {name: _measured(module, inputs, results[name], accumulate) for name, module in contenders.items()}
@@ -136,8 +144,7 @@ def _at_once(run: Callable[[], float]) -> float:
     return run()
 
 
-def _middle_half(values: Iterable[Value]) -> list[Value]:
-    ordered = sorted(values)
+def _middle_half(ordered: list[Any]) -> list[Any]:
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
 
@@ -145,20 +152,17 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
     of_ranks = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
     waits = sorted({what for of_rank in of_ranks for what in of_rank})
-    times = [
-        (*(getattr(one, name) for name in TIMES), *(one.waited_ms.get(what, 0.0) for what in waits))
-        for one in iterations
-    ]
-    # Of medians, the parts would not add up to the whole. The first column is the time of the iteration.
-    means = [statistics.fmean(column) for column in zip(*_middle_half(times), strict=True)]
+    middle = _middle_half(sorted(iterations, key=lambda one: one.iteration_ms))
+    # Of medians, the parts would not add up to the whole.
+    own = {name: statistics.fmean(getattr(one, name) for one in middle) for name in TIMES}
+    waited = [statistics.fmean(one.waited_ms.get(what, 0.0) for one in middle) for what in waits]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
-    *means, memory = _mean_over_ranks([*means, held])
-    predicted = _predicted(module, accumulate) if isinstance(module, OptimizedModule) else None
+    memory, *means = _mean_over_ranks([held, *own.values(), *waited])
     return Measured(
         **dict(zip(TIMES, means, strict=False)),
         waited_ms=dict(zip(waits, means[len(TIMES) :], strict=True)),
         peak_memory_gb=memory,
-        predicted=predicted,
+        predicted=_predicted(module, accumulate) if isinstance(module, OptimizedModule) else None,
     )
 
 
@@ -169,20 +173,6 @@ def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
     if module.plan.pair:
         several = module.timeline.times.last_ms + pair_ms * (accumulate - 1)
     return replace(one, iteration_ms=several, exposed_ms=one.exposed_ms * accumulate)
-
-
-class Iteration(NamedTuple):
-    """One forward and backward on this rank."""
-
-    iteration_ms: float
-    exposed_ms: float
-    all_to_all_ms: float
-    cpu_ms: float
-    bytes_on_wire: int
-    waited_ms: Mapping[str, float]
-    late_ms: float
-    no_core_ms: float
-    """As of `Measured`, on this rank; so are `cpu_ms` and `waited_ms`."""
 
 
 def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
@@ -210,10 +200,10 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
         traffic.exposed_ms,
         traffic.all_to_all_ms,
         computing_ms,
-        traffic.bytes_on_wire,
         traffic.waited_ms,
         traffic.exposed_ms - traffic.wire_exposed_ms if link.gbps is not None else 0.0,
         no_core_ms,
+        traffic.bytes_on_wire,
     )
 
 
@@ -270,6 +260,11 @@ def slow_link(step: nn.Module, inputs: Inputs, share: float) -> float:
     return gbps
 
 
+def chosen(plan: Plan) -> str:
+    """The strategy that a plan runs; "plain": none."""
+    return PLAIN if plan.plain else plan.report.chosen or plan.strategy
+
+
 def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[str, object]:
     """The figures of all contenders, and of strategy `best` compared with the measured baselines."""
     own = measured[best]
@@ -307,67 +302,6 @@ def save_timeline(module: OptimizedModule, inputs: Inputs, path: str | Path, wri
         iteration(module, inputs)
     if write:
         save_picture({"predicted": module.timeline.events, "measured": events}, path)
-
-
-def table(figures: Mapping) -> str:
-    """The figures of `report` as a table for people."""
-    times: Mapping[str, float] = figures["iteration_ms"]
-    waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one} - {COUNTS})
-    usual = next((name for name in (DDP, DDP_LIKE, PLAIN) if name in times), None)
-    head = f"{'':<18}{'step ms':>9}" + ("" if usual is None else f"{'saved':>8}")
-    rows = [head + "".join(f"{_wait_name(w):>{_width(w)}}" for w in waits)]
-    rows[0] += f"{'peak GB':>10}{'predicted ms':>14}{'off':>7}{'peak GB':>10}"
-    for name, ms in times.items():
-        line = f"{name:<18}{ms:>9.1f}" + ("" if usual is None else f"{1 - ms / times[usual]:>8.1%}")
-        # DistributedDataParallel waits for its sums out of our sight.
-        seen = [w for w in waits if not (name == DDP and w == "all_reduce")]
-        of_one = figures["waited_ms"][name]
-        line += "".join(f"{f'{of_one.get(w, 0.0):.1f}' if w in seen else '?':>{_width(w)}}" for w in waits)
-        line += f"{figures['peak_memory_gb'][name]:>10.3g}"
-        if name in figures["predicted_ms"]:
-            line += f"{figures['predicted_ms'][name]:>14.1f}{figures['prediction_errors'][name]:>7.0%}"
-            line += f"{figures['predicted_peak_memory_gb'][name]:>10.3g}"
-        rows.append(line)
-    if usual is not None:
-        rows.append(f"saved: against {usual}; {PLAIN}: no gradient is summed")
-    rows += _account_table(figures["account_ms"])
-    rows.append(f"link {figures['link']}; {_gain(figures)}")
-    return "\n".join(rows)
-
-
-def _account_table(accounts: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A line per contender: the parts of its step."""
-    parts = [*dict.fromkeys(part for account in accounts.values() for part in account)]
-    names = [part.replace("_", "-") for part in parts]
-    lines = ["of the step, ms".ljust(18) + "".join(f"{name:>{len(name) + 2}}" for name in names)]
-    for contender, account in accounts.items():
-        cells = (f"{account.get(part, 0.0):>{len(part) + 2}.1f}" for part in parts)
-        lines.append(contender.ljust(18) + "".join(cells))
-    return lines
-
-
-def _gain(figures: Mapping) -> str:
-    """How much faster the best strategy is than the best that does not plan, and what it hides."""
-    best, times = figures["best"], figures["iteration_ms"]
-    others = {name: times[name] for name in (DDP, DDP_LIKE, *BASELINES) if name in times and name != best}
-    if not others:
-        return best
-    rival = min(others, key=others.__getitem__)
-    text = f"{best} against {rival} {others[rival] / times[best]:.2f}x"
-    exposed = [
-        f"exposed all-to-all {-figures[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
-        for name in BASELINES
-        if f"exposed_reduction_vs_{name}" in figures and name != best
-    ]
-    return ", ".join([text, *exposed])
-
-
-def _wait_name(collective: str) -> str:
-    return f"waits {collective.replace('_', '-')}"
-
-
-def _width(collective: str) -> int:
-    return len(_wait_name(collective)) + 2
 
 
 def _mean_over_ranks(values: Iterable[float]) -> list[float]:

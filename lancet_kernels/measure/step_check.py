@@ -211,7 +211,6 @@ def _watched(model: nn.Module) -> Iterator[list[Call]]:
     """A context that notes what submodules give, and what their gates choose."""
     done: list[Call] = []
     running: list[Call] = []
-    handles = []
 
     def enter(name: str, *_: object) -> None:
         running.append(Call(name))
@@ -220,20 +219,18 @@ def _watched(model: nn.Module) -> Iterator[list[Call]]:
         call = running.pop()
         outputs = _tensors(output)
         call.values = [t.detach().to("cpu", copy=True) for t in outputs if t.is_floating_point()]
-        call.choices += [t.to("cpu", copy=True) for t in (*_tensors((args, by_name)), *outputs) if _is_int(t)]
+        for tensor in (*_tensors((args, by_name)), *outputs):
+            if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+                call.choices.append(tensor.to("cpu", copy=True))
         done.append(call)
 
-    for name, module in _named(model.named_modules()):
-        handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
-        with contextlib.ExitStack() as patches:
-            for gate in GATES.values():
-                patches.enter_context(mock.patch.object(gate, "select", _noting(gate.select, running)))
-            yield done
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as stack:
+        for name, module in _named(model.named_modules()):
+            stack.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+            stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+        for gate in GATES.values():
+            stack.enter_context(mock.patch.object(gate, "select", _noting(gate.select, running)))
+        yield done
 
 
 def _noting(select: Any, running: list[Call]) -> Any:
@@ -250,10 +247,6 @@ def _tensors(values: object) -> list[Tensor]:
     """Tensors with dimensions in arguments or results; of DTensors a rank has a part only."""
     leaves = pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
-
-
-def _is_int(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
 def _named(pairs: Any) -> Iterator[tuple[str, Any]]:
@@ -277,7 +270,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
 @torch.no_grad()
 def _move(model: nn.Module) -> None:
     """Other weights, which follow from these and their gradients."""
-    for parameter in dict.fromkeys(model.parameters()):
+    for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is not None and (norm := float(gradient.norm())):
             parameter.add_(gradient, alpha=-_RATE * (float(parameter.norm()) or 1.0) / norm)

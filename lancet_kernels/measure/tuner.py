@@ -7,12 +7,11 @@ continues where it stopped. Without a GPU nothing can be tuned: times of the int
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from typing import Any
@@ -116,17 +115,14 @@ def candidates(task: Task, place: Place) -> list[OverlapConfig]:
 
 @dataclass
 class Candidate:
-    """A configuration, its median time, or the reason why it has none."""
+    """A configuration. ms: its median time. dropped: why it has none."""
 
     config: OverlapConfig
-    reason: str | None = None
     ms: float | None = None
+    dropped: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"config": dataclasses.asdict(self.config)}
-        if self.ms is not None:
-            fields["ms"] = self.ms
-        return fields | ({"dropped": self.reason} if self.reason else {})
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass
@@ -219,7 +215,7 @@ def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
         except CommunicationError:
             raise
         except (RuntimeError, triton.runtime.errors.OutOfResources, ValueError) as error:
-            candidate.reason = f"does not run: {str(error).splitlines()[0]}"
+            candidate.dropped = f"does not run: {str(error).splitlines()[0]}"
     numbers = range(len(outcome.candidates))
     able = _slowest([0.0 if number in runs else math.inf for number in numbers])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
@@ -230,7 +226,7 @@ def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
         if math.isfinite(ms):
             candidate.ms = ms
         else:
-            candidate.reason = candidate.reason or "does not run on another rank"
+            candidate.dropped = candidate.dropped or "does not run on another rank"
     # The first of equals, and the default is first.
     best = min(numbers, key=slowest.__getitem__)
     outcome.status = "failed"

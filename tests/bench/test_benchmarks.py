@@ -3,30 +3,23 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.processes import ROOT
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    # Not as a worker of the run around it: pytest-benchmark measures nothing in those.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.processes import printed
 
 
 @pytest.mark.long
-def test_benchmarks_are_collected_and_some_run(tmp_path) -> None:
+def test_benchmarks_are_collected_and_some_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     pytest.importorskip("pytest_benchmark")
+    # Not as a worker of the run around it: pytest-benchmark measures nothing in those.
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)
     saved = tmp_path / "bench.json"
     # Everything is imported and collected; two of it run.
     chosen = "middle-permute-ours or middle-permute-torch"
-    said = run("bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", chosen)
+    given = "bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", chosen
+    said = printed("-m", "pytest", "-q", "-p", "no:cacheprovider", *given)
     assert int(re.search(r"(\d+) deselected", said)[1]) > 10
     ours, theirs = json.loads(saved.read_text())["benchmarks"]
     assert ours["group"] == theirs["group"] == "permute middle"

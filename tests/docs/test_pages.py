@@ -41,12 +41,11 @@ def blocks(page: Path, language: str) -> list[tuple[bool, str]]:
     return [(not skipped, text) for skipped, name, text in found if name == language]
 
 
-def pages_with_python() -> list:
-    pages = [page for page in PAGES if any(run for run, _ in blocks(page, "python"))]
-    return [
-        pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.long)
-        for page in pages
-    ]
+WITH_PYTHON = [
+    pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.long)
+    for page in PAGES
+    if any(run for run, _ in blocks(page, "python"))
+]
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def no_job_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_job_is_left")
-@pytest.mark.parametrize("page", pages_with_python())
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page in a row, in an empty folder."""
     if "transformers" in page.read_text():

@@ -59,41 +59,24 @@ def test_one_process_stands_for_eight_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((STEP, "--stands-for", "8"), "link of stand-in ranks: got no speed, expected one; "),
-        (
-            (STEP, "--stands-for", "8", "--share", "0.4", "--ranks", "4"),
-            "options: got --stands-for and --ranks",
-        ),
-        ((STEP, "--gate", "hash"), "options: got "),
-        ((STEP.replace("make_step", "make"),), "module: got no make in "),
-        (
-            (STEP, "--share", "0.4", "--device", "cuda"),
-            "link: got device cuda, expected cpu, because only CPU ranks ",
-        ),
+        ("--stands-for 8", "link of stand-in ranks: got no speed, expected one; "),
+        ("--stands-for 8 --share 0.4 --ranks 4", "options: got --stands-for and --ranks"),
+        ("--gate hash", "options: got "),
+        ("--share 0.4 --device cuda", "link: got device cuda, expected cpu, because only CPU ranks "),
+        ("--strategies none,fast", "got 'fast', expected some of none, tutel"),
+        ("--share 1", "--share: got 1, expected a number between 0 and 1"),
     ],
 )
-def test_what_does_not_fit_is_one_line(arguments: tuple, message: str, capsys) -> None:
-    assert main(["bench", *arguments]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"lancet: {message}")
+def test_what_does_not_fit_is_one_line(refused, arguments: str, message: str) -> None:
+    assert message in refused("bench", STEP, *arguments.split())
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--strategies", "none,fast", "got 'fast', expected some of none, tutel"),
-        ("--share", "1", "--share: got 1, expected a number between 0 and 1"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused(option: str, value: str, message: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", STEP, option, value])
-    assert message in capsys.readouterr().err
+def test_a_function_that_is_not_there(refused) -> None:
+    assert "module: got no make in " in refused("bench", STEP.replace("make_step", "make"))
 
 
-def test_function_that_fails_on_a_rank_is_named(capsys, tmp_path) -> None:
+def test_function_that_fails_on_a_rank_is_named(refused, tmp_path) -> None:
     file = tmp_path / "step.py"
     file.write_text("def make_step():\n    raise KeyError('no bread')\n")
-    assert main(["bench", f"{file}:make_step", "--ranks", "1"]) == 1
-    error = capsys.readouterr().err
+    error = refused("bench", f"{file}:make_step", "--ranks", 1)
     assert "got KeyError: 'no bread' (step.py, line 2), expected (module, example inputs)" in error

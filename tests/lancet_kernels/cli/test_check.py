@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from lancet_kernels.__main__ import main
 from lancet_kernels.cli import check as command
 from tests.processes import ROOT, run
 
@@ -39,9 +38,8 @@ def test_a_step_that_is_right(sums: str) -> None:
     assert "The same: the loss, and every gradient on every rank." in done.stdout
 
 
-def test_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert main(["check", STEP, "--ranks", "1"]) == 1
-    assert "--ranks: got 1, expected at least 2" in capsys.readouterr().err
+def test_one_rank_is_refused(refused) -> None:
+    assert "--ranks: got 1, expected at least 2" in refused("check", STEP, "--ranks", 1)
 
 
 RESULT = {

@@ -33,6 +33,5 @@ def test_a_plan_and_the_difference_of_two(files, capsys):
     assert not found["runs_the_same"]
 
 
-def test_a_file_that_is_no_plan(tmp_path, capsys):
-    assert main(["explain", str(tmp_path / "missing.json")]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_file_that_is_no_plan(refused, tmp_path):
+    assert "missing.json" in refused("explain", tmp_path / "missing.json")

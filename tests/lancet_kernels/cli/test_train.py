@@ -1,5 +1,6 @@
 """`lancet train` as a user calls it: real ranks, signals, and what is left on disk and on screen."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from lancet_kernels.__main__ import main
 from lancet_kernels.cli import train
 from lancet_kernels.errors import UserError
 from lancet_kernels.schedules.plan import Plan
-from tests.processes import running, wait_for
+from tests.processes import running, started, wait_for
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = (
@@ -38,29 +39,18 @@ def lancet(tmp_path, text):
     """Start `lancet train` in an empty folder; whatever still runs when the test ends is ended."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    started = []
+    environment = os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with contextlib.ExitStack() as stack:
 
-    def start(*arguments: object, fresh: bool = True) -> subprocess.Popen:
-        common = [*TINY, "--data", str(text)] if fresh else []
-        command = [sys.executable, "-m", "lancet_kernels", "train", *common, *map(str, arguments)]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        def start(*arguments: object, fresh: bool = True) -> subprocess.Popen:
+            common = [*TINY, "--data", text] if fresh else []
+            command = [sys.executable, "-m", "lancet_kernels", "train", *common, *arguments]
+            options = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE}
+            process = stack.enter_context(started(*command, **options))
+            stack.callback(kill_job, process.pid)
+            return process
 
-    yield start
-    for process in started:
-        for pid in job_pids(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.wait(10)
-        process.stdout.close()
-        process.stderr.close()
+        yield start
 
 
 def job_ranks(launcher: int) -> dict[int, int]:
@@ -77,9 +67,10 @@ def job_ranks(launcher: int) -> dict[int, int]:
     return ranks
 
 
-def job_pids(launcher: int) -> list[int]:
-    """The living processes of a started command: it and its ranks."""
-    return [launcher] * running(launcher) + list(job_ranks(launcher).values())
+def kill_job(launcher: int) -> None:
+    """Kill a started command and its ranks."""
+    for pid in [launcher] * running(launcher) + list(job_ranks(launcher).values()):
+        os.kill(pid, signal.SIGKILL)
 
 
 def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[str, str]:
@@ -104,20 +95,6 @@ def wait_for_end(launcher: int) -> None:
 
 
 # ---- results
-
-
-def check_summary(out: str, run: Path) -> tuple[dict, list[dict]]:
-    """What `--json` printed, against the files of the run. -> the summary, and the metrics of all steps."""
-    lines = out.splitlines()
-    assert len(lines) == 1, "only the summary goes to standard output"
-    summary = json.loads(lines[0])
-    assert sorted(summary) == sorted(SUMMARY)
-    assert summary["run"] == f"runs/{run.name}"
-    assert json.loads((run / "summary.json").read_text()) == summary
-    metrics = metrics_of(run)
-    assert summary["loss_first"] == metrics[0]["loss"]
-    assert summary["loss_last"] == metrics[-1]["loss"]
-    return summary, metrics
 
 
 @pytest.mark.long
@@ -174,8 +151,7 @@ def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     # Two runs measure two times, and might plan two orders to add up in.
     process = lancet(*arguments, "--plan", whole / "plan.json", "--output", "runs/killed")
     wait_for_step(run, 7)
-    for pid in job_pids(process.pid):
-        os.kill(pid, signal.SIGKILL)
+    kill_job(process.pid)
     assert 7 <= len(metrics_of(run)) < 24, "killed too late"
     # At once, and with nothing but the name: the options are those of the run.
     finish(lancet("--resume", "runs/killed", fresh=False))
@@ -195,16 +171,24 @@ def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp
     process = lancet(*options, "--output", "runs/killed")
     run = tmp_path / "runs" / "killed"
     wait_for_step(run, 4)
-    kill_rank(process, 1)
+    os.kill(job_ranks(process.pid)[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert without_steps(err) == ["lancet: rank 1 was killed by SIGKILL (out of memory, or killed by hand)"]
+    wait_for_end(process.pid)
     before = metrics_of(run)
     assert 4 <= len(before) < 16, "killed too late"
     # With nothing but the name: the options are those of the run.
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "runs/killed", "--json"]) == 0
-    out, after = capfd.readouterr().out, metrics_of(run)
+    (line,), after = capfd.readouterr().out.splitlines(), metrics_of(run)
     assert [m["step"] for m in after] == list(range(1, 17))
     assert exact(after[: len(before)]) == exact(before)
-    check_summary(out, run)
+    summary = json.loads(line)
+    assert sorted(summary) == sorted(SUMMARY)
+    assert summary["run"] == "runs/killed"
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert (summary["loss_first"], summary["loss_last"]) == (after[0]["loss"], after[-1]["loss"])
 
 
 LOGGED = r"step \d+/\d+, loss \d+\.\d{3}, \d+ tokens/s, \d+\.\d ms"
@@ -256,20 +240,8 @@ def test_one_rank_that_is_told_to_stop_stops_all(lancet, tmp_path):
 def test_steps_are_logged_where_there_is_no_terminal(text, tmp_path, monkeypatch, capfd):
     """The first one, every third, and the last; the last one is saved."""
     monkeypatch.chdir(tmp_path)
-    job = [
-        *TINY,
-        "--data",
-        str(text),
-        "--ranks",
-        "1",
-        "--steps",
-        "7",
-        "--log-every",
-        "3",
-        "--output",
-        "runs/one",
-    ]
-    assert main(["train", *job]) == 0
+    job = ["--data", text, "--ranks", 1, "--steps", 7, "--log-every", 3, "--output", "runs/one"]
+    assert main(["train", *TINY, *map(str, job)]) == 0
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 6, 7)]
     assert all(re.fullmatch(LOGGED, line) for line in lines)
@@ -282,18 +254,6 @@ def test_steps_are_logged_where_there_is_no_terminal(text, tmp_path, monkeypatch
 def without_steps(err: str) -> list[str]:
     """The lines of standard error that are not about steps."""
     return [line for line in err.splitlines() if not re.fullmatch(LOGGED, line)]
-
-
-def kill_rank(process: subprocess.Popen, rank: int) -> None:
-    """Kill a rank of a started command, which says so in a line and ends."""
-    os.kill(job_ranks(process.pid)[rank], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert out == ""
-    assert without_steps(err) == [
-        f"lancet: rank {rank} was killed by SIGKILL (out of memory, or killed by hand)"
-    ]
-    wait_for_end(process.pid)
 
 
 OPS_OF_A_STEP = (
@@ -348,32 +308,23 @@ WRONG = {
         "file to write: got short.txt (File exists), expected a file that can be written",
     ),
     "short data": (
-        ["--ranks", 1, "--data", "short.txt"],
-        "training data: got 38 tokens, expected at least 129",
+        ["--ranks", 1, "--data", "short.txt", "--sequence", 38],
+        "training data: got 38 tokens, expected at least 39",
+    ),
+    "short validation": (
+        ["--ranks", 1, "--data", "short.txt", "--sequence", 37],
+        "validation data: got 2 tokens, expected at least 38",
     ),
 }
 
 
-def refused(capfd, *arguments: object) -> str:
-    """The one line that `lancet train` says in this process."""
-    try:
-        code = main(["train", *map(str, arguments)])
-    except SystemExit as leave:
-        code = leave.code
-    out, err = capfd.readouterr()
-    assert code > 0
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    return err
-
-
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_value_is_one_line(tmp_path, monkeypatch, capfd, name):
+def test_wrong_value_is_one_line(tmp_path, monkeypatch, refused, name):
     arguments, message = WRONG[name]
     (tmp_path / "short.txt").write_text("a" * 40)
     (tmp_path / "enough.txt").write_text("a" * 4000)
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capfd, *arguments)
+    assert message in refused("train", *arguments)
     runs = tmp_path / "runs"
     assert not runs.exists() or list(runs.iterdir()) == [], "a run that never was left a folder"
 
@@ -389,7 +340,7 @@ def test_two_runs_of_one_second_do_not_share_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd):
+def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd, refused):
     monkeypatch.chdir(tmp_path)
     job = ["--data", text, "--steps", 4, "--checkpoint-every", 2, "--output", "runs/run", "--ranks", 1]
     assert main(["train", *TINY, *map(str, job)]) == 0
@@ -407,8 +358,8 @@ def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd):
         ),
         (["--resume", "runs/run"], "steps: got 4, with 4 already taken, expected more than 4"),
     ]:
-        assert message in refused(capfd, *arguments, "--ranks", 1)
+        assert message in refused("train", *arguments, "--ranks", 1)
     after = {path: path.read_bytes() for path in before}
     assert after == before, "a resume that was refused changed the run"
     (run / "config.json").write_text('{"model": "gpt2')
-    assert "run: got runs/run/config.json (" in refused(capfd, "--resume", "runs/run")
+    assert "run: got runs/run/config.json (" in refused("train", "--resume", "runs/run")

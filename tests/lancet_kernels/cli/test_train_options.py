@@ -24,38 +24,32 @@ def write_files(folder, texts):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-def test_single_file_gives_its_last_twentieth_to_validation(tmp_path):
-    """Also of a folder with one text."""
-    write_files(tmp_path, {"text.txt": "0123456789" * 10, "b.bin": b"\0"})
+@pytest.mark.parametrize(
+    ("texts", "train", "validation"),
+    [
+        # Of one text its last twentieth, of a few texts the last, of many every twentieth is for validation.
+        ({"text.txt": "0123456789" * 10, "b.bin": b"\0"}, "0123456789" * 9 + "01234", "56789"),
+        (
+            {
+                "b.txt": "bee", "a.txt": "ay", "sub/z.txt": "zed", "sub/c.bin": b"\0binary",
+                ".git/x": "hidden", "empty": "",
+            },
+            "ay\nbee",
+            "zed",
+        ),
+        (
+            {f"{index:02d}.txt": f"<{index:02d}>" for index in range(1, 46)},
+            "\n".join(f"<{index:02d}>" for index in range(1, 46) if index not in (20, 40)),
+            "<20>\n<40>",
+        ),
+    ],
+    ids=["one text", "a few", "many"],
+)  # fmt: skip
+def test_texts_of_a_folder_are_for_training_and_validation(tmp_path, texts, train, validation):
+    write_files(tmp_path, texts)
     corpus = load_corpus(tmp_path)
     assert (corpus.name, corpus.train.dtype) == (str(tmp_path), np.uint8)
-    assert text_of(corpus.train) == "0123456789" * 9 + "01234"
-    assert text_of(corpus.validation) == "56789"
-
-
-def test_small_folder_gives_its_last_file_to_validation(tmp_path):
-    write_files(
-        tmp_path,
-        {
-            "b.txt": "bee",
-            "a.txt": "ay",
-            "sub/z.txt": "zed",
-            "sub/c.bin": b"\0binary",
-            ".git/x": "hidden",
-            "empty": "",
-        },
-    )
-    corpus = load_corpus(str(tmp_path))
-    assert text_of(corpus.train) == "ay\nbee"
-    assert text_of(corpus.validation) == "zed"
-
-
-def test_every_twentieth_file_goes_to_validation(tmp_path):
-    write_files(tmp_path, {f"{index:02d}.txt": f"<{index:02d}>" for index in range(1, 46)})
-    corpus = load_corpus(str(tmp_path))
-    assert text_of(corpus.validation) == "<20>\n<40>"
-    train = text_of(corpus.train).split("\n")
-    assert train == [f"<{index:02d}>" for index in range(1, 46) if index not in (20, 40)]
+    assert (text_of(corpus.train), text_of(corpus.validation)) == (train, validation)
 
 
 def test_default_is_the_library_without_tests_and_packages(tmp_path, monkeypatch):
@@ -115,11 +109,3 @@ def test_any_number_of_ranks_reads_the_same_batch(seed, step, rows, ranks, seque
     parts = [batch_of_rank(tokens, **sizes, batch=rows, rank=rank) for rank in range(ranks)]
     for which in (0, 1):
         assert torch.equal(torch.cat([part[which] for part in parts]), whole[which])
-
-
-def test_too_few_tokens():
-    sizes = {"seed": 0, "step": 0, "batch": 2, "rank": 0}
-    tokens = np.zeros(5, dtype=np.uint8)
-    batch_of_rank(tokens, sequence=4, **sizes)
-    with pytest.raises(UserError, match="got 5 tokens, expected at least 6 for sequences of 5; give"):
-        batch_of_rank(tokens, sequence=5, **sizes)

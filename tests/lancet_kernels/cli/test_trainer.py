@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from lancet_kernels import MoELayer, set_routing_step
-from lancet_kernels.cli.trainer import (
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from lancet_kernels.cli.trainer import find_checkpoint, load_checkpoint, save_checkpoint
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig
 
-SHAPE = {"d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5}
+SHAPE = {
+    "d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5, "gate": "sigmoid",
+    "top_k": 2,
+}  # fmt: skip
 
 
 def whole_state(seed: int) -> dict[str, Tensor]:
@@ -33,10 +32,10 @@ def whole_state(seed: int) -> dict[str, Tensor]:
 
 def test_whole_state_dict_loads_strictly():
     """One rank's, as from torch.save; a checkpoint of another layer does not."""
-    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
+    layer = MoELayer(**SHAPE)
     layer.load_state_dict(whole_state(seed=1))
     assert torch.equal(layer.w2[5], whole_state(seed=1)["experts.5.w2"])
-    small = MoELayer(4, 6, 4, bias=True, shared_expert_d_ff=5, gate="sigmoid", top_k=2)
+    small = MoELayer(**SHAPE | {"num_experts": 4})
     with pytest.raises(RuntimeError, match=r"(?s)experts\.4\.b1"):
         small.load_state_dict(whole_state(seed=1))
     missing = whole_state(seed=1)
@@ -47,7 +46,7 @@ def test_whole_state_dict_loads_strictly():
 
 
 def test_missing_and_unexpected_experts_go_by_their_global_names():
-    layer = torch.nn.Sequential(MoELayer(**SHAPE, gate="sigmoid", top_k=2))
+    layer = torch.nn.Sequential(MoELayer(**SHAPE))
     state = {f"0.{name}": tensor for name, tensor in whole_state(seed=1).items()}
     for name in ("experts.3.w1", "experts.5.w1", "experts.5.b2", "router"):
         del state[f"0.{name}"]
@@ -92,10 +91,16 @@ def take_steps(model: GPT2MoE, optimizer: torch.optim.Optimizer, steps: range) -
                 module.update_correction_bias(torch.tensor([step, 1, 2, 3]), 0.5)
 
 
-def save_on_rank(kind: str, folder: str) -> dict[str, Tensor]:
+def trained(kind: str, steps: int) -> tuple[GPT2MoE, torch.optim.Optimizer]:
+    """A model after so many steps from the start."""
     model = small_model()
     optimizer = make_optimizer(kind, model)
-    take_steps(model, optimizer, range(1, 4))
+    take_steps(model, optimizer, range(1, steps + 1))
+    return model, optimizer
+
+
+def save_on_rank(kind: str, folder: str) -> dict[str, Tensor]:
+    model, optimizer = trained(kind, 3)
     save_checkpoint(Path(folder), 3, model, optimizer)
     return state_of(model, optimizer)
 
@@ -124,10 +129,6 @@ def state_of(model: GPT2MoE, optimizer: torch.optim.Optimizer) -> dict[str, Tens
                 state |= {f"optimizer.{path}.{e}.{key}": value[i] for i, e in enumerate(ids)}
             else:
                 state[f"optimizer.{path}.{key}"] = value
-    return cloned(state)
-
-
-def cloned(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -143,12 +144,8 @@ def test_training_state_saved_on_two_ranks_loads_on_any(pool, tmp_path, kind):
     whole = saved[0] | saved[1]
     per_parameter = {"sgd": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq", "step"}}[kind]
     assert {name.rpartition(".")[2] for name in whole if name.startswith("optimizer.")} == per_parameter
-    model = small_model()
-    optimizer = make_optimizer(kind, model)
-    take_steps(model, optimizer, range(1, 4))
-    assert_same(state_of(model, optimizer), whole)
-    take_steps(model, optimizer, range(4, 6))
-    further = state_of(model, optimizer)
+    assert_same(state_of(*trained(kind, 3)), whole)
+    further = state_of(*trained(kind, 5))
     for ranks in (1, 2, 4):
         union: dict[str, Tensor] = {}
         after: dict[str, Tensor] = {}
@@ -174,12 +171,8 @@ def test_routing_step_is_part_of_the_state():
 def two_checkpoints(tmp_path) -> Path:
     """Steps 3 and 5 of a run of one rank."""
     folder = tmp_path / "checkpoints"
-    model = small_model()
-    optimizer = make_optimizer("sgd", model)
-    take_steps(model, optimizer, range(1, 4))
-    save_checkpoint(folder, 3, model, optimizer)
-    take_steps(model, optimizer, range(4, 6))
-    save_checkpoint(folder, 5, model, optimizer)
+    for steps in (3, 5):
+        save_checkpoint(folder, steps, *trained("sgd", steps))
     return folder
 
 
@@ -191,16 +184,14 @@ def test_a_save_that_was_killed_counts_as_absent_and_is_replaced(two_checkpoints
     (two_checkpoints / "step-notes.txt").write_text("mine")
     assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000005"
     assert find_checkpoint(tmp_path / "nowhere") is None
-    model = small_model()
-    optimizer = make_optimizer("sgd", model)
-    take_steps(model, optimizer, range(1, 8))
+    model, optimizer = trained("sgd", 7)
     assert save_checkpoint(two_checkpoints, 7, model, optimizer) == leftover
     names = sorted(path.name for path in two_checkpoints.iterdir())
     assert names == ["step-00000005", "step-00000007", "step-notes.txt"], "two are kept, and the notes"
     assert find_checkpoint(two_checkpoints) == leftover
     other = small_model(seed=9)
     assert load_checkpoint(leftover, other, make_optimizer("sgd", other)) == 7
-    assert_same(cloned(other.state_dict()), cloned(model.state_dict()))
+    assert_same(other.state_dict(), model.state_dict())
 
 
 def test_a_checkpoint_of_another_optimizer_is_one_line(two_checkpoints):

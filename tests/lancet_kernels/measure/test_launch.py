@@ -132,16 +132,6 @@ def traceback_file(job: Path) -> Path:
 REST = ("a b", "$$x ${local_rank} $", "")
 
 
-def seen_by(job: Path, rank: int) -> str:
-    return (job / f"seen-{rank}").read_text()
-
-
-def expected_by(rank: int) -> str:
-    """Arguments and environment as given, and torch's compiler not imported: it would double the time until
-    the ranks meet."""
-    return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
-
-
 @pytest.mark.long  # by default: a killed rank, below
 @pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
@@ -154,7 +144,9 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
     assert capfd.readouterr().err == ""
     assert signal.getsignal(signal.SIGINT) is handler
     assert dict(os.environ) == before
-    assert mode == "early" or seen_by(job, 1) == expected_by(1)
+    if mode == "raise":
+        # Arguments and environment as given, and torch's compiler, which takes long to import, not imported.
+        assert (job / "seen-1").read_text() == repr([2, 1, 3.0, 1, "1", "1", False, list(REST)])
 
 
 @pytest.mark.parametrize(
@@ -264,12 +256,9 @@ def test_alone_there_is_no_group(monkeypatch):
 
 
 def test_a_device_that_is_not_there(monkeypatch):
-    with pytest.raises(UserError, match="device: got 'tpu', expected cpu or cuda"):
-        start_ranks("tpu", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("RANK", "6")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="CUDA devices: got 2, expected at least 3"):
         start_ranks("cuda", 1)
 

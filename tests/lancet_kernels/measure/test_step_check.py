@@ -60,14 +60,9 @@ def on_several() -> bool:
     return dist.get_world_size() > 1
 
 
-def with_ddp() -> tuple[nn.Module, object]:
-    """An MoE layer in `ddp`."""
-    return ddp(Step()) if on_several() else Step(), batch()
-
-
-def with_fsdp() -> tuple[nn.Module, object]:
-    """An MoE layer in `fsdp`."""
-    return fsdp(Step()) if on_several() else Step(), batch()
+def step(make: Callable[[], nn.Module], around: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, object]:
+    """A model, with what is around it on several ranks."""
+    return around(make()) if on_several() else make(), batch()
 
 
 def under_a_plan() -> tuple[nn.Module, object]:
@@ -90,11 +85,6 @@ class Balanced(Step):
         return loss + 0.01 * moe_losses([sums]).z.mean()
 
 
-def with_a_capacity() -> tuple[nn.Module, object]:
-    """A capacity of each rank: other tokens are dropped than in the whole batch."""
-    return ddp(Balanced()) if on_several() else Balanced(), batch()
-
-
 def two_replicas() -> tuple[nn.Module, object]:
     """Two groups of ranks that have all experts."""
     if not on_several():
@@ -104,34 +94,23 @@ def two_replicas() -> tuple[nn.Module, object]:
     return ddp(Step(groups=groups), groups), batch()
 
 
-def dense(model: nn.Module) -> nn.Module:
-    model.experts = nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)).double()
+class Dense(Step):
+    """No experts."""
+
+    def __init__(self) -> None:
+        super().__init__(groups=Groups())
+        self.experts = nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)).double()
+
+
+def fully_sharded(model: Dense) -> nn.Module:
+    for part in (model.input, model.experts, model):
+        fully_shard(part)
     return model
-
-
-def plain_ddp() -> tuple[nn.Module, object]:
-    """No experts, in DistributedDataParallel."""
-    model = dense(Step(groups=Groups()))
-    return DistributedDataParallel(model) if on_several() else model, batch()
-
-
-def plain_fsdp() -> tuple[nn.Module, object]:
-    """No experts, with fully_shard."""
-    model = dense(Step(groups=Groups()))
-    if on_several():
-        for part in (model.input, model.experts, model):
-            fully_shard(part)
-    return model, batch()
 
 
 class Checkpointed(Step):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return checkpoint(super().forward, x, target, use_reentrant=False)
-
-
-def with_checkpointing() -> tuple[nn.Module, object]:
-    """Activation checkpointing."""
-    return ddp(Checkpointed()) if on_several() else Checkpointed(), batch()
 
 
 def ids() -> dict[str, Tensor]:
@@ -161,10 +140,19 @@ def of_transformers(implementation: str, folder: str, dtype: torch.dtype) -> tup
     return loaded(folder, implementation, sizes, dtype=dtype, output_router_logits=False), ids()
 
 
-RIGHT = {make.__name__: make for make in (
-    with_ddp, with_fsdp, under_a_plan, with_a_capacity, two_replicas, plain_ddp, plain_fsdp,
-    with_checkpointing, converted,
-)}  # fmt: skip
+with_ddp = functools.partial(step, Step, ddp)
+RIGHT = {
+    "ddp": with_ddp,
+    "fsdp": functools.partial(step, Step, fsdp),
+    "plan that cuts": under_a_plan,
+    # Other tokens are dropped than in the whole batch.
+    "capacity of each rank": functools.partial(step, Balanced, ddp),
+    "two replicas": two_replicas,
+    "plain ddp": functools.partial(step, Dense, DistributedDataParallel),
+    "plain fsdp": functools.partial(step, Dense, fully_sharded),
+    "checkpointing": functools.partial(step, Checkpointed, ddp),
+    "converted": converted,
+}
 
 
 def reference(make: Callable[[], tuple[nn.Module, object]], file: str, ranks: int) -> None:
@@ -190,15 +178,13 @@ def compare(pool, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    few_of(
-        [*((name, 2) for name in RIGHT), ("two_replicas", 4), ("with_fsdp", 4), ("under_a_plan", 4)], 0, 6
-    ),
+    few_of([*((name, 2) for name in RIGHT), ("two replicas", 4), ("fsdp", 4), ("plan that cuts", 4)], 0, 6),
 )
 def test_nothing_in_a_right_step(compare, name: str, ranks: int) -> None:
     said = compare(RIGHT[name], RIGHT[name], ranks)
     assert first_of(said) is None
     assert all(one.parameters > 5 and len(one.loss) == 2 for one in said)
-    assert [bool(one.by_slices) for one in said] == [name == "with_a_capacity"] * ranks
+    assert [bool(one.by_slices) for one in said] == [name == "capacity of each rank"] * ranks
 
 
 @pytest.mark.parametrize(("implementation", "ranks"), few_of([("lancet", 2), ("all_to_all", 4)]))

@@ -95,8 +95,8 @@ def test_what_does_not_run_is_dropped(cache) -> None:
         return lambda config: lambda: run(config)
 
     (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), runs_of=runs_of)
-    dropped = [c for c in outcome.candidates if c.reason]
-    assert {c.reason for c in dropped} == {"does not run: out of registers"}
+    dropped = [c for c in outcome.candidates if c.dropped]
+    assert {c.dropped for c in dropped} == {"does not run: out of registers"}
     assert {c.config.bodies for c in dropped} == {"gluon"}
     assert outcome.winner.config.bodies == "triton"
     (entry,) = cache.entries().values()
