@@ -1,14 +1,14 @@
 """Compiles kernels for a GPU architecture without a GPU: registers, spills, shared memory, instructions.
 
-Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
-every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
-tests. They compile in processes of their own, because an error in LLVM ends the process, which must cost one
-row and not the table (as in a `ProcessPoolExecutor`), and because the caller may interpret its kernels.
+Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. Both
+`lancet kernels` and the tests compile in processes of their own, because an error in LLVM ends the process,
+which must cost one row and not the table (as in a `ProcessPoolExecutor`), and because the caller may
+interpret its kernels.
 
 On Hopper a matrix product (HGMMA) runs by itself, and a loop should start one while the one before still
-runs. It does where its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. ptxas may decide
-otherwise: if it sees that others touch the accumulators it waits after each product (`gsb0, 0x0`), and only
-tells its log (C7510 to C7519, "Potential Performance Loss: wgmma.mma_async instructions are serialized").
+runs: its wait, `WARPGROUP.DEPBAR.LE gsb0, 0x1`, lets one be in flight. If ptxas sees that others touch the
+accumulators it waits after each product (`gsb0, 0x0`), and only tells its log (C7510 to C7519, "Potential
+Performance Loss: wgmma.mma_async instructions are serialized").
 """
 
 from __future__ import annotations

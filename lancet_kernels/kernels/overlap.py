@@ -8,9 +8,7 @@ launches exchange counts and find where all rows lie (`schedule.py`); the backwa
 did. Letters: `protocol`.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
-`Exchange.check()` raises it.
-
-Whether a pass can run with what it is given is checked before anything is sent: no peer waits.
+`Exchange.check()` raises it. Whether a pass can run is checked before anything is sent: no peer waits.
 """
 
 from __future__ import annotations
@@ -121,14 +119,8 @@ class ExpertGradients:
     db2: Tensor | None
 
 
-def check_pass(
-    exchange: Exchange,
-    x: Tensor,
-    routing: Routing,
-    experts: Experts,
-) -> None:
+def check_pass(exchange: Exchange, x: Tensor, routing: Routing, experts: Experts) -> None:
     """Raise UserError unless a pass with these can run: before anything is sent."""
-    experts_in_all = exchange.world * exchange.local_experts
     num_tokens, num_choices = x.shape[0], routing.expert.shape[-1]
     local, width, hidden = exchange.local_experts, exchange.width, experts.hidden
     width_in = 2 * hidden if experts.activation == "swiglu" else hidden
@@ -140,7 +132,7 @@ def check_pass(
         ("row", routing.row, (num_tokens, num_choices), torch.int64),
         ("weight", routing.weight, (num_tokens, num_choices), torch.float32),
         ("choice", routing.choice, (num_tokens * num_choices + 1,), torch.int32),
-        ("count", routing.count, (experts_in_all,), torch.int64),
+        ("count", routing.count, (exchange.world * local,), torch.int64),
         ("w1", experts.w1, (local, width, width_in), exchange.dtype),
         ("w2", experts.w2, (local, hidden, width), exchange.dtype),
         ("b1", experts.b1, (local, width_in), exchange.dtype),
@@ -238,14 +230,9 @@ def moe_backward(
     # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
     dh = saved.pre.new_empty(forward.receive_rows, saved.pre.shape[1])
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
-    results = ExpertGradients(
-        torch.empty_like(dy),
-        torch.empty_like(routing.weight),
-        torch.empty_like(experts.w1),
-        None if experts.b1 is None else torch.empty_like(experts.b1),
-        torch.empty_like(experts.w2),
-        None if experts.b2 is None else torch.empty_like(experts.b2),
-    )
+    dx, dweight, dw1, dw2 = map(torch.empty_like, (dy, routing.weight, experts.w1, experts.w2))
+    db1, db2 = (None if b is None else torch.empty_like(b) for b in (experts.b1, experts.b2))
+    results = ExpertGradients(dx, dweight, dw1, db1, dw2, db2)
     gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
     gradients = Gradients(forward.rows.local, results.dw2, results.db2, results.dw1, results.db1)
     sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
@@ -365,9 +352,8 @@ def dense_table(
 
 @contextmanager
 def warming_up(*others: Any) -> Iterator[None]:
-    """Inside, launches of a pass (and of `others`) that wait are recorded, and do not run; all others do.
-
-    On leaving, their kernels are compiled side by side, and loaded.
+    """Inside, launches of a pass (and of `others`) that wait are recorded, and do not run; all others do. On
+    leaving, their kernels are compiled side by side, and loaded.
     """
     if runtime.INTERPRETED:
         yield
@@ -393,8 +379,8 @@ def warm_up(
 ) -> None:
     """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
 
-    A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
-    would be taken for a dead one. To the exchanges this is a pass that all PEs skip.
+    Without this, a PE that compiles longer than its peers would be taken for a dead one. To the exchanges
+    this is a pass that all PEs skip.
     """
     if runtime.INTERPRETED:
         return

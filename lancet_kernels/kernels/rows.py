@@ -10,9 +10,8 @@
     activation_backward    dh = act'(h) da
 
 A choice with a negative row is dropped: it is never written, and it contributes zero. Rows that are not real
-are neither read nor written; `count` is read on the device, so the host need not know it. Arithmetic is in
-float32, rounded once. Products are not fused into sums (`UNFUSED`). All raise
-UserError for wrong dtypes, shapes, layouts or devices.
+are neither read nor written; `count` is read on the device. Arithmetic is in float32, rounded once; products
+are not fused into sums (`UNFUSED`). All raise UserError for wrong dtypes, shapes, layouts or devices.
 
 permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
 float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels import rows
@@ -51,9 +52,8 @@ class Specimen:
     @classmethod
     def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:
         """The specimen of a recorded launch."""
-        arguments = {name: _empty(value) for name, value in launch.arguments.items()}
-        fields.setdefault("name", launch.kernel.fn.__name__.removesuffix("_kernel"))
-        return cls(config=config, kernel=launch.kernel, arguments=arguments, **fields)
+        name = launch.kernel.fn.__name__.removesuffix("_kernel")
+        return cls(name, config, launch.kernel, tree_map(_empty, launch.arguments), **fields)
 
     def __reduce__(self) -> tuple:
         # By the name of the kernel, which is no plain function and has what cannot be pickled.
@@ -75,11 +75,7 @@ def _empty(value: Any) -> Any:
     if isinstance(value, Tensor):
         aligned = value.data_ptr() % 16 == 0
         return torch.empty(0, dtype=value.dtype) if aligned else torch.empty(2, dtype=value.dtype)[1:]
-    if isinstance(value, TensorDescriptor):
-        return replace(value, base=_empty(value.base))
-    if isinstance(value, tuple):
-        return type(value)(*map(_empty, value))
-    return value
+    return replace(value, base=_empty(value.base)) if isinstance(value, TensorDescriptor) else value
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -149,13 +145,9 @@ def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Laun
     memory.far = case.far
     wide = 2 * hidden if case.activation == "swiglu" else hidden
     zeros = partial(torch.zeros, dtype=case.dtype)
-    sizes: dict[str, Any] = {
-        "local_experts": local,
-        "send_rows": 8,
-        "receive_rows": 8,
-        "chunk_rows": config.gemm.block_m,
-    }
-    ways = [Exchange(memory, way, width=width, dtype=case.dtype, **sizes) for way in ("there", "back")]
+    sizes: dict[str, Any] = {"local_experts": local, "send_rows": 8, "receive_rows": 8}
+    sizes |= {"chunk_rows": config.gemm.block_m, "width": width, "dtype": case.dtype}
+    ways = [Exchange(memory, way, **sizes) for way in ("there", "back")]
     b1, b2 = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
     experts = Experts(zeros(local, width, wide), b1, zeros(local, hidden, width), b2, case.activation)
     nowhere = torch.zeros(0, 8, dtype=torch.int64)

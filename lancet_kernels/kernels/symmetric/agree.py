@@ -1,9 +1,8 @@
 """Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
 
-Not with collectives: one that a rank does not join, or joins with other arguments, hangs or mixes up the
-data. Here every rank writes its request under the number of the meeting, and reads those of the others. A
-rank that differs or stays away is named, and no wait is longer than its timeout. A meeting costs a few
-requests to a server: for set-up, not for every layer.
+A collective that a rank does not join, or joins with other arguments, hangs or mixes up the data. Here every
+rank writes its request under the number of the meeting, and reads those of the others. A rank that differs or
+stays away is named, within a timeout. A meeting costs a few requests to a server: for set-up, not for layers.
 """
 
 from __future__ import annotations
@@ -94,7 +93,13 @@ class Meetings:
     def _exchange(self, step: str, value: Any, timeout_s: float) -> list[tuple[str, Any]]:
         self._number += 1
         self._say(self._number, step, value)
-        missing = self._wait_for_others(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        missing, pause = list(range(self.world)), FIRST_LOOK_S
+        while missing := [r for r in missing if not self._store.check([self._key(self._number, r)])]:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_LOOK_S)
         if missing:
             waited = f"waiting for rank(s) {', '.join(map(str, missing))}: no answer within {timeout_s:g} s"
             # For those who come late, or came just now: this rank is not in this meeting, nor in the next.
@@ -112,18 +117,6 @@ class Meetings:
                 self._broken = f"rank {rank} gave up {waited}"
                 raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}")
         return said
-
-    def _wait_for_others(self, timeout_s: float) -> list[int]:
-        """-> the ranks that did not come."""
-        deadline = time.monotonic() + timeout_s
-        missing, pause = list(range(self.world)), FIRST_LOOK_S
-        while missing:
-            missing = [rank for rank in missing if not self._store.check([self._key(self._number, rank)])]
-            if not missing or time.monotonic() >= deadline:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_LOOK_S)
-        return missing
 
     def _say(self, number: int, step: str, value: Any) -> None:
         self._store.set(self._key(number, self.rank), json.dumps([step, value]))

@@ -9,9 +9,8 @@
 `rows.local` is this PE's copy. `rows.peers[p]` is the address of PE p's copy as this PE reaches it:
 what is stored there arrives at p, also while p runs. 0: no pointer reaches p (then NVSHMEM's puts do).
 
-`VirtualMemory` is that of several PEs in one process on one device. One thread plays all PEs, one after
-another: it allocates for each, then launches for each, so nothing in it waits. A kernel may: give each PE a
-stream of its own and launch all of them before anything synchronises.
+With `VirtualMemory` one thread plays several PEs on a device: it allocates for each, then launches for each.
+Kernels may wait for peers if each PE has its own stream, and all are launched before anything synchronises.
 """
 
 from __future__ import annotations
@@ -68,6 +67,8 @@ class SymmetricMemory(ABC):
         self.rank, self.world, self.device, self.reason = rank, world, device, reason
         self.far = False
         self._regions: dict[str, Region] = {}
+        # What the addresses of peers need beside this PE's copies. Peers keep what they have mapped.
+        self._held: list[Any] = []
         self._open = True
 
     @property
@@ -133,7 +134,7 @@ class SymmetricMemory(ABC):
             for region in self._regions.values():
                 region._forget()
             self._regions.clear()
-            self._free()
+            self._held.clear()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -145,11 +146,10 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """-> (this PE's copy, uint8 and zero; the addresses of all copies)."""
+        """-> (this PE's copy, uint8 and zero; the addresses of all copies).
 
-    @abstractmethod
-    def _free(self) -> None:
-        """Give everything back."""
+        `_held` gets what must stay until the memory is closed.
+        """
 
 
 def disagreement(asked: dict[int, str]) -> UserError:
@@ -191,28 +191,25 @@ class VirtualMemory(SymmetricMemory):
         what = "one PE: no peers" if world == 1 else f"{world} PEs in one process"
         super().__init__(rank, world, device, f"virtual: {what}, on {device}")
         self.shares_device = world > 1
-        self._requests, self._count = requests, 0
+        self._held, self._count = [requests], 0
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:
         # One thread runs all PEs one after another, so they must bring the same.
         request = f"{request} {value}".rstrip()
-        if self._count == len(self._requests):
-            self._requests.append((self.rank, request, []))
-        first, expected, _ = self._requests[self._count]
+        (requests,) = self._held
+        if self._count == len(requests):
+            requests.append((self.rank, request, []))
+        first, expected, _ = requests[self._count]
         if request != expected:
             raise disagreement({first: expected, self.rank: request})
         self._count += 1
         return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        *_, copies = self._requests[self._count - 1]
+        *_, copies = self._held[0][self._count - 1]
         while len(copies) < self.world:
             copies.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
         return copies[self.rank], [copy.data_ptr() for copy in copies]
-
-    def _free(self) -> None:
-        # The copies go with the last PE that has them.
-        del self._requests
 
 
 def virtual_memories(world: int, device: torch.device | str = "cpu") -> list[VirtualMemory]:

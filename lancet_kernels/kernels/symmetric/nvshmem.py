@@ -3,10 +3,8 @@
 Where NVLink does not reach (another node, PCIe) the table of peers has 0, and kernels compiled with
 NVSHMEM=True use NVSHMEM's puts.
 
-NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
-one can have it. It is initialised with the first memory.
-
-Nothing of NVSHMEM is imported before it is needed.
+NVSHMEM exists once in a process, and its PEs are the ranks that initialised it, with the first memory: of all
+groups of a job only one can have it. Nothing of NVSHMEM is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -93,7 +91,6 @@ class NvshmemMemory(MemoryOfRanks):
             self._start(meetings)
         meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
         self._pointer_ok = [signals_reach(self.device, gpu) for gpu in gpus]
-        self._raw: list[Tensor] = []
         near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
         version = self._core.get_version().libnvshmem_version
         self.reason = f"nvshmem: {self.world} GPUs, NVSHMEM {version}, pointers to {near} of them at most"
@@ -139,7 +136,8 @@ class NvshmemMemory(MemoryOfRanks):
             lambda: self._core.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False),
             do="set NVSHMEM_SYMMETRIC_SIZE larger, or make the region smaller",
         )
-        self._raw.append(raw)
+        # Freeing is collective in NVSHMEM: without the others the memory stays until the process ends.
+        self._held.append(raw)
         raw.zero_()
         torch.cuda.synchronize(self.device)
         addresses = [
@@ -149,10 +147,6 @@ class NvshmemMemory(MemoryOfRanks):
         # Nobody puts before all have zeroed.
         self.far = any(self._meetings.meet(f"{request}: zero", not all(addresses)))
         return raw, addresses
-
-    def _free(self) -> None:
-        # Freeing is collective in NVSHMEM: without the others the memory stays until the process ends.
-        self._raw.clear()
 
 
 _initialised: weakref.WeakSet[Any] = weakref.WeakSet()

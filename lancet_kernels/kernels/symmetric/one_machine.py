@@ -1,18 +1,15 @@
 """Symmetric memory of ranks on one machine: between GPUs that of torch, between CPU processes shared memory.
 
-Between GPUs with torch alone: what NVLink reaches, every rank maps.
-
-Regions come from `torch.distributed._symmetric_memory` (its CUDA backend); the table of peers' addresses is
-that of its handle. Of torch's own signals nothing is used: its signal pads are shared by all groups of an
-allocation. Signals are regions like all others.
+Between GPUs regions come from `torch.distributed._symmetric_memory` (its CUDA backend); the table of peers'
+addresses is that of its handle. Signals are regions like all others: torch's own signal pads are shared by
+all groups of an allocation.
 
     ranks 0, 1; rank 1's tensor begins 64 bytes behind the buffer that torch maps:
     buffer_ptrs on rank 0 = [0x7000, 0x9000], begins = [0, 64] -> peers = [0x7000, 0x9040]
 
-Between CPU processes: POSIX shared memory, mapped by every rank. Each rank makes a segment (a file in
-/dev/shm) for its copy of a region and maps those of all others. Then the names are removed, that of a rank
-that died in between, too: so the system frees the memory with the last of the processes that map it, however
-that one ends.
+Between CPU processes each rank makes a segment (a file in /dev/shm) for its copy of a region and maps those
+of all others. Then the names are removed, that of a rank that died in between, too: so the system frees the
+memory with the last of the processes that map it, however that one ends.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import os
 import secrets
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +78,6 @@ class TorchMemory(MemoryOfRanks):
             meetings, device, f"torch: {gpus}, torch's symmetric memory, pointers to all of them"
         )
         self._group = group or dist.group.WORLD
-        self._regions_of_torch: list[tuple[Tensor, Any]] = []
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         torch_memory = import_module(SYMMETRIC_MEMORY)
@@ -96,17 +91,13 @@ class TorchMemory(MemoryOfRanks):
             lambda: torch_memory.rendezvous(raw, self._group),
             do="look at NCCL_DEBUG=INFO, or use the torch backend",
         )
-        self._regions_of_torch.append((raw, handle))
+        self._held.append((raw, handle))
         torch.cuda.synchronize(self.device)
         # Where the tensor begins in the buffer may differ: torch may cut it out of a pool.
         begin = raw.data_ptr() - handle.buffer_ptrs[self.rank]
         # Nobody puts before all have zeroed.
         begins = self._meetings.meet(f"{request}: zero", begin)
         return raw, [p + b for p, b in zip(handle.buffer_ptrs, begins, strict=True)]
-
-    def _free(self) -> None:
-        # Peers keep what they have mapped.
-        self._regions_of_torch.clear()
 
 
 def gpu_id(device: torch.device) -> str:
@@ -167,7 +158,6 @@ class SharedMemory(MemoryOfRanks):
             )
         self._prefixes = [prefix for prefix, _ in said]
         self._count = 0
-        self._mapped: list[list[Tensor]] = []
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
         files = [FOLDER / f"{prefix}-{self._count}" for prefix in self._prefixes]
@@ -187,12 +177,9 @@ class SharedMemory(MemoryOfRanks):
             # Every rank has mapped them, or it failed on every rank: a dead rank's name is removed as well.
             for file in files:
                 file.unlink(missing_ok=True)
-        self._mapped.append(mapped)
+        # Unmapped with the last tensor on it.
+        self._held.append(mapped)
         return mapped[self.rank], [copy.data_ptr() for copy in mapped]
-
-    def _free(self) -> None:
-        # Unmapped with the last tensor on it; peers keep what they have mapped.
-        self._mapped.clear()
 
 
 def _create(file: Path, num_bytes: int) -> None:

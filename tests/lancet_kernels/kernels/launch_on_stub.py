@@ -1,9 +1,7 @@
-"""The real launches of a pass, on a driver that checks them and runs nothing: a program, run by a test.
-
-    python -m tests.lancet_kernels.kernels.launch_on_stub
+"""The real launches of a pass, on a driver that notes them and runs nothing: a program, run by a test.
 
 It prints what was launched, as JSON. Triton compiles for sm_90, makes its launchers and calls them; tensors
-are on the CPU. Needs a C compiler.
+are on the CPU. Needs a C compiler, and the variables that `build` returns.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,8 +34,8 @@ def build(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def pretend() -> list[tuple[int, int]]:
-    """Let torch and Triton take the driver for an H100. -> sizes, alignments of the scratch that they get."""
+def pretend() -> list[int]:
+    """Let torch and Triton take the driver for an H100. -> sizes of the scratch that they get."""
     import torch
     import triton
     from triton.backends.nvidia.driver import CudaDriver
@@ -56,10 +52,10 @@ def pretend() -> list[tuple[int, int]]:
     driver.get_current_stream = lambda device: 0
     driver.get_device_capability = lambda device=None: (9, 0)
     triton.runtime.driver.set_active(driver)
-    asked: list[tuple[int, int]] = []
+    asked: list[int] = []
 
     def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        asked.append((size, alignment))
+        asked.append(size)
         return torch.empty(size, dtype=torch.int8)
 
     runtime._scratch = scratch
@@ -68,7 +64,7 @@ def pretend() -> list[tuple[int, int]]:
     return asked
 
 
-def layers(world: int = 2):
+def layers():
     """A layer of each PE, for the Hopper kernel."""
     import torch
 
@@ -78,11 +74,10 @@ def layers(world: int = 2):
     from tests.lancet_kernels.kernels.overlap_ranks import virtual_layers
 
     case = Case(
-        world=world, tokens=64, capacity=64, width=128, hidden=192, activation="swiglu", bias=False,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, 132 // world)
-    return virtual_layers(virtual_memories(world), case, config, 8.0)
+        tokens=64, capacity=64, width=128, hidden=192, activation="swiglu", bias=False, dtype=torch.bfloat16
+    )
+    config = OverlapConfig.for_gpu(case.width, case.hidden, case.dtype, 90, 132 // case.world)
+    return virtual_layers(virtual_memories(case.world), case, config, 8.0)
 
 
 def launches() -> dict:
@@ -111,7 +106,7 @@ def launches() -> dict:
     result["scratch"] = [k.metadata.global_scratch_size * 66 for k in kernels]
     del asked[:]
     result["pass"] = noted(layer.run)
-    result["asked"] = [size for size, _ in asked]
+    result["asked"] = [*asked]
     with recorded(gluon_overlap_kernel) as recorded_launches:
         _, saved = layer.run_forward()
     (launch,) = recorded_launches
@@ -140,14 +135,5 @@ def launches() -> dict:
     return result
 
 
-def main() -> int:
-    if "STUB_LOG" not in os.environ:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tests.lancet_kernels.kernels.launch_on_stub"]
-            return subprocess.run(command, env=os.environ | build(Path(folder))).returncode
-    print(json.dumps(launches()), flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(launches()), flush=True)

@@ -28,7 +28,6 @@ from lancet_kernels.kernels.compile import (
 from lancet_kernels.kernels.specimens import all_specimens
 from lancet_kernels.kernels.symmetric import nvshmem
 from tests.lancet_kernels.kernels import bad_kernels
-from tests.lancet_kernels.kernels.protocol import ping
 from tests.processes import ROOT, printed
 
 OLDEST = ROOT / ".triton-oldest"
@@ -152,7 +151,8 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert "spills test: spills" in err
 
 
-GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, (), (), 0.0)
+LOOP = ProductLoop(7, 2, 1, 0, 0, in_flight=1, shape="64x256x16")
+GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, (), (LOOP,), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ GOOD = CompiledKernel("sm_90", 128, 0, 0, 1000, 128, True, True, False, (), (), 
     ],
 )
 def test_limits(change, found):
-    specimen = replace(next(iter(ping.specimens(90))), wgmma=True, tma=True)
+    specimen = replace(next(all_specimens(90)), wgmma=True, tma=True)
     assert problems(specimen, replace(GOOD, **change)) == found
 
 
@@ -214,50 +214,54 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
 
 @pytest.fixture
 def chosen(tmp_path, monkeypatch, capsys):
-    """Calls the command, which compiles nothing, on the specimens of a ping. -> what it chose and skipped."""
+    """Calls the command, which compiles nothing. -> the kernels that it chose and skipped."""
 
     def call(*arguments, bitcode):
         monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
         (tmp_path / "lib").mkdir()
         if bitcode:
             (tmp_path / "lib" / "libnvshmem_device_sm_80.bc").touch()
-        monkeypatch.setattr(specimens, "all_specimens", ping.specimens)
         monkeypatch.setattr(
             compiling, "compile_all", lambda some, *_, **__: [Row(s, GOOD, None) for s in some]
         )
         assert main(["kernels", "--json", *arguments]) == 0
         out, err = capsys.readouterr()
         found = json.loads(out)
-        return *([row["config"] for row in found[of]] for of in ("kernels", "skipped")), err
+        names = ([f"{row['name']} {row['config']}" for row in found[of]] for of in ("kernels", "skipped"))
+        return *names, err
 
     return call
 
 
 def test_without_bitcode_nvshmem_is_left_out_and_said_so(chosen):
-    compiled, skipped, said = chosen("--name", "ping 4x256 bf16", bitcode=False)
-    assert compiled == ["4x256 bf16 pointers", "4x256 bf16 pointers tma"]
-    assert skipped == ["4x256 bf16 nvshmem", "4x256 bf16 nvshmem tma"]
-    assert "2 kernels with NVSHMEM were skipped" in said
+    compiled, skipped, said = chosen("--name", "release", bitcode=False)
+    assert (compiled, skipped) == (["release pointers"], ["release nvshmem"])
+    assert "1 kernels with NVSHMEM were skipped" in said
 
 
 def test_quick_is_the_first_of_each_kernel_and_one_with_nvshmem(chosen):
-    assert chosen("--quick", bitcode=True) == (["4x256 bf16 pointers", "4x256 bf16 nvshmem"], [], "")
+    compiled, skipped, said = chosen("--quick", bitcode=True)
+    assert (skipped, said) == ([], "")
+    assert [name for name in compiled if "nvshmem" in name] == ["exchange_counts nvshmem"]
+    assert sorted(name.split()[0] for name in compiled) == sorted(
+        [*{specimen.name for specimen in all_specimens(90)}, "exchange_counts"]
+    )
 
 
-POINTERS, NVSHMEM, HOPPER = "bf16 pointers", "bf16 nvshmem", "forward gelu bf16 128x256x64 w8 s4"
+COUNTS, HOPPER = "exchange_counts", "gluon_overlap forward gelu bf16 128x256x64 w8 s4"
+POINTERS, NVSHMEM = f"{COUNTS} pointers", f"{COUNTS} nvshmem"
 PRINT_PTX = """
 import json, sys
 from lancet_kernels.kernels.compile import _compile
 from lancet_kernels.kernels.specimens import all_specimens
-from tests.lancet_kernels.kernels.protocol.ping import specimens
-chosen = [s for s in (*specimens(90), *all_specimens(90)) if s.config.removeprefix("4x256 ") in sys.argv]
-print(json.dumps({s.config.removeprefix("4x256 "): _compile(s, 90)[0].asm["ptx"] for s in chosen}))
+named = {f"{s.name} {s.config}": s for s in all_specimens(90)}
+print(json.dumps({name: _compile(named[name], 90)[0].asm["ptx"] for name in sys.argv[1:]}))
 """
 
 
 @pytest.fixture(scope="module", params=TRITONS)
 def ptx(request):
-    """The PTX of pings by pointers and by NVSHMEM, and of the Hopper kernel."""
+    """The PTX of the exchange of counts by pointers and by NVSHMEM, and of the Hopper kernel."""
     over_nvshmem = [NVSHMEM] if nvshmem.find_bitcode(90) is not None else []
     return json.loads(printed_with(request.param, "-c", PRINT_PTX, POINTERS, HOPPER, *over_nvshmem))
 
@@ -330,7 +334,7 @@ SASS = """
 
 def test_loops_of_products_and_what_their_strictest_wait_leaves_running():
     pipelined, waiting = product_loops(SASS)
-    assert pipelined == ProductLoop(7, 2, 1, 0, 0, in_flight=1, shape="64x256x16")
+    assert pipelined == LOOP
     assert waiting == ProductLoop(7, 2, 0, 1, 1, in_flight=0, shape="64x256x16")
     assert product_loops(SASS.replace("HGMMA", "FFMA")) == ()
 

@@ -94,14 +94,9 @@ def test_no_pass_is_too_few(passes):
         make_exchange(virtual_memories(1)[0], "layer", CASE, passes=passes)
 
 
-def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
-    return DenseGemm(*(torch.zeros(shape, dtype=dtype) for shape in (a, b, c)))
-
-
 def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):
     """12 rows come, 11 fit: told with layer, rank, needed and had; no number looks like an answer."""
-    (memory,) = virtual_memories(1)
-    layer = make_layer(memory, "small", CASE)
+    memory = layer.forward.memory
     layer.forward = make_exchange(memory, "layer 5", CASE, receive_rows=layer.routing.count.sum().item() - 1)
     layer.backward = make_exchange(memory, "way back", CASE, receive_rows=layer.forward.receive_rows)
     needed = layer.forward.receive_rows + 1
@@ -187,4 +182,5 @@ def test_operands_that_are_not_aligned_for_descriptors(layer):
     buffer = torch.zeros(64)
     assert aligned(layer.forward, layer.experts, [], [buffer, None, buffer[4:]])
     assert not aligned(layer.forward, layer.experts, [], [buffer, buffer[1:]])
-    assert not aligned(layer.forward, layer.experts, [dense((3, 2), (3, 4), (2, 4))], [])
+    odd = DenseGemm(torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(2, 4))
+    assert not aligned(layer.forward, layer.experts, [odd], [])

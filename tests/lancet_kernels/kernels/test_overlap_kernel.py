@@ -15,7 +15,6 @@ from lancet_kernels.kernels.config import GemmConfig
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
     GuardedMemory,
-    Layer,
     answer_of,
     check_dense,
     check_rows,
@@ -29,8 +28,8 @@ FP16, BF16 = torch.float16, torch.bfloat16
 Work = list[tuple[Case, dict]]
 
 
-def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
-    """One pass of each case. -> its answer, and the independent GEMMs in it."""
+def passes_on_rank(work: Work) -> list[Answer]:
+    """One pass of each case."""
     made = []
     with closing(GuardedMemory(timeout_s=30)) as memory:
         for number, (case, options) in enumerate(work):
@@ -40,36 +39,24 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
                 layer = make_layer(memory, f"{number}", case, **changes)
                 given = [t.clone() for t in layer.tensors()]
                 layer.dense = make_dense(case.dtype) if dense else []
-                answer, products = run_pass(layer)
+                out, saved = layer.run_forward()
+                check_dense(layer.dense, f"{case} forward")
+                for problem in layer.dense:
+                    problem.c.fill_(float("nan"))
+                made.append(answer_of(out, layer.run_backward(saved)))
+                layer.check()
+                check_dense(layer.dense, f"{case} backward")
             check_rows(layer)
             assert all(map(same_bits, given, layer.tensors())), f"{case}: an input was written"
             memory.check_guards()
-            made.append((answer, products))
         memory.barrier()
     return made
 
 
-def run_pass(layer: Layer) -> tuple[Answer, list]:
-    """-> the answer, and the independent GEMMs, those of forward and of backward."""
-    products = []
-    out, saved = layer.run_forward()
-    products += [replace(d, c=d.c.clone()) for d in layer.dense]
-    for problem in layer.dense:
-        problem.c.fill_(float("nan"))
-    gradients = layer.run_backward(saved)
-    products += [replace(d, c=d.c.clone()) for d in layer.dense]
-    layer.check()
-    return answer_of(out, gradients), products
-
-
 def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
-    by_rank = pool.run(passes_on_rank, work, ranks=ranks, timeout_s=timeout_s)
-    for number, (case, options) in enumerate(work):
-        answers = [made[number][0] for made in by_rank]
-        check_accuracy(answers, case, str(options))
-        for _, products in (made[number] for made in by_rank):
-            assert len(products) == (6 if options.get("dense") else 0)
-            check_dense(products, str(case))
+    answers = zip(*pool.run(passes_on_rank, work, ranks=ranks, timeout_s=timeout_s), strict=True)
+    for (case, options), of_ranks in zip(work, answers, strict=True):
+        check_accuracy(list(of_ranks), case, str(options))
 
 
 DENSE = {"dense": True, "programs": 3}

@@ -4,7 +4,7 @@ What comes too late is an error or NaN, never a wrong number; delays of all kind
 """
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.runtime import launch
 from lancet_kernels.kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
@@ -22,6 +23,7 @@ from tests.poisoned_buffers import poisoned_buffers
 from tests.refusals import refusal
 
 SHORT_S = 0.1  # for waits that nobody ends
+ALL_TO_ALL = Case(tokens=6, choices=2, local=1, capacity=6, width=16, hidden=16)
 TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16)
 
 
@@ -75,14 +77,14 @@ def test_release_again_is_harmless_and_a_released_pass_has_no_backward(layer):
     assert not layer.forward._open
 
 
-def late_on_rank(case: Case, changes: dict, at: str) -> str:
+def late_on_rank(at: str) -> str:
     """Two good passes, then rank 1 comes only when rank 0 has given up. -> what rank 0 says.
 
     at: "launch": before its forward; "second launch": rank 0 gave up in the first launch of two;
     "backward": before its backward; "release": before it releases rows that rank 0 needs.
     """
     with closing(SharedMemory(timeout_s=30)) as memory, poisoned_buffers():
-        layer = make_layer(memory, "layer", case, **changes)
+        layer = make_layer(memory, "layer", ALL_TO_ALL)
         good = [layer.run() for _ in range(2)]
         check_same(*good, "again")
         memory.barrier()
@@ -97,6 +99,7 @@ def late_on_rank(case: Case, changes: dict, at: str) -> str:
 
 
 def late_launch(layer: Layer, memory: SharedMemory, at: str, good: Answer) -> str:
+    """A pass, or a backward, whose peer is not there in time: nothing of it looks like a number."""
     if at == "backward":
         _, saved = layer.run_forward()
         layer.forward.check()
@@ -104,7 +107,16 @@ def late_launch(layer: Layer, memory: SharedMemory, at: str, good: Answer) -> st
     if memory.rank == 1:
         memory.barrier()
     layer.forward.timeout_s = layer.backward.timeout_s = SHORT_S
-    message = expect_nan(layer, saved if at == "backward" else None, good)
+    if at == "backward":
+        made, late = layer.run_backward(saved), layer.backward
+        # Rows of PE 0 had come before it gave up, so the weight gradients of PE 1 are right.
+        by_pe = (made.dx, made.dw1, made.dw2, made.db1, made.db2), (made.dx,)
+        assert all(gradient.isnan().all() for gradient in by_pe[layer.rank])
+        assert layer.rank == 0 or all(map(torch.equal, (made.dw1, made.db2), (good.dw1, good.db2)))
+    else:
+        (out, _), late = layer.run_forward(), layer.forward
+        assert out.isnan().all()
+    message = refusal(late.check, CommunicationError)
     if memory.rank == 0:
         memory.barrier()
     return message
@@ -112,32 +124,20 @@ def late_launch(layer: Layer, memory: SharedMemory, at: str, good: Answer) -> st
 
 def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
     """Rank 0 gives up in its first launch; rank 1's rows come before its second one, which adds up."""
+    met = overlap.overlap_kernel if memory.rank else overlap.combine_results_kernel
 
-    @dataclass
-    class Meeting:
-        """A kernel between barriers: so many before it, so many behind it."""
-
-        kernel: object
-        before: int
-        behind: int
-
-        def __getitem__(self, grid: tuple[int]) -> object:
-            return lambda **options: self.launch(grid, options)
-
-        def launch(self, grid: tuple[int], options: dict) -> None:
-            for _ in range(self.before):
+    def launch_and_meet(kernel: object, *given: object, **options: object) -> None:
+        """Rank 0 has given up, then rank 1's rows are there: two meetings."""
+        if kernel is met:
+            memory.barrier()
+            if memory.rank == 0:
                 memory.barrier()
-            self.kernel[grid](**options)
-            for _ in range(self.behind):
-                memory.barrier()
+        launch(kernel, *given, **options)
+        if kernel is met and memory.rank == 1:
+            memory.barrier()
 
     layer.forward.timeout_s = SHORT_S
-    with pytest.MonkeyPatch.context() as patch:
-        # Rank 0 has given up; then rank 1's rows are there.
-        if memory.rank == 0:
-            patch.setattr(overlap, "combine_results_kernel", Meeting(overlap.combine_results_kernel, 2, 0))
-        else:
-            patch.setattr(overlap, "overlap_kernel", Meeting(overlap.overlap_kernel, 1, 1))
+    with mock.patch.object(overlap, "launch", launch_and_meet):
         out, _saved = layer.run_forward()
     assert out.isnan().all()
     assert memory.rank or layer.forward.buffers.poisoned.item() == 1, "what comes later could look right"
@@ -166,44 +166,24 @@ def late_release(layer: Layer, memory: SharedMemory) -> str:
     return refusal(layer.backward.check, CommunicationError)
 
 
-def expect_nan(layer: Layer, saved: object, good: Answer) -> str:
-    """A pass, or a backward, whose peer is not there in time: nothing of it looks like a number."""
-    if saved is None:
-        out, _ = layer.run_forward()
-        assert out.isnan().all()
-        at = layer.forward
-    else:
-        made = layer.run_backward(saved)
-        # Rows of PE 0 had come before it gave up, so the weight gradients of PE 1 are right.
-        by_pe = (made.dx, made.dw1, made.dw2, made.db1, made.db2), (made.dx,)
-        assert all(gradient.isnan().all() for gradient in by_pe[layer.rank])
-        assert layer.rank == 0 or all(map(torch.equal, (made.dw1, made.db2), (good.dw1, good.db2)))
-        at = layer.backward
-    return refusal(at.check, CommunicationError)
-
-
-ALL_TO_ALL = Case(tokens=6, choices=2, local=1, capacity=6, width=16, hidden=16)
-
-
 SENDS_ROWS, SENDS_COUNTS = "to send its rows (dispatch)", "to send its counts (dispatch)"
 RETURNS = "to return results (combine)"
 RELEASES = "to release its rows (the backward before this one)"
 
 
 @pytest.mark.parametrize(
-    ("at", "changes", "what", "other"),
+    ("at", "what", "other"),
     few_of(
         [
-            ("launch", {}, SENDS_COUNTS, SENDS_ROWS),
-            ("second launch", {}, SENDS_ROWS, RETURNS),
-            ("backward", {}, SENDS_ROWS, RETURNS),
-            ("release", {}, RELEASES, ""),
-        ],
-        0,
+            ("launch", SENDS_COUNTS, SENDS_ROWS),
+            ("second launch", SENDS_ROWS, RETURNS),
+            ("backward", SENDS_ROWS, RETURNS),
+            ("release", RELEASES, ""),
+        ]
     ),
-)  # fmt: skip
-def test_a_late_rank_is_an_error_on_both_sides(pool, at, changes, what, other):
-    messages = pool.run(late_on_rank, ALL_TO_ALL, changes, at)
+)
+def test_a_late_rank_is_an_error_on_both_sides(pool, at, what, other):
+    messages = pool.run(late_on_rank, at)
     name = "layer.backward" if at in ("backward", "release") else "layer.forward"
     expected = f"{name}: PE 0 waited for PE 1 {what} more than {SHORT_S} s: expected epoch 3 at signal"
     assert messages[0].startswith(expected)

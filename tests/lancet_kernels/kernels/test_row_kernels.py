@@ -180,6 +180,14 @@ def test_user_errors_name_what_is_wrong() -> None:
         ("shape of rows_SD", lambda: kernels.combine_dweight(x_TD, wide_SD, row_TK)),
         ("dtype of rows_SD", lambda: kernels.combine_dweight(x_TD, half_SD, row_TK)),
     ]
+    h, count = torch.zeros(3, 5), torch.zeros(1, dtype=torch.int64)
+    wrong += [
+        ("activation: got 'relu'", lambda: kernels.activation(h, count, "relu")),
+        ("width of h_RH: got 5", lambda: kernels.activation(h, count, "swiglu")),
+        ("dtype of h_RH", lambda: kernels.activation(h.double(), count, "gelu")),
+        ("shape of count", lambda: kernels.activation(h, count[:0], "gelu")),
+        ("shape of da_RF", lambda: kernels.activation_backward(h[:, :4].contiguous(), h, count, "gelu")),
+    ]
     for message, call in wrong:
         with pytest.raises(UserError, match=message):
             call()
@@ -226,17 +234,3 @@ def test_activation_is_as_exact_as_the_op(kind: str, dtype: torch.dtype, device:
                 off, allowed = (float((t - right)[:real].abs().max()) for t in (mine, theirs))
                 one_rounding = torch.finfo(dtype).eps * float(right[:real].abs().max())
                 assert off <= 2 * allowed + one_rounding, (size, off, allowed)
-
-
-def test_user_errors_of_activations_name_what_is_wrong() -> None:
-    h, count = torch.zeros(3, 5), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(UserError, match="activation: got 'relu'"):
-        kernels.activation(h, count, "relu")
-    with pytest.raises(UserError, match="width of h_RH: got 5"):
-        kernels.activation(h, count, "swiglu")
-    with pytest.raises(UserError, match="dtype of h_RH"):
-        kernels.activation(h.double(), count, "gelu")
-    with pytest.raises(UserError, match="shape of count"):
-        kernels.activation(h, count[:0], "gelu")
-    with pytest.raises(UserError, match="shape of da_RF"):
-        kernels.activation_backward(h[:, :4].contiguous(), h, count, "gelu")

@@ -95,6 +95,17 @@ class VirtualPass:
         for layer in self.layers:
             layer.check()
 
+    def prove(self, times: int) -> None:
+        """So many passes, the first behind a warm-up, are right."""
+        self.warm_up()
+        for _ in range(times):
+            answers = self.each()
+            self.check()
+            check_accuracy(answers, self.layers[0].case)
+            for layer in self.layers:
+                check_dense(layer.dense)
+            del answers
+
     def on(self, rank: int) -> AbstractContextManager:
         """Inside, torch and Triton use the PE's stream."""
         return torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
@@ -217,15 +228,7 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
     case, options = work
     if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
         pytest.skip("the interpreter runs one small PE")
-    run = VirtualPass(case, device, **options)
-    run.warm_up()
-    for _ in range(3 if device.type == "cuda" else 1):
-        answers = run.each()
-        run.check()
-        check_accuracy(answers, case)
-        for layer in run.layers:
-            check_dense(layer.dense)
-        del answers
+    VirtualPass(case, device, **options).prove(3 if device.type == "cuda" else 1)
 
 
 @pytest.mark.gpu
@@ -237,13 +240,7 @@ def test_the_hopper_kernel_is_as_the_plain_one(compiled: None, hopper_work: tupl
     rows = []
     for bodies in ("triton", "gluon"):
         run = VirtualPass(case, torch.device("cuda"), bodies=bodies, **options)
-        run.warm_up()
-        for _ in range(3):
-            answers = run.each()
-            run.check()
-            check_accuracy(answers, case)
-            for layer in run.layers:
-                check_dense(layer.dense)
+        run.prove(3)
         rows.append([exchange.rows.local.clone() for exchange in run.exchanges])
     for plain, hopper in zip(*rows, strict=True):
         assert same_bits(plain, hopper), "rows, their places, or what lies beside them"

@@ -7,7 +7,7 @@ phases and missing fences inside a program, and between those of a PE. What it c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from lancet_kernels.kernels.runtime import INTERPRETED
+from lancet_kernels.kernels.runtime import INTERPRETED, recorded
 
 if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
@@ -52,26 +52,12 @@ SIZES = ((24, 40, 56), (8, 72, 16), (40, 32, 8))  # M, N, K
 
 
 @contextmanager
-def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
+def emulated(emulator: Emulator) -> Iterator[None]:
     """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths. Products of
     both kernels have the same bits.
-
-    PE `absent` launches nothing.
     """
-    kernel = emulator.kernel(gluon_overlap_kernel)
-
-    def launch(grid: tuple[int, ...], **given: Any) -> None:
-        if given["rank"] != absent:
-            kernel[grid](**given)
-
-    class OnSomePes:
-        arg_names = kernel.arg_names
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return partial(launch, grid)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_kernel, "gluon_overlap_kernel", OnSomePes())
+        patch.setattr(hopper_kernel, "gluon_overlap_kernel", emulator.kernel(gluon_overlap_kernel))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield
 
@@ -176,8 +162,14 @@ def test_a_pass_gives_the_bits_of_the_plain_kernel():
 def test_waits_for_a_pe_that_does_not_come_end_and_no_gradient_looks_like_a_number():
     layers = make_layers(TINY, timeout_s=0.2)
     emulator = Emulator(0, patience=None)
-    with emulated(emulator, absent=1):
-        ours = emulator.run(*(layer.run for layer in layers))[0]
+
+    def absent() -> None:
+        """It exchanges counts, and no more."""
+        with recorded(hopper_kernel.gluon_overlap_kernel):
+            layers[1].run()
+
+    with emulated(emulator):
+        ours, _ = emulator.run(layers[0].run, absent)
     assert all(value.isnan().all() for value in (ours.out, ours.dw1, ours.db1, ours.dw2, ours.db2))
     # For rows of PE 1, or for the result of its own that needs them: both waits run out of time.
     with pytest.raises(CommunicationError, match="PE 0 waited for PE"):

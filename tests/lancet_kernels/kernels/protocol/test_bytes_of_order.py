@@ -8,6 +8,7 @@ proven is about the order, not about a GPU.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -82,25 +83,21 @@ class Layer:
                 used -= cached.popitem(last=False)[1]
 
         waiting = iter(self.tasks(backward))
-        running: list = [None] * PROGRAMS
-        before = -1
-        while steps_done > before:
-            before = steps_done
-            for program, at in enumerate(running):
-                if at is None:
-                    task = next(waiting, None)
-                    if task is not None:
-                        running[program] = at = [task, self.operands(task, backward), 0]
-                if at is None:
-                    continue
-                task, (a, b, steps, written), step = at
-                touch((*a, step), A_BYTES)
-                touch((*b, step), B_BYTES)
-                steps_done += 1
-                at[2] += 1
-                if at[2] == steps:
-                    touch(("result", *task), written)
-                    running[program] = None
+
+        def program() -> Iterator[int]:
+            """1 for each step."""
+            for task in waiting:
+                a, b, steps, written = self.operands(task, backward)
+                for step in range(steps):
+                    touch((*a, step), A_BYTES)
+                    touch((*b, step), B_BYTES)
+                    if step == steps - 1:
+                        touch(("result", *task), written)
+                    yield 1
+
+        programs = [program() for _ in range(PROGRAMS)]
+        while steps := sum(next(each, 0) for each in programs):
+            steps_done += steps
         return 2 * BM * BN * BK * steps_done / FLOPS_A_SECOND, moved / BYTES_A_SECOND
 
 

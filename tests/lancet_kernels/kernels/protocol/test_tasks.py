@@ -36,13 +36,12 @@ class LaunchShape:
     """What a launch has, apart from puts and tiles, whose numbers the counts decide.
 
     Attributes: tiles_in, tiles_out: column tiles of the first and second GEMM. wgrad: weight gradients.
-        dense_tiles: tiles of independent GEMMs. programs: size of the grid.
+        programs: size of the grid.
     """
 
     tiles_in: int = 1
     tiles_out: int = 1
     wgrad: bool = False
-    dense_tiles: int = 0
     programs: int = 1
 
     @property
@@ -259,9 +258,8 @@ def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataOb
     dense = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=2))
     width, hidden = 20, 18
     shape = LaunchShape(
-        tiles_in=-(-hidden // BN_IN), tiles_out=-(-width // BN), wgrad=data.draw(st.booleans()),
-        dense_tiles=sum(rows * columns for rows, columns in dense), programs=data.draw(st.integers(1, 6)),
-    )  # fmt: skip
+        -(-hidden // BN_IN), -(-width // BN), data.draw(st.booleans()), programs=data.draw(st.integers(1, 6))
+    )
     for rank in range(routed.world):
         found, expected = device_list(routed, rank, shape, dense, (width, hidden, 2 * hidden))
         assert found == expected
@@ -272,7 +270,7 @@ EXAMPLE = Routed(((2, 5, 0, 1, 0, 3), (3, 1, 0, 4, 2, 0)), 3, 4)
 
 def test_the_device_finds_the_tasks_of_the_example() -> None:
     for rank in range(2):
-        found, expected = device_list(EXAMPLE, rank, LaunchShape(2, 1, True, 2, 3), [(1, 2)], (16, 10, 20))
+        found, expected = device_list(EXAMPLE, rank, LaunchShape(2, 1, True, 3), [(1, 2)], (16, 10, 20))
         assert found == expected
     puts = [task[1:3] for task in expected[: 6 * PARTS : PARTS]]
     assert puts == [(0, 0), (3, 0), (0, 1), (3, 1), (4, 0), (1, 1)]

@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 LOW = 32  # a signal is epoch << LOW | count, as in device.word
 
@@ -44,7 +43,7 @@ IDLE = (-1, 0)
 
 
 class Wrong(Exception):
-    """Something that must never happen has happened; args[0] says what."""
+    """Something that must never happen has happened: what, and what was told of the step before it."""
 
 
 @dataclass
@@ -86,46 +85,34 @@ class System:
             (self.signals_to if message.signal else self.stores_to)[message.place] |= 1 << number
 
     def begin(self) -> State:
-        memory, flight, ranks = [0] * len(self.place_names), [0], []
-        for rank in range(len(self.launches)):
-            start: Rank = (-1, 0, (IDLE,) * self.programs)
-            ranks.append(start)
-            ranks[rank] = self._advance(rank, start, None, ranks, memory, flight, None)
-        return tuple(ranks), tuple(memory), flight[0]
+        idle: Rank = (-1, 0, (IDLE,) * self.programs)
+        moment = Moment(self, ((idle,) * len(self.launches), (0,) * len(self.place_names), 0))
+        for number in range(len(self.launches)):
+            moment.advance(number, None)
+        return moment.state()
 
     def finished(self, state: State) -> bool:
         return all(launch == len(self.launches[rank]) for rank, (launch, _, _) in enumerate(state[0]))
 
-    def next(self, state: State, lines: list[str] | None = None) -> Iterator[State]:
-        """All states one step away. With `lines`, clears it and tells there what the step is."""
-        ranks, memory, flight = state
-        for number, rank in enumerate(ranks):
-            launch, _, programs = rank
+    def next(self, state: State) -> Iterator[tuple[State, list[str]]]:
+        """All states one step away, each with what is told of the step."""
+        for number, (launch, _, programs) in enumerate(state[0]):
             for who, (task, step) in enumerate(programs):
                 if task < 0 or (who and programs[who - 1] == programs[who]):
                     continue
                 kind, argument, text = self.launches[number][launch][task][step]
-                lands = self._lands(argument, memory, flight) if kind == WAIT else 0
+                lands = self._lands(argument, state) if kind == WAIT else 0
                 if lands is None:
                     continue
-                if lines is not None:
-                    lines.clear()
-                after, in_flight, others = list(memory), [flight], list(ranks)
-                for bit, message in self._in(lands):
-                    in_flight[0] = self._land(bit, message, ranks, after, in_flight[0], lines)
-                if lines is not None:
-                    lines.append(f"PE {number}: {text}")
-                others[number] = self._advance(number, rank, who, others, after, in_flight, lines)
-                yield tuple(others), tuple(after), in_flight[0]
+                moment = Moment(self, state)
+                moment.land(lands)
+                moment.told.append(f"PE {number}: {text}")
+                moment.advance(number, who)
+                yield moment.state(), moment.told
 
-    def _in(self, mask: int) -> Iterator[tuple[int, Message]]:
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            yield bit, self.messages[bit.bit_length() - 1]
-
-    def _lands(self, conditions, memory, flight: int) -> int | None:
+    def _lands(self, conditions, state: State) -> int | None:
         """The signals that must land for a wait to end; None if it cannot end."""
+        _, memory, flight = state
         lands = 0
         for place, least in conditions:
             if memory[place] < least:
@@ -144,26 +131,40 @@ class System:
             if task >= 0
         ]
 
-    def _land(self, bit, message, ranks, memory, flight, lines) -> int:
-        for covered, store in self._in(message.covers & flight):
-            flight = self._land(covered, store, ranks, memory, flight, lines)
-        if lines is not None:
-            lines.append(f"      lands: {message.text}")
-        if not message.signal:
-            self._check_overwrite(message, ranks, memory)
-        memory[message.place] = message.value
-        return flight & ~bit
 
-    def _check_overwrite(self, message: Message, ranks, memory) -> None:
-        reader = self.needed_until.get(message.place, {}).get(memory[message.place])
-        if reader and ranks[reader[0]][0] <= reader[1]:
-            old = self.show(memory[message.place])
-            raise Wrong(f"overwrite before release: {old} is still needed by PE {reader[0]} ({message.text})")
+class Moment:
+    """A state while it changes. told: what has happened since."""
 
-    def _advance(self, number, rank: Rank, mover, ranks, memory, flight, lines) -> Rank:
-        """Let program `mover` go on behind its wait, and all that needs no waiting after it. -> the rank."""
-        launch, claimed, programs = rank
-        programs = list(programs)
+    def __init__(self, system: System, state: State) -> None:
+        self.system, self.told = system, []
+        self.ranks, self.memory, self.flight = list(state[0]), list(state[1]), state[2]
+
+    def state(self) -> State:
+        return tuple(self.ranks), tuple(self.memory), self.flight
+
+    def land(self, mask: int) -> None:
+        """What is in flight of these messages lands, each behind what it covers."""
+        while mask := mask & self.flight:
+            bit = mask & -mask
+            message = self.system.messages[bit.bit_length() - 1]
+            self.flight ^= bit
+            self.land(message.covers)
+            self.told.append(f"      lands: {message.text}")
+            if not message.signal:
+                self._check_overwrite(message)
+            self.memory[message.place] = message.value
+
+    def _check_overwrite(self, message: Message) -> None:
+        value = self.memory[message.place]
+        reader = self.system.needed_until.get(message.place, {}).get(value)
+        if reader and self.ranks[reader[0]][0] <= reader[1]:
+            needed = f"{self.system.show(value)} is still needed by PE {reader[0]}"
+            raise Wrong(f"overwrite before release: {needed} ({message.text})", self.told)
+
+    def advance(self, number: int, mover: int | None) -> None:
+        """Let program `mover` go on behind its wait, and all that needs no waiting after it."""
+        launch, claimed, programs = self.ranks[number]
+        programs, launches = list(programs), self.system.launches[number]
         ready = [] if mover is None else [mover]
         behind = mover
         while True:
@@ -172,58 +173,58 @@ class System:
                 task, step = programs[who]
                 if task >= 0:
                     step += who == behind
-                    steps = self.launches[number][launch][task]
-                    ranks[number] = (launch, claimed, ())
-                    step = self._run(number, steps, step, ranks, memory, flight, lines)
+                    steps = launches[launch][task]
+                    self.ranks[number] = (launch, claimed, ())
+                    step = self._run(number, steps, step)
                     if step < len(steps):
                         programs[who] = (task, step)
                         continue
                 behind = None
                 programs[who] = IDLE
-                if claimed < len(self.launches[number][launch]):
+                if claimed < len(launches[launch]):
                     programs[who] = (claimed, 0)
                     claimed += 1
                     ready.append(who)
             if any(task >= 0 for task, _ in programs):
                 break
             launch, claimed = launch + 1, 0
-            if launch == len(self.launches[number]):
+            if launch == len(launches):
                 break
-            ready = list(range(self.programs))[::-1]
-        return launch, claimed, tuple(sorted(programs))
+            ready = list(range(self.system.programs))[::-1]
+        self.ranks[number] = launch, claimed, tuple(sorted(programs))
 
-    def _run(self, number, steps, step, ranks, memory, flight, lines) -> int:
+    def _run(self, number: int, steps: list[Step], step: int) -> int:
         """Steps from here to the next that waits. -> where that is, or the number of steps."""
         while step < len(steps) and steps[step][0] not in (WAIT, PAUSE):
             kind, argument, text = steps[step]
-            if lines is not None:
-                lines.append(f"PE {number}: {text}")
+            self.told.append(f"PE {number}: {text}")
             if kind == READ:
                 for place, tag in argument:
-                    self._check_read(number, place, tag, memory, flight[0])
+                    self._check_read(number, place, tag)
             else:
-                self._check_send(argument, ranks, memory, flight[0])
-                flight[0] |= argument
+                self._check_send(argument)
+                self.flight |= argument
             step += 1
         return step
 
-    def _check_send(self, bit: int, ranks, memory, flight: int) -> None:
-        message = self.messages[bit.bit_length() - 1]
+    def _check_send(self, bit: int) -> None:
+        message = self.system.messages[bit.bit_length() - 1]
         if not message.signal:
-            self._check_overwrite(message, ranks, memory)
+            self._check_overwrite(message)
             return
-        earlier = flight & self.signals_to[message.place] & ~message.covers
-        if earlier or memory[message.place] >= message.value:
-            raise Wrong(f"a word does not grow from signal to signal: {message.text}")
+        earlier = self.flight & self.system.signals_to[message.place] & ~message.covers
+        if earlier or self.memory[message.place] >= message.value:
+            raise Wrong(f"a word does not grow from signal to signal: {message.text}", self.told)
 
-    def _check_read(self, number: int, place: int, tag: int, memory, flight: int) -> None:
-        found, where = memory[place], self.place_names[place]
+    def _check_read(self, number: int, place: int, tag: int) -> None:
+        found, where, show = self.memory[place], self.system.place_names[place], self.system.show
+        what = ""
         if found != tag:
-            raise Wrong(
-                f"read before arrival: PE {number} finds {self.show(found)} in {where}, not {self.show(tag)}"
-            )
-        if flight & self.stores_to[place]:
-            raise Wrong(f"read before arrival: a store to PE {number}'s {where} may still be in flight")
+            what = f"PE {number} finds {show(found)} in {where}, not {show(tag)}"
+        elif self.flight & self.system.stores_to[place]:
+            what = f"a store to PE {number}'s {where} may still be in flight"
+        if what:
+            raise Wrong(f"read before arrival: {what}", self.told)
 
 
 @dataclass(frozen=True)
@@ -241,41 +242,29 @@ class Result:
 def explore(system: System, most: int = 10_000_000) -> Result:
     """Visit every state that can be reached, or stop at the first that is wrong."""
     start = system.begin()
-    came_from: dict[State, State | None] = {start: None}
+    came_from: dict[State, tuple[State | None, list[str]]] = {start: (None, [])}
     queue = deque([start])
+
+    def wrong(what: str, state: State | None, told: list[str]) -> Result:
+        while state is not None:
+            state, earlier = came_from[state]
+            told = [*earlier, *told]
+        return Result(len(came_from), what, tuple(told))
+
     while queue:
         state = queue.popleft()
         moved = False
         try:
-            for following in system.next(state):
+            for following, told in system.next(state):
                 moved = True
                 if following not in came_from:
-                    came_from[following] = state
+                    came_from[following] = state, told
                     queue.append(following)
-        except Wrong as wrong:
-            return Result(len(came_from), str(wrong), _tell(system, came_from, state))
+        except Wrong as error:
+            what, told = error.args
+            return wrong(what, state, told)
         if not moved and not system.finished(state):
-            wrong = "deadlock: " + "; ".join(system.waits(state))
-            return Result(len(came_from), wrong, _tell(system, came_from, state))
+            return wrong("deadlock: " + "; ".join(system.waits(state)), state, [])
         if len(came_from) > most:
             raise AssertionError(f"more than {most} states: make the system smaller")
     return Result(len(came_from))
-
-
-def _tell(system: System, came_from: dict[State, State | None], last: State) -> tuple[str, ...]:
-    """The steps from the beginning to `last`, and, if a step after it goes wrong, that one."""
-    path = [last]
-    while (earlier := came_from[path[-1]]) is not None:
-        path.append(earlier)
-    path.reverse()
-    told: list[str] = []
-    lines: list[str] = []
-    for state, following in pairwise(path):
-        next(candidate for candidate in system.next(state, lines) if candidate == following)
-        told += lines
-    try:
-        for _ in system.next(last, lines):
-            pass
-    except Wrong:
-        told += lines
-    return tuple(told)

@@ -12,10 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 from lancet_kernels import UserError
+from lancet_kernels.kernels.protocol import device
 from lancet_kernels.kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
-from tests.lancet_kernels.kernels.protocol.ping import arguments_of, ping
 from tests.refusals import refusal
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
@@ -180,6 +182,30 @@ def test_init_module_once_and_only_where_it_is_used(monkeypatch):
 # ---- one PE, really
 
 
+@triton.jit
+def put_to_itself_kernel(
+    source_ptr, row_ptr, stage_ptr, region_ptr, signals_ptr, nowhere_ptr, out_ptr, report_ptr, num_rows,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Put source[row[i]] for i < num_rows to this PE by NVSHMEM, signal, wait, copy what has come to out.
+
+    nowhere: a table of peers without addresses. Grid: (1,). Word 1 of the signals becomes 1 << 32 | num_rows.
+    Example: row = [7, 2], num_rows = 2: region and out begin with source[7] and source[2].
+    """
+    first = tl.cast(0, tl.int64)
+    device.put_rows(
+        region_ptr, nowhere_ptr, 0, first, source_ptr, row_ptr, num_rows, D, stage_ptr, first, True, ROWS, 4
+    )
+    word = device.word(1, num_rows)
+    device.put_signal(signals_ptr, nowhere_ptr, 0, 1, word, True)
+    device.wait(signals_ptr + 1, word, 5_000_000, report_ptr, 0, 0, 0, 1, True)
+    i_row, i_d = tl.arange(0, ROWS), tl.arange(0, D)
+    at = i_row[:, None] * D + i_d[None, :]
+    m = (i_row < num_rows)[:, None] & (i_d < D)[None, :]
+    tl.store(out_ptr + at, tl.load(region_ptr + at, mask=m), mask=m)
+    device.quiet(True)
+
+
 @pytest.mark.gpu
 def test_one_pe(request):
     lacks = nvshmem.missing()
@@ -194,11 +220,15 @@ def test_one_pe(request):
         stage = memory.allocate("stage", (4, 32), torch.float32)
         assert rows.peers.tolist() == [rows.local.data_ptr()]
         assert not rows.local.any()
-        arguments = arguments_of(rows.local, signals.local, [7, 0, 3], stage_ptr=stage.local)
-        init_module(ping.warmup(**arguments, grid=(1,), extern_libs=libraries))
-        ping[(1,)](**arguments, extern_libs=libraries)
+        source, out = torch.arange(320.0, device="cuda").view(10, 32), torch.zeros_like(rows.local)
+        # Behind the rows stands one that source does not have: nobody may look at it.
+        row = torch.tensor([7, 0, 3, 10**6], dtype=torch.int32, device="cuda")
+        nowhere, report = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (1, 8))
+        given = source, row, stage.local, rows.local, signals.local, nowhere, out, report, 3, 32, 4
+        init_module(put_to_itself_kernel.warmup(*given, grid=(1,), extern_libs=libraries))
+        put_to_itself_kernel[(1,)](*given, extern_libs=libraries)
         memory.barrier()
-        assert torch.equal(arguments["out_ptr"][:3], arguments["source_ptr"][[7, 0, 3]])
-        assert not arguments["out_ptr"][3].any()
-        assert arguments["signals_ptr"].tolist() == [0, 1 << 32 | 3]
-        assert not arguments["report_ptr"].any()
+        assert torch.equal(out[:3], source[[7, 0, 3]])
+        assert not out[3].any()
+        assert signals.local.tolist() == [0, 1 << 32 | 3]
+        assert not report.any()

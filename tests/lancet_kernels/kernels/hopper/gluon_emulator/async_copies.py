@@ -65,25 +65,30 @@ class Descriptor:
 
 @dataclass(eq=False)
 class AsyncCopy:
-    """A block on its way into shared memory. outside: what comes where `inside` is False."""
+    """A block on its way into shared memory. zeros: come where `inside` is False, not NaN."""
 
     machine: Any
     name: str
     pointers: np.ndarray
     inside: np.ndarray
-    outside: np.ndarray
     target: SharedArray
-    weight: float
-    values: np.ndarray | None = None
+    zeros: bool
+
+    def __post_init__(self) -> None:
+        scheduler, traffic = self.machine.scheduler, self.machine.traffic
+        traffic.before_write(self.target, self.name)
+        self.target.poison()
+        there = self.target.read()
+        self.outside = np.zeros_like(there) if self.zeros else there
+        self.values: np.ndarray | None = None
+        self.weight = scheduler.random.choice(LANDING_WEIGHTS)
+        if scheduler.random.random() < 0.5:
+            self.read()
+        traffic.writes.append((self.target, self.name))
+        scheduler.operations.append(self)
 
     def read(self) -> None:
         self.values = native.load(self.pointers, self.inside, self.outside, self.outside.dtype)
-
-    def issue(self) -> None:
-        if self.machine.scheduler.random.random() < 0.5:
-            self.read()
-        self.machine.traffic.writes.append((self.target, self.name))
-        self.machine.scheduler.issue(self)
 
     def land(self) -> None:
         if self.values is None:
@@ -94,8 +99,8 @@ class AsyncCopy:
 
 @dataclass(eq=False)
 class TmaLoad(AsyncCopy):
-    descriptor: Descriptor | None = None
-    barrier: Barrier | None = None
+    descriptor: Descriptor
+    barrier: Barrier
 
     def land(self) -> None:
         super().land()
@@ -107,40 +112,27 @@ def load(
     machine: Any, descriptor: Descriptor, coordinates, barrier: SharedArray, target: SharedArray
 ) -> None:
     """tma.async_load."""
-    scheduler, task = machine.scheduler, machine.scheduler.current
-    scheduler.step()
+    task = machine.scheduler.current
+    machine.scheduler.step()
     at = [number(c) for c in coordinates]
     name = f"the TMA load of {task.name} at {at} into {target.name}"
     if task.acquired:
         raise Misuse(f"{name} without fence.proxy.async since an acquire: the rows came by another proxy")
     if target.shape != list(descriptor.block_shape) or target.dtype != descriptor.dtype:
         raise Misuse(f"{name}: {target.shape} {target.dtype}, descriptor {descriptor}")
-    machine.traffic.before_write(target, name)
-    target.poison()
-    pointers, inside = descriptor.addresses(at)
-    weight = scheduler.random.choice(LANDING_WEIGHTS)
-    zero = np.zeros_like(target.read())
-    operation = TmaLoad(
-        machine, name, pointers, inside, zero, target, weight, None, descriptor, barrier.barrier()
-    )
-    machine.loads.append(operation)
-    operation.issue()
+    place = descriptor.addresses(at)
+    machine.loads.append(TmaLoad(machine, name, *place, target, True, descriptor, barrier.barrier()))
 
 
 def copy(machine: Any, target: SharedArray, pointer: tl.tensor, mask: tl.tensor) -> None:
     """cp.async; where the mask is False nothing is copied, and there stays NaN."""
-    scheduler, task = machine.scheduler, machine.scheduler.current
-    scheduler.step()
+    task = machine.scheduler.current
+    machine.scheduler.step()
     name = f"the copy of {task.name} into {target.name}"
     if list(pointer.shape) != target.shape or pointer.dtype.element_ty != target.dtype:
         raise Misuse(f"{name}: {target.shape} {target.dtype} from {pointer.type}")
-    machine.traffic.before_write(target, name)
-    target.poison()
     inside = mask.handle.data.astype(bool)
-    weight = scheduler.random.choice(LANDING_WEIGHTS)
-    operation = AsyncCopy(machine, name, pointer.handle.data, inside, target.read(), target, weight)
-    task.copies[-1].append(operation)
-    operation.issue()
+    task.copies[-1].append(AsyncCopy(machine, name, pointer.handle.data, inside, target, False))
 
 
 def wait_copies(machine: Any, num_outstanding: Any = 0) -> None:
@@ -191,7 +183,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.matmul(a, b, dtype=np.float64).astype(np.float32)
 
 
-def start_mma(machine: Any, a: SharedArray, b: SharedArray, acc: Any) -> Accumulator:
+def start_mma(machine: Any, a: SharedArray, b: SharedArray, acc: Any, is_async: bool) -> Accumulator:
     """warpgroup_mma, asynchronous."""
     machine.scheduler.step()
     task = machine.scheduler.current

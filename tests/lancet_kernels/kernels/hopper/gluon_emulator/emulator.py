@@ -20,7 +20,6 @@ compiles and what it needs is for the compiler to say.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,9 +35,7 @@ from tests.lancet_kernels.kernels.hopper.gluon_emulator.async_copies import Desc
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.global_memory import GlobalMemory, Program
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Misuse, Scheduler
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import SharedTraffic
-from tests.lancet_kernels.kernels.hopper.gluon_emulator.source import Sources, is_jitted
-
-LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ptx_options", "warmup")
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.source import Sources
 
 
 def _see_language() -> None:
@@ -62,7 +59,7 @@ class Emulator:
         self.memory = GlobalMemory(self.scheduler, self.builder)
         self.traffic = SharedTraffic()
         self.loads: list[TmaLoad] = []
-        self.sources = Sources(language.table(self), language.by_name(self), edits)
+        self.sources = Sources(language.table(self), edits)
 
     def run(self, *hosts: Callable[[], Any]) -> list[Any]:
         """Each of `hosts` as a PE, all at once; -> what they return."""
@@ -78,12 +75,12 @@ class Emulator:
         """Launches the jitted function fn: kernel[grid](...)."""
         return _Kernel(self, fn)
 
-    def specialize(self, partitions: list[tuple[Any, tuple]], num_warps: list[Any]) -> Any:
+    def specialize(self, partitions: list[tuple[Any, tuple]], num_warps: list, num_regs: list) -> None:
         """gl.warp_specialize: the first partition goes on in the task, the others in tasks of their own."""
         if len(partitions) != len(num_warps) + 1:
             raise Misuse(f"{len(partitions)} partitions, and warps for {len(num_warps)} workers")
         me = self.scheduler.current
-        self.memory.arrive(me)
+        self.memory.arrive()
         workers = []
         for fn, args in partitions[1:]:
             name = f"{me.name}, {fn.__name__}"
@@ -92,17 +89,13 @@ class Emulator:
             workers.append(worker)
         fn, args = partitions[0]
         name, me.name = me.name, f"{me.name}, {fn.__name__}"
-        result = fn(*args)
-        self.memory.arrive(me)
-        self.scheduler.wait_until(
-            lambda: all(worker.finished for worker in workers), lambda: "waits for the other partitions"
-        )
+        self._partition(fn, args)
+        self.scheduler.join(workers, "the other partitions")
         me.name = name
-        return result
 
     def _partition(self, fn: Callable[..., Any], args: tuple) -> None:
         fn(*args)
-        self.memory.arrive(self.scheduler.current)
+        self.memory.arrive()
 
     def _host(self, host: Callable[[], Any]) -> Any:
         result = host()
@@ -118,8 +111,7 @@ class Emulator:
 
         def launch_and_end(executor: Any, *args: Any, **options: Any) -> None:
             launch(executor, *args, **options)
-            if self.scheduler.current is not None:
-                self.memory.flush(self.scheduler.current.program)
+            self.memory.flush(self.scheduler.current.program)
 
         for name in self.memory.real:
             setattr(self.builder, name, getattr(self.memory, name))
@@ -143,39 +135,28 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int], *args: Any, **options: Any) -> None:
-        emulator = self.emulator
-        options = {name: value for name, value in options.items() if name not in LAUNCH_OPTIONS}
-        python = self.fn.fn if is_jitted(self.fn) else self.fn
-        given = inspect.getcallargs(python, *args, **options)
-        constant = {n for n, p in inspect.signature(python).parameters.items() if _is_constexpr(p.annotation)}
-        given = {name: value if name in constant else _argument(value) for name, value in given.items()}
-        scheduler, here = emulator.scheduler, emulator.scheduler.current
-        programs = []
+    def _launch(self, grid: tuple[int], **options: Any) -> None:
+        """Launch options that are no parameters change nothing here."""
+        scheduler, function = self.emulator.scheduler, self.emulator.sources.function(self.fn)
+        given = {
+            p.name: options[p.name] if p.is_constexpr else _argument(options[p.name]) for p in self.fn.params
+        }
+        here, programs = scheduler.current, []
         for x in range(grid[0]):
             name = f"{here.name}, program {x}"
-            program = Program(name)
-            task = scheduler.spawn(name, partial(emulator.sources.function(self.fn), **given), program)
+            task = scheduler.spawn(name, partial(function, **given), Program(name))
             task.grid = (*grid, 1, 1), (x, 0, 0)
             programs.append(task)
-        scheduler.wait_until(
-            lambda: all(task.finished for task in programs), lambda: "waits for the programs it launched"
-        )
+        scheduler.join(programs, "the programs it launched")
         for task in programs:
-            emulator.memory.flush(task.program)
-
-
-def _is_constexpr(annotation: Any) -> bool:
-    return annotation is tl.constexpr or (isinstance(annotation, str) and annotation.endswith("constexpr"))
+            self.emulator.memory.flush(task.program)
 
 
 def _argument(value: Any) -> Any:
     if isinstance(value, TensorDescriptor):
-        base = value.base
-        dtype = tl.str_to_ty(str(interpreter._implicit_cvt(base).dtype.element_ty), None)
-        return Descriptor(
-            base.data_ptr(), dtype, *map(list, (value.shape, value.strides, value.block_shape)), value.layout
-        )
+        dtype = interpreter._implicit_cvt(value.base).dtype.element_ty
+        lists = map(list, (value.shape, value.strides, value.block_shape))
+        return Descriptor(value.base.data_ptr(), dtype, *lists, value.layout)
     if isinstance(value, tuple):
         return type(value)(*map(_argument, value))
     return value if value is None or isinstance(value, torch.dtype) else interpreter._implicit_cvt(value)

@@ -62,15 +62,12 @@ class Store:
         return first < self.last and self.first < last
 
     def land(self) -> None:
-        for earlier in list(self.program.stores):
-            if earlier is self:
-                break
-            if earlier.overlaps(self.first, self.last):
-                earlier.program.stores.remove(earlier)
-                native.store(earlier.pointers, earlier.values, earlier.mask)
-        if self in self.program.stores:
-            self.program.stores.remove(self)
-            native.store(self.pointers, self.values, self.mask)
+        """With what the program stored there before, in order; once."""
+        stores = self.program.stores
+        for store in stores[: stores.index(self) + 1] if self in stores else ():
+            if store.overlaps(self.first, self.last):
+                stores.remove(store)
+                native.store(store.pointers, store.values, store.mask)
 
 
 class GlobalMemory:
@@ -82,32 +79,23 @@ class GlobalMemory:
 
     def __init__(self, scheduler: Scheduler, builder: Any) -> None:
         self.scheduler = scheduler
-        self.real = {name: getattr(builder, name) for name in self.HOOKS if hasattr(builder, name)}
+        self.real = {name: getattr(builder, name) for name in self.HOOKS}
 
     def create_masked_load(self, pointers, mask, *rest, **options):
-        task = self.scheduler.current
-        if task is None:
-            return self.real["create_masked_load"](pointers, mask, *rest, **options)
         self.scheduler.step()
-        self._meet(task, pointers.data, mask.data)
-        value = self.real["create_masked_load"](pointers, mask, *rest, **options)
-        if options.get("is_volatile", rest and rest[-1]):
-            self.scheduler.polled((pointers.data.tobytes(), value.data.tobytes()))
-        return value
+        self._meet(pointers.data, mask.data)
+        return self.real["create_masked_load"](pointers, mask, *rest, **options)
 
-    def create_masked_store(self, pointers, value, mask, *rest, **options):
+    def create_masked_store(self, pointers, value, mask, *_, **__):
         task = self.scheduler.current
-        if task is None:
-            return self.real["create_masked_store"](pointers, value, mask, *rest, **options)
         self.scheduler.step()
         mask = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
         if mask.any():
             values = np.broadcast_to(value.data, pointers.data.shape)
             store = Store(task.program, task, pointers.data.copy(), values.copy(), mask.copy())
             task.program.stores.append(store)
-            self.scheduler.issue(store)
+            self.scheduler.operations.append(store)
             task.polled = None
-        return None
 
     def create_atomic_rmw(self, kind, pointers, value, mask, semantic, scope):
         run = lambda: self.real["create_atomic_rmw"](kind, pointers, value, mask, semantic, scope)  # noqa: E731
@@ -117,21 +105,14 @@ class GlobalMemory:
         run = lambda: self.real["create_atomic_cas"](pointers, compare, value, semantic, scope)  # noqa: E731
         return self._atomic(run, pointers, np.ones_like(pointers.data, dtype=bool), semantic)
 
-    def create_barrier(self):
-        task = self.scheduler.current
-        if task is not None:
-            self.barrier(task)
-
     def _atomic(self, run, pointers, mask, semantic):
-        task = self.scheduler.current
-        if task is None:
-            return run()
         self.scheduler.step()
-        self._meet(task, pointers.data, mask)
-        self._publish(task, semantic)
+        self._meet(pointers.data, mask)
+        if semantic in RELEASES:
+            self._publish()
         before = run()
         if semantic in ACQUIRES:
-            task.acquired = True
+            self.scheduler.current.acquired = True
         zero = np.zeros_like(before.data)
         after = native.load(
             pointers.data, np.broadcast_to(mask, pointers.data.shape).copy(), zero, zero.dtype
@@ -142,14 +123,16 @@ class GlobalMemory:
             self.scheduler.changed()
         return before
 
-    def barrier(self, task: Task) -> None:
+    def create_barrier(self) -> None:
         """All threads of the partition have come here."""
+        task = self.scheduler.current
         for store in task.program.stores:
             store.ordered = store.ordered or store.task is task
 
-    def arrive(self, task: Task) -> None:
+    def arrive(self) -> None:
         """Others of the program that see the arrival see what the partition stored before it."""
-        self.barrier(task)
+        self.create_barrier()
+        task = self.scheduler.current
         for store in task.program.stores:
             store.shared = store.shared or store.task is task
 
@@ -158,10 +141,9 @@ class GlobalMemory:
         for store in list(program.stores):
             self.scheduler.land(store)
 
-    def _meet(self, task: Task, pointers: np.ndarray, mask: np.ndarray) -> None:
+    def _meet(self, pointers: np.ndarray, mask: np.ndarray) -> None:
         """An access of a task lands what its program may see there."""
-        if not task.program.stores:
-            return
+        task = self.scheduler.current
         used = pointers[np.broadcast_to(mask, pointers.shape).astype(bool)]
         if not used.size:
             return
@@ -170,9 +152,8 @@ class GlobalMemory:
             if (store.task is task or store.shared) and store.overlaps(first, last):
                 self.scheduler.land(store)
 
-    def _publish(self, task: Task, semantic) -> None:
-        if semantic not in RELEASES:
-            return
+    def _publish(self) -> None:
+        task = self.scheduler.current
         for store in list(task.program.stores):
             mine = store.task is task and (store.ordered or store.values.size == 1)
             if mine or store.shared:

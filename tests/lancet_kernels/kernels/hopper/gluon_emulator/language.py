@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lancet_kernels.kernels.hopper import pipeline
+from lancet_kernels.kernels.protocol import device
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import async_copies, shared_memory
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Misuse
 from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import Barrier, SharedArray, number
@@ -38,13 +39,14 @@ def table(machine: Any) -> dict[int, Any]:
     for name in SAME:
         put(_same(name), getattr(gl, name))
     put(lambda x, layout, assert_trivial=False: x, gl.convert_layout)
-    put(lambda a, b, acc, is_async: async_copies.start_mma(machine, a, b, acc), hopper.warpgroup_mma)
-    put(lambda num_outstanding, deps: async_copies.wait_mmas(machine, num_outstanding, deps),
-        hopper.warpgroup_mma_wait)  # fmt: skip
+    put(partial(async_copies.start_mma, machine), hopper.warpgroup_mma)
+    put(partial(async_copies.wait_mmas, machine), hopper.warpgroup_mma_wait)
     put(machine.memory.create_barrier, pipeline.barrier)
-    put(lambda element_ty, shape, layout: _allocate(machine, element_ty, shape, layout),
-        gl.allocate_shared_memory)  # fmt: skip
-    put(lambda parts, num_warps, num_regs=None: machine.specialize(parts, num_warps), gl.warp_specialize)
+    put(partial(_allocate, machine), gl.allocate_shared_memory)
+    put(machine.specialize, gl.warp_specialize)
+    # Functions of the library that stand for one instruction.
+    put(lambda value: value, device.opaque)
+    put(lambda memory, shape, layout: memory.reinterpret(memory.dtype, shape, layout), pipeline.view)
     _put_barriers(machine, put)
     _put_copies(machine, put)
     return replacements
@@ -66,14 +68,14 @@ def _put_barriers(machine: Any, put: Callable[..., None]) -> None:
 
     def expect(barrier: SharedArray, num_bytes: Any) -> None:
         scheduler.step()
-        memory.arrive(scheduler.current)
+        memory.arrive()
         barrier.barrier().expect(number(num_bytes))
         scheduler.changed()
 
     def arrive(barrier: SharedArray, *, count: Any, pred: Any = True) -> None:
         scheduler.step()
         if number(pred):
-            memory.arrive(scheduler.current)
+            memory.arrive()
             barrier.barrier().arrive(number(count))
             scheduler.changed()
 
@@ -98,6 +100,11 @@ def _put_copies(machine: Any, put: Callable[..., None]) -> None:
         lists = ([number(n) for n in numbers] for numbers in (shape, strides, block_shape))
         return async_copies.Descriptor(number(base), base.dtype.element_ty, *lists, layout, slot)
 
+    def fence_tma(TMA: Any) -> None:
+        if number(TMA):
+            machine.scheduler.current.acquired = False
+
+    put(fence_tma, device.fence_tma)
     put(make, tma.make_tensor_descriptor)
     put(partial(async_copies.load, machine), pipeline.load_tile)
     put(partial(async_copies.copy, machine), pipeline.copy_async)
@@ -105,22 +112,8 @@ def _put_copies(machine: Any, put: Callable[..., None]) -> None:
     put(partial(async_copies.wait_copies, machine), async_copy.wait_group)
 
 
-def by_name(machine: Any) -> dict[str, Any]:
-    """Functions of the library that stand for one instruction, by their names."""
-
-    def fence_tma(TMA: Any) -> None:
-        if number(TMA):
-            machine.scheduler.current.acquired = False
-
-    return {
-        "fence_tma": fence_tma,  # which is nothing in the interpreter
-        "opaque": lambda value: value,
-        "view": lambda memory, shape, layout: memory.reinterpret(memory.dtype, shape, layout),
-    }
-
-
 def _allocate(machine: Any, dtype: tl.dtype, shape: Any, layout: Any) -> SharedArray:
-    frame = sys._getframe(2)  # the kernel, behind the lambda of the table
+    frame = sys._getframe(1)  # the kernel
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     name = re.match(r"\s*(\w+)\s*=", line)
     return shared_memory.allocate(machine, name[1] if name else "shared", dtype, shape, layout)

@@ -139,11 +139,13 @@ class Scheduler:
             self._switch()
             me.ready = me.waits_for = None
 
+    def join(self, tasks: list[Task], who: str) -> None:
+        self.wait_until(lambda: all(task.finished for task in tasks), lambda: f"waits for {who}")
+
     def changed(self) -> None:
         """Memory or a barrier has changed: tasks that poll may look again."""
         self.version += 1
-        if self.current is not None:
-            self.current.polled = self.current.parked = None
+        self.current.polled = self.current.parked = None
 
     def polled(self, key: object) -> None:
         """The task looked at a word and changed nothing: the second time it lets the others go on."""
@@ -152,9 +154,6 @@ class Scheduler:
             me.parked = self.version
             self._switch()
         me.polled = key
-
-    def issue(self, operation: Any) -> None:
-        self.operations.append(operation)
 
     def land(self, operation: Any) -> None:
         """Complete it now, if it is not complete."""
@@ -183,9 +182,6 @@ class Scheduler:
         if self._stopping:
             return
         self.version += 1
-        self._hand_on()
-
-    def _hand_on(self) -> None:
         following = None
         if self._failure is None:
             try:
@@ -227,9 +223,7 @@ class Scheduler:
             ]
             choices = [*able, *self.operations]
             if not choices:
-                if not living:
-                    return None
-                return self._look_again(living)
+                return self._look_again(living) if living else None
             (choice,) = self.random.choices(choices, [c.weight for c in choices])
             if isinstance(choice, Task):
                 return choice

@@ -40,7 +40,6 @@ class Barrier:
 
     name: str
     count: int
-    pending: int = 0
     bytes: int = 0
     phase: int = 0
 
@@ -125,10 +124,6 @@ class SharedArray:
         return list(self.places.shape)
 
     @property
-    def numel(self) -> int:
-        return self.places.size
-
-    @property
     def nbytes(self) -> int:
         return self.places.size * self.allocation.data.itemsize
 
@@ -166,7 +161,7 @@ class SharedArray:
 
     def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> SharedArray:
         shape = [number(n) for n in shape]
-        whole = self.numel == self.allocation.data.size == int(np.prod(shape))
+        whole = self.places.size == self.allocation.data.size == int(np.prod(shape))
         if not whole or dtype != self.dtype:
             raise Misuse(
                 f"reinterpret of a part of {self.allocation.name}, or as another type, is not emulated"
@@ -192,7 +187,7 @@ class SharedArray:
 
     def barrier(self) -> Barrier:
         """The mbarrier here; it must have been initialised."""
-        if not self.allocation.is_barrier or self.numel != 1:
+        if not self.allocation.is_barrier or self.places.size != 1:
             raise Misuse(f"{self.name} is no mbarrier")
         word = self.allocation.barriers.get(int(self.places.min()))
         if word is None:
@@ -227,10 +222,7 @@ class SharedTraffic:
 
     @staticmethod
     def forget(entries: list[tuple[SharedArray, str]], array: SharedArray) -> None:
-        for i, (other, _) in enumerate(entries):
-            if other is array:
-                del entries[i]
-                return
+        del entries[next(i for i, (other, _) in enumerate(entries) if other is array)]
 
 
 def allocate(machine: Any, name: str, dtype: tl.dtype, shape: Sequence[int], layout: Any) -> SharedArray:

@@ -52,50 +52,31 @@ class Module:
 class Sources:
     """Executable functions for jitted ones, each made once.
 
-    replaced: by identity, what stands for a builtin or function. replaced_names: functions by name. edits:
-    (jitted function, old text, new text): mutants. Each old text must occur once.
+    replaced: by identity, what stands for a builtin or function. edits: (jitted function, old text, new
+    text): mutants. Each old text must occur once.
     """
 
-    def __init__(
-        self,
-        replaced: dict[int, Any],
-        replaced_names: dict[str, Any],
-        edits: Sequence[tuple[Any, str, str]] = (),
-    ) -> None:
-        self.replaced, self.replaced_names = replaced, replaced_names
-        self.edits: dict[int, tuple[tuple[str, str], ...]] = {}
+    def __init__(self, replaced: dict[int, Any], edits: Sequence[tuple[Any, str, str]]) -> None:
+        self.replaced = replaced
+        self.edits: dict[Callable[..., Any], tuple[tuple[str, str], ...]] = {}
         for fn, old, new in edits:
-            python = self._python(fn)
-            self.edits[id(python)] = (*self.edits.get(id(python), ()), (old, new))
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._globals: dict[int, dict[str, Any]] = {}
-        self._kept: list[Any] = []  # so that no id is used again
-
-    @staticmethod
-    def _python(fn: Any) -> Callable[..., Any]:
-        return fn.fn if is_jitted(fn) else fn
+            self.edits[fn.fn] = (*self.edits.get(fn.fn, ()), (old, new))
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def resolve(self, value: Any) -> Any:
         if id(value) in self.replaced:
             return self.replaced[id(value)]
         if isinstance(value, tl.constexpr):
             return value.value
-        builtin = any(getattr(value, mark, False) for mark in BUILTIN_MARKS)
-        if (is_jitted(value) or builtin) and value.__name__ in self.replaced_names:
-            return self.replaced_names[value.__name__]
         if is_jitted(value):
             # What belongs to triton.language calls the interpreter's functions by itself.
             return value if value.fn.__module__.startswith("triton.language") else self.function(value)
         if isinstance(value, types.ModuleType):
             plain = value in LANGUAGE or not value.__name__.startswith(("triton", "tests", "lancet"))
-            return value if plain and not self._has_jitted(value) else Module(self, value)
-        if builtin and "gluon" in value.__module__:
+            return value if plain else Module(self, value)
+        if any(getattr(value, mark, False) for mark in BUILTIN_MARKS) and "gluon" in value.__module__:
             return self._not_emulated(value)
         return value
-
-    @staticmethod
-    def _has_jitted(module: types.ModuleType) -> bool:
-        return module not in LANGUAGE and any(is_jitted(value) for value in vars(module).values())
 
     @staticmethod
     def _not_emulated(value: Any) -> Callable[..., Any]:
@@ -105,18 +86,14 @@ class Sources:
         return refuse
 
     def function(self, fn: Any) -> Callable[..., Any]:
-        python = self._python(fn)
-        if id(python) not in self._functions:
-            self._kept.append(python)
+        python = fn.fn
+        if python not in self._functions:
             # A placeholder first: functions may call each other.
-            self._functions[id(python)] = lambda *a, **k: self._functions[id(python)](*a, **k)
-            self._functions[id(python)] = self._compile(python)
-        return self._functions[id(python)]
-
-    def _compile(self, python: Callable[..., Any]) -> Callable[..., Any]:
-        names = self._names(python)
-        exec(_code_of(python, self.edits.get(id(python), ())), names)
-        return names[python.__name__]
+            self._functions[python] = lambda *a, **k: self._functions[python](*a, **k)
+            names = self._names(python)
+            exec(_code_of(python, self.edits.get(python, ())), names)
+            self._functions[python] = names[python.__name__]
+        return self._functions[python]
 
     def _names(self, python: Callable[..., Any]) -> dict[str, Any]:
         """The function's globals; those that it uses are resolved."""
