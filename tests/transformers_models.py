@@ -153,6 +153,23 @@ def distance(own: Tensor, other: Tensor) -> float:
     return float((own - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
+check_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+"""Two tensors, or two dicts of tensors: the same names, the same bits."""
+
+
+def zero_(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+
+
+def check_gradients(model: nn.Module, original: nn.Module, bound: float) -> None:
+    """All gradients of a converted model are those of the original. Changes the model."""
+    gradients = exported_gradients(model)
+    for name, parameter in original.named_parameters():
+        assert parameter.grad is not None, name
+        assert distance(gradients[name], parameter.grad) < bound, name
+
+
 def exported_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients of all experts, under the names of the original."""
     with torch.no_grad():

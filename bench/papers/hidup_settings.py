@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lancet_kernels.errors import check_name
+from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import POINT_BYTES, Cluster, CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.program import Program
-from lancet_kernels.parallelization.one_device_model import forward_program
+from lancet_kernels.parallelization.one_device_model import forward_of
 from lancet_kernels.predict.own_step import without_contents
 from lancet_kernels.schedules.shard.sharding_baselines import baseline
 from lancet_kernels.schedules.shard.sharding_search import search_sharding
@@ -314,11 +315,18 @@ def links(cluster: Cluster, gpus: int) -> CommunicationModel:
     machines = max(1, gpus // cluster.gpus_per_node)
 
     def milliseconds(name: str, size: float) -> float:
-        if machines > 1:
-            return _between_ms(cluster, machines, gpus, name, inside.get(name), size)
-        # An all-to-all is asked for with a rank's slice.
-        whole = gpus if name == "all_to_all" else 1
-        return calculated.milliseconds(name, 0.0) + size / (inside[name] * 1e9 / whole) * 1e3
+        if machines == 1:
+            # An all-to-all is asked for with a rank's slice.
+            whole = gpus if name == "all_to_all" else 1
+            return calculated.milliseconds(name, 0.0) + size / (inside[name] * 1e9 / whole) * 1e3
+        leaving = size * (gpus - 1) / gpus
+        if name == "all_reduce":
+            leaving = min(2 * leaving, size) if machines == 2 else 2 * leaving
+        outside_s = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
+        # Inside the machines the same happens at once: the slower of the two counts.
+        inside_s = size / (inside[name] * 1e9) if name in inside else 0.0
+        latency = cluster.inter_node_latency_us * (2 if name == "all_reduce" else 1)
+        return latency * 1e-3 + max(outside_s, inside_s) * 1e3
 
     names = ("all_gather", "reduce_scatter", "all_reduce") if machines > 1 else tuple(inside)
     points = {
@@ -334,19 +342,6 @@ def with_bandwidth(cluster: Cluster, gbit_per_s: float, gpus_per_machine: int) -
     return replace(cluster, gpus_per_node=gpus_per_machine, inter_node_gb_per_s=gbit_per_s / 8 * reached)
 
 
-def _between_ms(
-    cluster: Cluster, machines: int, gpus: int, name: str, inside_gb_per_s: float | None, size: float
-) -> float:
-    """Inside the machines the same happens at once: the slower of the two counts."""
-    leaving = size * (gpus - 1) / gpus
-    if name == "all_reduce":
-        leaving = min(2 * leaving, size) if machines == 2 else 2 * leaving
-    outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
-    inside = size / (inside_gb_per_s * 1e9) if inside_gb_per_s else 0.0
-    latency = cluster.inter_node_latency_us * (2 if name == "all_reduce" else 1)
-    return latency * 1e-3 + max(outside, inside) * 1e3
-
-
 @lru_cache(maxsize=16)
 def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -> Program:
     """The forward on so many sequences of all GPUs together."""
@@ -354,4 +349,4 @@ def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -
     with without_contents():
         module = HiDupModel(config)
         batch = example_batch(config, sequences)
-    return forward_program(module, batch, f"{model}, {gpus} GPUs, {sequences} sequences")
+    return forward_of(capture(module, batch), f"{model}, {gpus} GPUs, {sequences} sequences")

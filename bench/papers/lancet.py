@@ -1,8 +1,6 @@
 """Lancet's evaluation (MLSys 2024, section 7) by simulation: figures 11 to 16 without 14.
 
 A figure needs the results of some settings; its data are ratios and means of them.
-
-One setting of the Lancet paper, simulated: a few numbers, which can be sent between processes.
 """
 
 from __future__ import annotations

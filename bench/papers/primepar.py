@@ -215,8 +215,7 @@ class _Writer:
 
 
 def partition_program(problem: Problem, partitions: Sequence[Partition], name: str = "partition") -> Program:
-    """One device's forward and backward of a layer under the given partitions, in order of its operators, for
-    the clock and its pictures; times are the cost model's.
+    """One device's forward and backward of a layer under the given partitions, with the cost model's times.
 
     Each step of a phase is an instruction, each tile that travels beside it a message, started before it and
     waited for behind it; all-reduces and redistributions are waited for at once.

@@ -7,8 +7,6 @@ A paper is a module with TITLE, ASSUMPTIONS and FIGURES (what can be chosen), an
     exhibits(data)                     rows that are shown as a table, and drawn
 
 and, if it has such, `timelines(path)`, a picture of another sort.
-
-A chart draws numbers that a table shows as well.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -259,15 +259,9 @@ def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list
     return sorted(digests[node] for node in results if isinstance(node, fx.Node))
 
 
-def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> Program:
-    """The forward of `module(*inputs)`, without instructions that only the backward needs. Raises:
-    CaptureError."""
-    return forward_of(capture(module, inputs), name)
-
-
 def forward_of(captured: Captured, name: str) -> Program:
-    """The forward of a captured module. Attribute `saved` of an instruction: positions of the outputs that
-    the backward reads."""
+    """The forward of a captured module, without what only the backward needs. Attribute `saved` of an
+    instruction: positions of the outputs that the backward reads."""
     joint = program_from_fx(captured.joint, name)
     backward = (i for i in joint.instructions if i.phase is not Phase.FORWARD)
     saved = {joint.storage[t] for i in backward for t in i.inputs}
@@ -295,7 +289,6 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
     for node in nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
     graph.output(tuple(copies.get(node) for node in results))
     return module_of(captured.joint, graph)
 
@@ -307,24 +300,22 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
     Raises: RuntimeError or ValueError where an op cannot run with fewer rows.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, {}))
     changed: set[fx.Node] = set()
-    with fake_mode_of(next(node for node in module.graph.nodes if node.op == "placeholder")):
-        for node in module.graph.nodes:
-            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-            copy.meta = dict(node.meta)
+    with fake_mode_of(next(node for node in graph.nodes if node.op == "placeholder")):
+        for node in graph.nodes:
             form = forms.get(node.name, WHOLE)
             shape = list(node.meta["val"].shape) if form.dimension is not None else []
             if form.dimension is not None:
                 shape[form.dimension] //= parts
             if node.op == "placeholder" and shape:
-                set_value(copy, node.meta["val"].new_empty(shape))
+                set_value(node, node.meta["val"].new_empty(shape))
             elif node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
                 rule = facts_of(node).rule or Rule()
                 names = argument_names(node.target)
-                copy.args = tuple(rule.arguments_of_slice(copy.args, names, shape or None, sums=False))
-                given = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
-                set_value(copy, copy.target(*given[0], **given[1]))
+                node.args = tuple(rule.arguments_of_slice(node.args, names, shape or None, sums=False))
+                given = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                set_value(node, node.target(*given[0], **given[1]))
             else:
                 continue
             changed.add(node)

@@ -4,8 +4,8 @@
 
 PrimePar's search (`schedules.shard.segments`) finds the partition of each operator of a block, or
 Megatron's rule gives it; the linear layers are replaced in place, and what redistributes between operators is
-derived. The code in between stays the model's own. So additions and norms are whole on every rank, attention
-is cut along heads, activations along rows and features, and the search is told so.
+derived. The code in between stays the model's own: additions and norms are whole on every rank, attention is
+cut along heads, activations along rows and features.
 """
 
 from __future__ import annotations
@@ -87,13 +87,6 @@ class _Block:
     @property
     def outer_layer(self) -> nn.Module:
         return getattr(self.module, self.names.outer)
-
-    @property
-    def widths(self) -> tuple[list[int], int, int, int]:
-        """Features out of each of the first layers; their input's; those in and out of the last one."""
-        shapes = [_shape(layer) for layer in self.inner_layers]
-        out, middle = _shape(self.outer_layer)
-        return [features for features, _ in shapes], shapes[0][1], middle, out
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -247,13 +240,11 @@ def _problem(
     strategy: str,
     given: Mapping[str, Partition],
 ) -> Problem:
-    """A block between two additions, with the partitions of each operator that can run here: those that are
-    given, or of Megatron's rule, or all.
-
-    Raises: UserError for an operator that no partition can run, or not the one that is given.
-    """
+    """A block between two additions, with the partitions of each operator that can run here: the given one,
+    or that of Megatron's rule, or all. Raises: UserError where that is none."""
     first, between, last = one.operators
-    features, width, middle, out = one.widths
+    features, (width, *_) = zip(*map(_shape, one.inner_layers), strict=True)
+    out, middle = _shape(one.outer_layer)
     if one.heads:
         flops = 2.0 * rows * sequence * middle
         mixed = pointwise(between, 1, rows, middle, splits="h", passes=4, flops=flops)

@@ -1,13 +1,10 @@
-"""The module that `parallelize` returns: called with the whole batch, with a rank's part of the parameters.
-
-Its state dict has the names of the whole model; what is sharded is a DTensor there, so that
-torch.distributed.checkpoint can write it on so many ranks and read it on others.
-"""
+"""The module that `parallelize` returns: a rank's part of the parameters, called with the whole batch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -49,7 +46,10 @@ def sharded_module(
     for name, parameter in model.named_parameters():
         form = forms[name]
         if form.dimension is not None:
-            parameter = _shard(parameter, form.dimension, group)
+            whole = parameter.detach().clone()
+            broadcast_first(whole, group, "broadcast of the parameters to be sharded")
+            own = shard_of(whole, form.dimension, group).clone(memory_format=torch.contiguous_format)
+            parameter = nn.Parameter(own, requires_grad=parameter.requires_grad)
         _owner(root, name).register_parameter(name.rpartition(".")[2], parameter)
     module = runs_graph(root, graph)
     for name, form in forms.items():
@@ -58,13 +58,6 @@ def sharded_module(
             set_gradient_group(_owner(module, name), None, [name.rpartition(".")[2]])
     module.train(model.training)
     return module
-
-
-def _shard(parameter: nn.Parameter, dim: int, group: str) -> nn.Parameter:
-    whole = parameter.detach().clone()
-    broadcast_first(whole, group, "broadcast of the parameters to be sharded")
-    own = shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
@@ -79,11 +72,11 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
 
 class ParallelModule(nn.Module):
     """This rank's part of a training step. Call it with the whole batch, like the model on one device; every
-    rank gets the whole result. `backward` gives a rank the gradients of its part: of whole parameters the
-    sum over the ranks, of sharded ones their slice of it.
+    rank gets the whole result, and by `backward` the gradients of its part: of whole parameters the sum over
+    the ranks, of sharded ones their slice of it.
 
-    Parameters have the names of the model's. A state dict is that of the whole model: what is sharded is a
-    DTensor there, and may be loaded from a DTensor on other ranks or from the whole tensor.
+    A state dict is that of the whole model, by its names: what is sharded is a DTensor there, and may be
+    loaded from a DTensor on other ranks or from the whole tensor.
 
     strategy: in which form everything is. plan: the order in which the step runs. optimized: what runs it.
     """
@@ -240,10 +233,7 @@ def _mapped(
     states: Mapping[str, Mapping[str, Any]], change: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Any]:
     """States of an optimizer by parameter, their tensors changed."""
-    return {
-        name: {key: change(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
-        for name, state in states.items()
-    }
+    return {n: pytree.tree_map_only(Tensor, partial(change, n), state) for n, state in states.items()}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -3,15 +3,13 @@ divided over 4^k ranks, and any partition of its space.
 
     q  ranks along a side, 2^k
 
-Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (r, (r + c) % q) (*skewed*),
-so that several layers, with element-wise functions between them, can follow each other. No activation and no
-weight is replicated; tiles are shifted between ranks while GEMMs run (PrimePar, ASPLOS '24;
-`ops.square_linear`, `graph.rules.slices`).
+Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (r, (r + c) % q) (*skewed*), so
+layers, with element-wise functions between them, can follow each other. Nothing is replicated; tiles are
+shifted between ranks while GEMMs run (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.rules.slices`).
 
 A `PartitionedLinear` has splits of M, N and K, P(2^k x 2^k), or sequences of them. Of the weight a rank holds
-the tile with which its forward begins, of the bias the slice of its features. Its input comes in the layout
-of the operator before, its result goes to that of the operator behind; both are derived from dimension slice
-indices (`graph.rules.tile_layouts`), like shifts between steps and all-reduces.
+the tile with which its forward begins, of the bias the slice of its features. The layouts of the operators
+before and behind, shifts and all-reduces are derived from slice indices (`graph.rules.tile_layouts`).
 """
 
 from __future__ import annotations
@@ -115,12 +113,8 @@ class PartitionedLinear(nn.Module):
         self.enter = _edge(before, Neighbour(partition, "n"), into=True)
         self.leave = _edge(after, Neighbour(partition, "k"), into=False)
         with torch.no_grad():
-            self.weight = nn.Parameter(self._own_tile(self._by_head(weight_KN), *WEIGHT))
-            self.bias = (
-                None
-                if bias is None
-                else nn.Parameter(self._own_tile(self._by_head(bias[:, None]), *BIAS).view(-1))
-            )
+            self.weight = nn.Parameter(self._own_tile(weight_KN, *WEIGHT))
+            self.bias = None if bias is None else nn.Parameter(self._own_tile(bias[:, None], *BIAS).view(-1))
         # What other ranks hold of the same is alike, and so are its gradients.
         set_gradient_group(self, None)
 
@@ -160,15 +154,13 @@ class PartitionedLinear(nn.Module):
         check_alike(own, self._group, x.device, type(self).__name__, do)
         self._seen.add((rows, x.dtype))
 
+    @torch.no_grad()
     def whole_parameters(self) -> dict[str, Tensor]:
         """Weight and bias as the layer had them that this one was made from. Collective over the group."""
-        with torch.no_grad():
-            heads, kinds = self._heads_and_kinds
-            weight_KN = _regrouped(self._gathered(self.weight, *WEIGHT), 0, heads, kinds)
-            whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
-            if self.bias is not None:
-                bias_K1 = self._gathered(self.bias[:, None], *BIAS)
-                whole["bias"] = _regrouped(bias_K1, 0, heads, kinds).view(-1)
+        weight_KN = self._gathered(self.weight, *WEIGHT)
+        whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
+        if self.bias is not None:
+            whole["bias"] = self._gathered(self.bias[:, None], *BIAS).view(-1)
         return whole
 
     def extra_repr(self) -> str:
@@ -192,16 +184,15 @@ class PartitionedLinear(nn.Module):
         own = [group for group in groups if rank in group]
         return subgroup(own[0], self._group) if own else ""
 
-    def _by_head(self, whole: Tensor) -> Tensor:
-        heads, kinds = self._heads_and_kinds
-        return _regrouped(whole, 0, kinds, heads)
-
     def _own_tile(self, whole: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
-        own = moved(whole, self._from_whole(dimensions, t).there, self._group, "weight")
+        heads, kinds = self._heads_and_kinds
+        by_head = _regrouped(whole, 0, kinds, heads)
+        own = moved(by_head, self._from_whole(dimensions, t).there, self._group, "weight")
         return own.detach().clone(memory_format=torch.contiguous_format)
 
     def _gathered(self, tile: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
-        return moved(tile.detach(), self._from_whole(dimensions, t).back, self._group, "weight").clone()
+        by_head = moved(tile.detach(), self._from_whole(dimensions, t).back, self._group, "weight")
+        return _regrouped(by_head, 0, *self._heads_and_kinds).clone()
 
     def _from_whole(self, dimensions: tuple[str, str], t: int) -> Way:
         """From what every rank has to the tiles of a step of the forward, and back."""

@@ -49,10 +49,9 @@ class LoadReport:
 def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict that the model would have without `convert`, with its current weights; bitwise.
 
-    Collective over the expert group: every rank gathers all experts, and PEFT's adapters of all of them. Of a
-    sharded model (`fsdp`) every rank gathers all parameters: collective over all its ranks.
-    `model.save_pretrained(folder, state_dict=export_state_dict(model))` writes a checkpoint that
-    transformers loads. With several ranks call export_state_dict on all of them, save_pretrained on one.
+    Every rank gathers all experts, and PEFT's adapters of them: collective over the expert group; of a model
+    that is sharded (`fsdp`) all parameters, collective over all its ranks. On one of them,
+    `model.save_pretrained(folder, state_dict=state)` writes a checkpoint that transformers loads.
 
     Args: model: after `convert`; any other one gives what `model.state_dict()` gives, whole.
     Raises: CommunicationError, UserError for adapters that are no matrices for each expert.
@@ -71,8 +70,8 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def _as_peft_has_it(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with PEFT's layout of the adapters of all experts."""
-    places = {name: place for name, _, place in adapter_tensors(model) if name in whole}
-    return whole | {name: place.part(whole[name], place.form) for name, place in places.items()}
+    places = ((name, place) for name, _, place in adapter_tensors(model) if name in whole)
+    return whole | {name: place.part(whole[name], place.form) for name, place in places}
 
 
 def _whole(name: str, value: Tensor) -> Tensor:
@@ -98,9 +97,8 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     """Write a checkpoint of the original model, which `from_pretrained` loads, with the current weights;
     bitwise.
 
-    A layer at a time is gathered and written, into a file of its own: beside its own part of the model, the
-    first rank holds one layer with all of its experts, and the others one parameter. Collective over all
-    ranks, of which the first one writes.
+    Collective over all ranks, of which the first one writes a layer at a time into a file of its own: beside
+    its part of the model it holds one layer with all of its experts, and the others one parameter.
 
     Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: is made.
     Raises: UserError for another model, and for one with adapters; CommunicationError.
@@ -212,11 +210,9 @@ def load_safetensors(
 ) -> LoadReport:
     """Read the weights of a converted model from a checkpoint of the original, by transformers' own loader.
 
-    Every rank reads only what it holds, so a model that was built and converted on the meta device is never
-    complete in the memory of one rank. What the checkpoint lacks (a new head) is initialized as transformers
-    does: seed the ranks alike. Not collective.
-
-    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype, a parameter at a time.
+    Every rank reads only what it holds: of a model that was built and converted on the meta device none ever
+    has all. What the checkpoint lacks (a new head) is initialized as transformers does: seed the ranks alike.
+    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype. Not collective.
 
     Args: folder: as save_pretrained writes it, or a download. device: for parameters on the meta device.
     Returns: what was not in the checkpoint, and what is in it and in no parameter.
@@ -317,10 +313,8 @@ def _files(folder: Path, dequantized: set[str]) -> list[str]:
 def _quantization(folder: Path) -> str:
     """The method and the format that the configuration of a checkpoint names."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()).get("quantization_config") if path.exists() else None
-    return (
-        ", ".join(str(config[key]) for key in ("quant_method", "format") if key in config) if config else ""
-    )
+    config = (json.loads(path.read_text()) if path.exists() else {}).get("quantization_config") or {}
+    return ", ".join(str(config[key]) for key in ("quant_method", "format") if key in config)
 
 
 @torch.no_grad()

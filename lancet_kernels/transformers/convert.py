@@ -57,10 +57,9 @@ def convert(
 ) -> ConversionReport:
     """Divide the experts of a transformers model among ranks, and compute them as `MoELayer` does, in place.
 
-    Each rank keeps its share of every block's experts. Everything else stays the model's own code: routers,
-    shared experts, attention, and its loss, including that of its router logits (`output_router_logits`).
-    Convert before an optimizer is made and before anything wraps the model. Beside the model, memory is
-    needed for one weight of one block's experts.
+    Each rank keeps its share of every block's experts. Everything else stays the model's own code, its loss
+    of router logits (`output_router_logits`) included. Convert before an optimizer is made and before
+    anything wraps the model. Beside the model, memory is needed for one weight of one block's experts.
 
     Args:
         model: any module with transformers' blocks in it, for example from `from_pretrained`; parameters may
@@ -73,8 +72,7 @@ def convert(
     report = ConversionReport({}, {})
     chosen: dict[str, nn.Module] = {}
     for name, experts in experts_of(model):
-        why = _reason(experts)
-        if why:
+        if why := _reason(experts):
             report.left_alone[name] = f"{class_name(experts)}: {why}"
         else:
             _refuse_sharded(name, experts)
@@ -90,10 +88,10 @@ def convert(
     for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
         expert_parallel(copy.copy(experts), groups, backend, capacity_factor, _kind(experts))
     for name, experts in chosen.items():
-        own = class_name(experts)
-        block = model.get_submodule(name.rpartition(".")[0])
+        own, of_block = class_name(experts), name.rpartition(".")[0]
+        block = model.get_submodule(of_block)
         keep_choices(block)
-        keep_float32(model, name.rpartition(".")[0])
+        keep_float32(model, of_block)
         if own in ADAPTERS:
             block.__class__ = derived(ADAPTERS[own].block, type(block))
         layer = expert_parallel(experts, groups, backend, capacity_factor, _kind(experts))
@@ -213,10 +211,8 @@ class CausalLMStep(nn.Module):
 
 
 def _record_outputs(model: nn.Module) -> None:
-    """Let transformers 5 set its hooks that collect router logits, as it would at the first forward.
-
-    It does so under a lock, which cannot be traced.
-    """
+    """Let transformers 5 set its hooks that collect router logits now: at the first forward it would do so
+    under a lock, which cannot be traced."""
     try:
         from transformers import PreTrainedModel
         from transformers.utils.output_capturing import maybe_install_capturing_hooks

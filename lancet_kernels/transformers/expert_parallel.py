@@ -82,10 +82,7 @@ class LancetEP(EPImplementation):
         setattr(experts, FORWARD_OF, self.forward_of)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [T, D], top_k_index [T, K] (of E), top_k_weights [T, K] -> [T, D].
-
-        Raises: UserError (ranks that disagree), CommunicationError.
-        """
+        """Shapes and errors as of `ConvertedExperts.forward`."""
         if self.own is not None:
             return self.own(hidden_states, top_k_index, top_k_weights)
         # All ranks of a tensor-parallel group have these tokens, and each sends a slice of them.
@@ -98,11 +95,8 @@ class LancetEP(EPImplementation):
         return self._redistributed(y_TD, Shard(0), Replicate(), tokens)
 
     def forward_of(self, experts: nn.Module) -> Callable[..., Tensor]:
-        """The forward of another module with the same experts, to be captured.
-
-        Raises: UserError for experts that run their own forward: the number of their rows would become a
-            constant of the graph.
-        """
+        """The forward of another module with the same experts, to be captured. Raises: UserError for experts
+        that run their own forward: the number of their rows would become a constant of the graph."""
         if self.why_own:
             raise UserError(
                 f"experts {class_name(self.experts)}", got=self.why_own,
@@ -130,8 +124,8 @@ def _why_own(experts: nn.Module) -> str:
 
 
 def _keep_routing(experts: nn.Module) -> None:
-    """`keep_choices` and `keep_float32` of the block that has these experts. transformers gives us the
-    experts alone; the block is below the model, or is the module, that calls."""
+    """`keep_choices` and `keep_float32` of the block that has these experts: it is below the model, or is the
+    module, that calls, as transformers gives us the experts alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         for caller in (frame.f_locals.get("model"), frame.f_locals.get("self")):
@@ -157,10 +151,8 @@ def _layer_name(of_model: object) -> str:
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Our grouped products for experts that one rank has; shapes as of `ConvertedExperts.forward`.
-
-    Raises: UserError for experts of several ranks, and for those that `convert` leaves alone.
-    """
+    """Our grouped products for experts that one rank has; shapes as of `ConvertedExperts.forward`. Raises:
+    UserError for experts of several ranks, and for those that `convert` leaves alone."""
     layer = experts.__dict__.get(_ALONE) or _alone(experts)
     # Its weights are those of the moment: adapters parametrize them for the time of a forward.
     weights = {name: getattr(experts, name) for name in layer.expert_names()}
@@ -169,8 +161,8 @@ def experts_forward(
 
 
 def _alone(experts: Any) -> ConvertedExperts:
-    """Experts that one rank has as a layer of this library, without parameters, and kept beside them: not
-    among the modules of the model. Raises: UserError."""
+    """Experts that one rank has as a layer of this library, without parameters, kept beside them, not among
+    the modules of the model. Raises: UserError."""
     own = type(experts).__bases__[0] if is_parametrized(experts) else type(experts)
     layer: Any = object.__new__(own)
     modules = {name: m for name, m in experts._modules.items() if name != "parametrizations"}

@@ -1,10 +1,9 @@
 """Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, and
 their state that stays float32.
 
-A router need not choose twice alike (`layer.moe_layer`). The experts module gets choices and their weights:
-if the choices alone were those of the first run, the weights would belong to others, and so would the
-router's gradient. So choices are kept where they are made: while a block with experts runs, `torch.topk` and
-the like give the indices of the first run, and the values that lie there now.
+A router need not choose twice alike (`layer.moe_layer`), and its weights and gradient belong to its choices,
+which are therefore kept where they are made: while a block with experts runs, `torch.topk` and the like give
+the indices of the first run, and the values that lie there now.
 
     first run     topk([.3, .3, .1], 1) -> .3, 0        index 0 is kept
     second run    topk([.3, .3, .1], 1) -> .3, 1        becomes .3, 0: the gradient reaches logit 0

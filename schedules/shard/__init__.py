@@ -1,4 +1,1 @@
-"""HiDup: the search for a sharding.
-
-Read `sharding_strategy` (what is decided), then `sharding_search`; `shard_graph` applies it.
-"""
+"""HiDup's search for a sharding: `sharding_strategy` says what is decided, `shard_graph` applies it."""

@@ -2,28 +2,17 @@
 
 Views, and ops that only prepare weights (a transpose, a broadcast), are free, so every block that reads their
 result has its own copy of them. A light op (no matrix product) whose activations all come from one block
-joins that block, because communication before it would move as many bytes as after it. The signatures of a
-block are all consistent combinations of those of its instructions; among combinations with the same forms at
-the block's inputs and outputs only the fastest is kept.
+joins that block: communication before it would move as many bytes as after it. The signatures of a block are
+the consistent combinations of those of its instructions, of those with the same forms at the block's inputs
+and outputs the fastest.
 
-The forms in which an instruction can run on all ranks, and the collectives that convert between forms.
-
-A conversion (HiDup, section 4.1) has an adjoint in the backward. The gradient of a tensor has the dual form:
-of a slice a slice, of a partial tensor the whole, and of a whole tensor a partial one, because each rank
-computes the gradient from its own readers only. So the backward needs no signatures of its own, and every
-collective has one adjoint:
-
-    from      to        forward           backward
-    whole     cut i     slice (local)     zeros around the slice (local)
-    cut i     whole     all-gather        reduce-scatter
-    cut i     cut j     all-to-all        all-to-all
-    partial   whole     all-reduce        all-reduce
-    partial   cut i     reduce-scatter    all-gather
+The gradient of a tensor has the dual form: of a slice a slice, of a partial tensor the whole, and of a whole
+tensor a partial one, because each rank computes the gradient from its own readers only. So the backward needs
+no signatures of its own, and every collective between two forms has one adjoint (HiDup, section 4.1).
 
 A signature (section 4.1) is a form for each input and output. Signatures follow from the rule table: a
 cut along a dimension name cuts every operand that has it, and a cut along a contraction gives partial
-results. In addition, every op can run whole on every rank, and ops that only move elements can run on partial
-tensors.
+results. Every op can also run whole on every rank, and one that only moves elements on partial tensors.
 """
 
 from __future__ import annotations
@@ -41,6 +30,14 @@ from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 
 SLICE = "slice"
+"""Sends nothing; in the backward zeros are put around it."""
+_COLLECTIVES = {
+    ("whole", "cut"): SLICE,
+    ("cut", "whole"): "all_gather",
+    ("cut", "cut"): "all_to_all",
+    ("partial", "whole"): "all_reduce",
+    ("partial", "cut"): "reduce_scatter",
+}
 ADJOINT = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -57,17 +54,7 @@ MESSAGE_KINDS = {
 
 def collective(source: Form, target: Form) -> str | None:
     """The collective that converts a tensor from one form to another; None if there is none."""
-    if source == WHOLE and target.is_cut:
-        return SLICE
-    if source.is_cut and target == WHOLE:
-        return "all_gather"
-    if source.is_cut and target.is_cut:
-        return "all_to_all"
-    if source == PARTIAL and target == WHOLE:
-        return "all_reduce"
-    if source == PARTIAL and target.is_cut:
-        return "reduce_scatter"
-    return None
+    return _COLLECTIVES.get((source.kind, target.kind))
 
 
 def forms_of(spec: TensorSpec, ranks: int) -> list[Form]:
@@ -164,6 +151,10 @@ class Block:
     makes: tuple[str, ...]
     signatures: tuple[BlockSignature, ...]
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self.reads + self.parameters + self.makes
+
 
 def blocks_of(program: Program, ranks: int, cost: Cost) -> list[Block]:
     """The blocks of a forward Program, in a valid order. Raises: UserError for a Program with a backward, or
@@ -199,22 +190,19 @@ class _Grouping:
     def __init__(self, program: Program, ranks: int, cost: Cost) -> None:
         self.program, self.ranks, self.cost = program, ranks, cost
         self.prepares = preparations(program)
-        # Activations and inputs that an instruction reads, directly or through views.
-        self.read = {
-            i.name: [t for t in self._behind_preparations(i)[0] if t not in program.parameter_set]
-            for i in program.instructions
-        }
         self.combined: dict[tuple, tuple[BlockSignature, ...]] = {}
 
     def blocks(self) -> list[Block]:
         """In the order of their first instructions: those that join a block read nothing of other ones."""
+        parameters = self.program.parameter_set
         members: list[list[Instruction]] = []
         home: dict[str, int] = {}
         readers: dict[str, set[str]] = {t: set() for t in self.program.tensors}
         for instruction in self.program.instructions:
             if any(t in self.prepares for t in instruction.outputs):
                 continue
-            read = self.read[instruction.name]
+            # Activations and inputs.
+            read = [t for t in self._behind_preparations(instruction)[0] if t not in parameters]
             for t in read:
                 readers[t].add(instruction.name)
             sources = {home.get(t, -1) for t in read}
@@ -243,14 +231,11 @@ class _Grouping:
                 read.append(t)
         return list(dict.fromkeys(read)), needed
 
-    def _signatures(self, instruction: Instruction) -> list[Signature]:
-        return signatures(instruction, self.program, self.ranks, self.cost)
-
     def _may_be_partial(self, members: list[Instruction], read: Iterable[str]) -> bool:
         """Can these instructions give one of the tensors `read` in form partial?"""
         partial: set[str] = set()
         for i in members:
-            for signature in self._signatures(i):
+            for signature in signatures(i, self.program, self.ranks, self.cost):
                 inputs = zip(i.inputs, signature.inputs, strict=True)
                 if all(f != PARTIAL or t in partial for t, f in inputs):
                     outputs = zip(i.outputs, signature.outputs, strict=True)
@@ -302,17 +287,15 @@ class _Grouping:
     ) -> tuple[BlockSignature, ...]:
         """All combinations, instruction by instruction. The form of a tensor is dropped after its last
         reader."""
-        outside = {*reads, *parameters}
         last = {t: n for n, i in enumerate(instructions) for t in i.inputs}
-        keep = {*outside, *makes}
+        outside, keep = {*reads, *parameters}, {*reads, *parameters, *makes}
         partial: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {
             frozenset(): ({}, (), 0.0, 0.0)
         }
         for n, instruction in enumerate(instructions):
             following: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {}
-            choices = self._choices(instruction)
             saved = saved_outputs(instruction)
-            for (forms, ways, ms, size), choice in product(partial.values(), choices):
+            for (forms, ways, ms, size), choice in product(partial.values(), self._choices(instruction)):
                 inputs = list(zip(instruction.inputs, choice.inputs, strict=True))
                 # What comes from outside the block can have any form.
                 if any(forms[t] != form if t in forms else t not in outside for t, form in inputs):
@@ -344,7 +327,7 @@ class _Grouping:
         )
 
     def _choices(self, instruction: Instruction) -> list[Signature]:
-        choices = self._signatures(instruction)
+        choices = signatures(instruction, self.program, self.ranks, self.cost)
         if instruction.inputs or len(instruction.outputs) != 1:
             return choices
         # Every rank computes a constant itself, so it can have any slice of it.

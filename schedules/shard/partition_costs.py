@@ -6,12 +6,9 @@
 
 Dimensions: b batch, m rows of a sequence, n features summed over in the forward, k features out, h heads.
 
-Times of the communication of a partition, depending on how its groups of devices spread over nodes.
-(PrimePar, slides "Cost Model": an alpha and a beta for each grouping pattern)
-
 Devices fill the nodes of a cluster one after another, so the leading bits of a device's number are its node.
-Links inside a node and between nodes have different costs, and simultaneous messages from one node share its
-network cards.
+Communication costs by how its groups of devices spread over nodes (the slides have an alpha and a beta for
+each grouping pattern): simultaneous messages from one node share its network cards.
 """
 
 from __future__ import annotations
@@ -66,12 +63,9 @@ def shift_ms(cluster: Cluster, source_of: Sequence[int], size: float) -> float:
     return point_to_point_ms(cluster, size, max(leaving.values(), default=0))
 
 
-Boxes = np.ndarray
-"""[devices, dimensions, 2]: begin and end of each device's tile, as fractions of the dimension."""
-
-
-def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -> Boxes:
-    """The tiles of a tensor at one step."""
+def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -> np.ndarray:
+    """[devices, dimensions, 2]: begin and end of each device's tile of a tensor at one step, as fractions of
+    the dimension."""
     slices = np.array([partition.slices(d) for d in dimensions], dtype=float)
     tiles = np.array(partition.tiles(phase, dimensions, t), dtype=float).reshape(-1, len(slices))
     return np.stack([tiles, tiles + 1], axis=-1) / slices[:, None]
@@ -80,10 +74,8 @@ def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -
 def travelling_shares(
     held: np.ndarray, needed: np.ndarray, gpus_per_node: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The traffic of redistributions between layouts [layouts, devices, dimensions, 2], for all pairs.
-
-    Every device gets the missing part of its tile, from its own node if a device there holds it (interCost of
-    the slides).
+    """The traffic of redistributions between layouts [layouts, devices, dimensions, 2], for all pairs. Every
+    device gets the missing part of its tile, from its own node if a device there holds it.
 
     Returns: two arrays [held layouts, needed layouts]: the largest fraction of the tensor that a device gets
         from its own node, and the largest that a node gets from other nodes.
@@ -205,10 +197,8 @@ def intra_cost(cluster: Cluster, operator: Operator, partition: Partition) -> Pa
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Milliseconds of one phase of an operator.
-
-    step: of the computation of each step. travelling: beside each step, the tensors whose tiles travel.
-    """
+    """Milliseconds of one phase of an operator: of the computation of each step, of the tensors whose tiles
+    travel beside each step, and of collectives."""
 
     step_ms: float
     travelling: tuple[tuple[tuple[str, float], ...], ...]
@@ -310,10 +300,7 @@ def redistributions(
     afters: Sequence[Partition],
 ) -> np.ndarray:
     """Milliseconds of redistribution on one edge, of the result in the forward and of its gradient in the
-    backward, for every partition of the producer with every one of the consumer: [2, befores, afters].
-
-    Dimensions correspond by position.
-    """
+    backward, for every two partitions: [2, befores, afters]. Dimensions correspond by position."""
     result, operand = producer.result, consumer.products[FORWARD].operands[0]
     gradient, wanted = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
     size = producer.bytes(result)
@@ -332,7 +319,7 @@ def redistributions(
     return np.stack([forward, backward.T])
 
 
-def _between(cluster: Cluster, held: list[Boxes], needed: list[Boxes], size: float) -> np.ndarray:
+def _between(cluster: Cluster, held: list[np.ndarray], needed: list[np.ndarray], size: float) -> np.ndarray:
     """Redistribution of every pair; many partitions have the same tiles, so of every pair of layouts once."""
     held_layouts, held_rows = np.unique(np.stack(held), axis=0, return_inverse=True)
     needed_layouts, needed_rows = np.unique(np.stack(needed), axis=0, return_inverse=True)

@@ -1,13 +1,11 @@
 """A forward graph for one device, as each of W ranks runs it by a `ShardingStrategy`.
 
-HiDup, section 5 (Compiler). The graph comes with its two microbatches apart already
-(`schedules.rewrite.cut`): parts of an instruction run in the signature that the strategy has for the
-instruction. Wherever a tensor is needed in another form than it is there in, a collective makes it
-(`ops.comm.collectives`), once for all that read it in that form. Stages follow each other as in section 4.1,
-the communication of one microbatch beside the computation of the other. All ranks get the same graph.
-
-What the strategy does not know, it being for one microbatch (sums over both, slices of the input), runs in
-whatever signature needs least communication.
+HiDup, section 5 (Compiler). The graph comes with its microbatches apart (`schedules.rewrite.cut`): parts of
+an instruction run in the signature that the strategy has for it, and what a strategy for one microbatch does
+not know (sums over all, slices of the input) in the one that needs least communication. Where a tensor is
+needed in another form, a collective makes it (`ops.comm.collectives`), once for all readers. Stages follow
+each other as in section 4.1, the communication of one microbatch beside the computation of the other. All
+ranks get the same graph.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ def shard_graph(
         inputs: by placeholder, the name of the new one. Every rank gets all of the batch.
     Returns: a graph whose results are whole on every rank. Attributes of the given one are its own, too.
     """
-    sharder = _Sharder(graph, strategy, group, state, inputs)
-    sharder.run(copies)
-    return sharder.graph
+    return _Sharder(graph, strategy, group, state, inputs).run(copies)
 
 
 class _Sharder:
@@ -95,13 +91,14 @@ class _Sharder:
             if name in self.nodes:
                 self.held[name] = {form: self.graph.get_attr(attribute)}
 
-    def run(self, copies: int) -> None:
+    def run(self, copies: int) -> fx.Graph:
         """All stages, then the results."""
         stages = self.strategy.stages
         for n in range(len(stages) + 1):
             for copy in range(copies):
-                if n < len(stages):
-                    self._communicate(stages[n], copy)
+                for c in stages[n].communication if n < len(stages) else ():
+                    if c.source != c.target:
+                        self.get(self._of_copy(c.tensor, copy), c.target)
                 # The computation of the other microbatch, whose communication came before.
                 before = n if copy == copies - 1 else n - 1
                 which = (copy + 1) % copies
@@ -109,11 +106,7 @@ class _Sharder:
                     self._compute(stages[before], which)
         self.graph.output(tuple(self._result(node) for node in self.results))
         self.graph.eliminate_dead_code()
-
-    def _communicate(self, stage: ShardingStage, copy: int) -> None:
-        for c in stage.communication:
-            if c.source != c.target:
-                self.get(self._of_copy(c.tensor, copy), c.target)
+        return self.graph
 
     def _compute(self, stage: ShardingStage, copy: int) -> None:
         for name in stage.computation:
@@ -210,7 +203,12 @@ class _Sharder:
     def _add(self, instruction: Instruction, way: Way) -> None:
         node, split = self.nodes[instruction.name], len(instruction.inputs)
         wanted = dict(zip(instruction.inputs, way, strict=False))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.get(*self._operand(n, wanted)))
+
+        def operand(read: fx.Node) -> fx.Node:
+            (name,) = tensor_names(read)
+            return self.get(name, wanted[name])
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
         args = self._arguments(instruction, node.target, list(args), way[split:])
         # What comes from a collective lies without gaps, whatever strides it had.
         target = aten.reshape.default if node.target is aten.view.default else node.target
@@ -223,10 +221,6 @@ class _Sharder:
             element = int(tensor.rpartition(".")[2])
             self._hold(tensor, way[split + n], self.graph.call_function(operator.getitem, (added, element)))
         self._average(instruction, node, way[split:])
-
-    def _operand(self, node: fx.Node, wanted: Mapping[str, Form]) -> tuple[str, Form]:
-        (name,) = tensor_names(node)
-        return name, wanted[name]
 
     def _hold(self, tensor: str, form: Form, node: fx.Node) -> None:
         self.held.setdefault(tensor, {}).setdefault(form, node)
@@ -273,9 +267,8 @@ class _Sharder:
             "reduce_scatter": (lancet.reduce_scatter.default, (target.dimension,)),
         }
         op, dimensions = calls[name]
-        return self.graph.create_node(
-            "call_function", op, (node, *dimensions, self.group), {}, f"{tensor.replace('.', '_')}_{name}"
-        )
+        arguments, own_name = (node, *dimensions, self.group), f"{tensor.replace('.', '_')}_{name}"
+        return self.graph.create_node("call_function", op, arguments, name=own_name)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """A result, whole on every rank, with one gradient for all of them (`ops.comm.collectives`)."""

@@ -25,20 +25,14 @@ EXPERT_DIMENSIONS = 3
 
 
 def baseline(name: str, program: Program, ranks: int, cost: Cost) -> ShardingStrategy:
-    """The best strategy of that kind, both microbatches in turns.
-
-    Raises: UserError: unknown name; the program cannot run so.
-    """
+    """The best strategy of that kind. Raises: UserError: unknown name; the program cannot run so."""
     check_name("baseline", name, BASELINES)
     return search_sharding(program, ranks, cost, restriction=_restriction(name, program), name=name)
 
 
 def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> ShardingStrategy:
-    """The same, for ranks that are to run it: small models may be as fast where every rank computes
-    everything, but then there is nothing to run on ranks.
-
-    Raises: UserError where the work cannot be shared out.
-    """
+    """The same, for ranks that are to run it: not every rank computes everything, though a small model may be
+    as fast so. Raises: UserError where the work cannot be shared out."""
     experts = _experts(program)
     numbers = sorted({program.tensors[t].shape[0] for t in experts})
     if name == REPLICATED:

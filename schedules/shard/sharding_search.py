@@ -1,9 +1,7 @@
 """Which series of stages runs a forward graph on many ranks fastest, two microbatches in turns?
 
-HiDup, section 4.2 (figure 4). `search_sharding` searches the forward Program of a microbatch; what people
-choose by hand is in `schedules.shard.sharding_baselines`. A state is a cut of the graph with the forms in
-which the tensors that cross it are held. A stage is a communication step, then a computation step; while one
-copy of the model computes, the other communicates; costs are those of `schedules.shard.sharding_strategy`.
+HiDup, section 4.2 (figure 4). States are those of `schedules.shard.sharding_states`, stages and costs those
+of `schedules.shard.sharding_strategy`.
 
 Stages grow block by block: a label holds the costs of a strategy whose last stage is still open, and may be
 closed in front of any block. A tensor made in the open stage cannot be communicated before that is closed.
@@ -12,14 +10,11 @@ against the other is bounded: max is 1-Lipschitz, so a strategy also goes when i
 less than it is behind in time.
 
 What follows from a set of labels depends on their differences alone, so it is worked out once for each
-structure of a segment and set of differences. In a row of equal layers the differences soon repeat: from then
-on a layer costs a look-up.
+structure of a segment and set of differences: in a row of equal layers these soon repeat.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
@@ -30,15 +25,15 @@ from lancet_kernels.schedules.shard.sharding_states import (
     Restriction,
     Segment,
     State,
+    States,
     StateSpace,
-    not_new,
+    Transition,
     renamed,
 )
 from lancet_kernels.schedules.shard.sharding_strategy import (
     BACKWARD,
     COPIES,
     EPSILON,
-    BlockChoice,
     Label,
     ShardingStage,
     ShardingStrategy,
@@ -52,7 +47,13 @@ MOST_BORDERS = 20_000
 DIGITS = 6
 """Decimals of a millisecond in which labels are compared for being alike."""
 
-States = dict[State, list[Label]]
+
+class BlockChoice(NamedTuple):
+    """One block and how it runs; `new_stage` when it is the first of one."""
+
+    new_stage: bool
+    block: int
+    transition: Transition
 
 
 class Passage(NamedTuple):
@@ -63,25 +64,19 @@ class Passage(NamedTuple):
     segment: Segment
 
 
-@dataclass(frozen=True)
-class Passed:
-    """What leaves a segment: labels by state (tensors by position, see `_pass`), and beside each the
-    label that entered."""
-
-    like: Segment
-    states: dict[State, list[tuple[Label, Label]]]
+Passed = dict[State, list[tuple[Label, Label]]]
+"""What leaves a segment: labels by state (tensors by position), and beside each the label that entered."""
 
 
 class Search:
     """Figure 4, over borders in the order of how many blocks lie behind them.
 
     Args:
-        most_labels: kept behind each border, the fastest so far (None: all, and the result is the optimum).
+        most_labels: kept behind each border (None: all, and the result is the optimum).
         memory_bytes: what a device has.
-        tolerance: share of the computation by which the result may be slower than the optimum: strategies
-            are also dropped that are ahead by less than their part of it.
+        tolerance: share of the computation by which the result may be slower than the optimum.
         overlaps_backward: False counts computation and communication of the backward one after the other,
-            as the searcher does that the paper's authors published.
+            as the searcher that the paper's authors published.
         price: milliseconds that are added for every byte a strategy holds, so that smaller ones win.
     """
 
@@ -106,7 +101,7 @@ class Search:
         if memory_bytes is not None:
             self._prices = [share * self.computation_ms / memory_bytes for share in PRICES_OF_MEMORY]
         self._labels = 0
-        self._patterns: dict[tuple, Passed] = {}
+        self._patterns: dict[tuple, tuple[Segment, Passed]] = {}
 
     @property
     def computation_ms(self) -> float:
@@ -164,41 +159,44 @@ class Search:
             of_stages[-1].append(step)
         stages = []
         for of in of_stages:
-            communication = tuple(c for step in of for c in step.communication)
-            computation = {
-                name: way
-                for step in of
-                for name, way in zip(self.blocks[step.block].instructions, step.signature.ways, strict=True)
-            }
+            communication = tuple(c for step in of for c in step.transition.communication)
+            computation: dict[str, tuple[Form, ...]] = {}
+            for step in of:
+                names = self.blocks[step.block].instructions
+                computation |= zip(names, step.transition.signature.ways, strict=True)
             comm, comm_b = sum(c.ms for c in communication), sum(c.backward_ms for c in communication)
-            comp = sum(step.signature.ms for step in of)
+            comp = sum(step.transition.signature.ms for step in of)
             stages.append(ShardingStage(communication, computation, comm, comm_b, comp))
-        return tuple(stages), {t: form for step in steps for t, form in step.rests}
+        return tuple(stages), {t: form for step in steps for t, form in step.transition.rests}
 
     def _pass(self, segment: Segment, states: States) -> States:
         """The states behind a segment; searched only if the differences are new."""
         # Tensors that cross a segment and are not named in it come last; all states hold the same.
         names = tuple(dict.fromkeys((*segment.tensors, *(item.tensor for item in next(iter(states))))))
         position = {t: p for p, t in enumerate(names)}
-        by_position = sorted(
-            ((renamed(s, position), s) for s in states), key=lambda pair: _state_key(pair[0])
-        )
         low = min(label.front for labels in states.values() for label in labels)
-        ordered = [(state, sorted(states[state], key=lambda label: label[:6])) for _, state in by_position]
-        entering = [label for _, labels in ordered for label in labels]
+        # As the segment is entered: times as differences, and as step the label's number.
+        entering: list[Label] = []
+        relative: States = {}
+        for state in sorted(states, key=lambda s: _state_key(renamed(s, position))):
+            relative[state] = []
+            for label in sorted(states[state], key=lambda label: label[:6]):
+                as_entered = label._replace(front=label.front - low, before=None, step=len(entering))
+                relative[state].append(as_entered)
+                entering.append(label)
         differences = tuple(
-            (by_number, tuple([_rounded(label, low) for label in labels]))
-            for (by_number, _), (_, labels) in zip(by_position, ordered, strict=True)
+            (renamed(state, position), *(tuple(round(ms, DIGITS) for ms in label[:6]) for label in labels))
+            for state, labels in relative.items()
         )
         key = segment.structure, differences
         if key not in self._patterns:
-            behind = self.space.walk(segment, _relative(ordered, low), self._grow)
+            behind = self.space.walk(segment, relative, self._grow)
             pairs = {
                 renamed(state, position): [(label, _entry(label)) for label in labels]
                 for state, labels in behind.items()
             }
-            self._patterns[key] = Passed(segment, pairs)
-        passed = self._patterns[key]
+            self._patterns[key] = segment, pairs
+        like, passed = self._patterns[key]
         return {
             renamed(state, names): [
                 Label(
@@ -206,11 +204,11 @@ class Search:
                     *label[1:6],
                     label.bytes - entry.bytes + entering[entry.step].bytes,
                     entering[entry.step],
-                    Passage(label, passed.like, segment),
+                    Passage(label, like, segment),
                 )
                 for label, entry in pairs
             ]
-            for state, pairs in passed.states.items()
+            for state, pairs in passed.items()
         }
 
     def _grow(self, done: int, states: States, targets: dict[int, States]) -> None:
@@ -221,7 +219,7 @@ class Search:
             for new_stage, of in ((False, states), (True, closed)):
                 for state, labels in of.items():
                     for t in self.space.transitions(done, state, b):
-                        step = BlockChoice(new_stage, b, t.signature, t.rests, t.communication)
+                        step = BlockChoice(new_stage, b, t)
                         comm_b, exposed = t.comm_backward_ms, 0.0
                         if not self.overlaps_backward:
                             comm_b, exposed = 0.0, COPIES * comm_b
@@ -233,8 +231,7 @@ class Search:
     def _prune(self, states: States) -> None:
         """Keep the `most_labels` fastest of a border, of each state at most `MOST_OF_A_STATE`: otherwise the
         many ways to hide the same messages crowd out other forms. With a memory limit the fastest at several
-        prices of memory, and the smallest of each state, so that the smallest strategy of all is never
-        lost."""
+        prices of memory, and the smallest of each state, so that one that fits is never lost."""
         total = sum(map(len, states.values()))
         if self.most_labels is None or total <= self.most_labels:
             return
@@ -271,19 +268,19 @@ class Search:
         """The same strategies with their last stage closed: the P of figure 4, without dominated ones."""
         closed: States = {}
         for state, labels in states.items():
+            # The next stage can communicate all of it.
+            old = tuple(item._replace(is_new=False) for item in state)
             for label in labels:
                 if label.step is not None:
-                    self._insert(closed, not_new(state), label.closed())
+                    self._insert(closed, old, label.closed())
         return closed
 
     def _steps(self, label: Label | None) -> list[BlockChoice]:
         """How a strategy got to a label, from the first step on."""
         steps: list[BlockChoice] = []
-        while label is not None and label.step is not None:
+        while label is not None and label.step is not None and not isinstance(label.step, int):
             if isinstance(label.step, Passage):
                 steps += reversed(self._steps_of(label.step))
-            elif isinstance(label.step, int):
-                break
             else:
                 steps.append(label.step)
             label = label.before
@@ -298,8 +295,12 @@ class Search:
         return [
             step._replace(
                 block=block[step.block],
-                rests=tuple((own[t], form) for t, form in step.rests),
-                communication=tuple(c._replace(tensor=own[c.tensor]) for c in step.communication),
+                transition=step.transition._replace(
+                    rests=tuple((own[t], form) for t, form in step.transition.rests),
+                    communication=tuple(
+                        c._replace(tensor=own[c.tensor]) for c in step.transition.communication
+                    ),
+                ),
             )
             for step in self._steps(passage.pattern)
         ]
@@ -311,21 +312,6 @@ def _entry(label: Label) -> Label:
         assert label.before is not None
         label = label.before
     return label
-
-
-def _relative(ordered: list[tuple[State, list[Label]]], low: float) -> States:
-    """The labels as a segment is entered with: times as differences, and their number as step."""
-    number = count()
-    return {
-        state: [label._replace(front=label.front - low, before=None, step=next(number)) for label in labels]
-        for state, labels in ordered
-    }
-
-
-def _rounded(label: Label, low: float) -> tuple[float, ...]:
-    """The costs that decide what follows, the time as a difference."""
-    front, *others = label[:6]
-    return tuple(round(ms, DIGITS) for ms in (front - low, *others))
 
 
 def _state_key(state: State) -> list[tuple[int, str, bool]]:
@@ -358,8 +344,7 @@ def search_sharding(
     Args:
         program: the forward of a model for one device, on one microbatch of the batch of all ranks together.
         ranks: how many ranks share every tensor. cost: prices instructions and collectives.
-        memory_gb: of a device; strategies that need more are dropped. It is looked at only where the
-            fastest strategy of all needs more.
+        memory_gb: of a device; strategies that need more are dropped.
         most_labels: strategies kept behind each border; None: all of a small graph, `MOST_LABELS` of others.
         overlaps_backward: see `Search`.
     Raises: UserError: no strategy within the memory.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
@@ -30,7 +30,7 @@ from lancet_kernels.schedules.shard.blocks import (
     held_bytes,
     saved_outputs,
 )
-from lancet_kernels.schedules.shard.sharding_strategy import COPIES, STATE_COPIES, Communication
+from lancet_kernels.schedules.shard.sharding_strategy import COPIES, STATE_COPIES, Communication, Label
 
 
 class Held(NamedTuple):
@@ -43,8 +43,8 @@ class Held(NamedTuple):
 
 State = tuple[Held, ...]
 """Sorted by tensor."""
-T = TypeVar("T")
-Grow = Callable[[int, dict[State, T], dict[int, dict[State, T]]], None]
+States = dict[State, list[Label]]
+Grow = Callable[[int, States, dict[int, States]], None]
 """(blocks behind a border, states there, for each block that may come next the states behind it): adds to
 these what follows from the former."""
 
@@ -52,11 +52,6 @@ these what follows from the former."""
 def renamed(state: State, names: Mapping[int, int] | Sequence[int]) -> State:
     """The state with other numbers of its tensors."""
     return tuple(sorted(item._replace(tensor=names[item.tensor]) for item in state))
-
-
-def not_new(state: State) -> State:
-    """The state in front of another stage, which can communicate all of it."""
-    return tuple(item._replace(is_new=False) for item in state)
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Restriction:
     """
 
     parameter: Callable[[str, Form], bool] = lambda name, form: True
-    collectives: frozenset[str] = frozenset(("all_gather", "all_to_all", "all_reduce", "reduce_scatter"))
+    collectives: frozenset[str] = frozenset(ADJOINT)
     signature: Callable[[Block, BlockSignature], bool] = lambda block, signature: True
 
 
@@ -80,8 +75,8 @@ class ParameterOption(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """A block in one of its signatures. comm_ms and comm_backward_ms: of its communication, of activations
-    first, then of parameters. bytes: held in addition."""
+    """A block in one of its signatures. communication: of activations first, then of parameters. bytes: held
+    in addition."""
 
     state: State
     signature: BlockSignature
@@ -126,11 +121,8 @@ class StateSpace:
         self.cost = cost
         self.blocks = blocks_of(program, ranks, cost)
         self.least_sliced_bytes = least_sliced_bytes
-        self.number: dict[str, int] = {}
-        for block in self.blocks:
-            for t in (*block.reads, *block.parameters, *block.makes):
-                self.number.setdefault(t, len(self.number))
-        self.name = {n: t for t, n in self.number.items()}
+        self.name = dict(enumerate(dict.fromkeys(t for block in self.blocks for t in block.tensors)))
+        self.number = {t: n for n, t in self.name.items()}
         self._home = {t: b for b, block in enumerate(self.blocks) for t in block.makes}
         self._readers: dict[str, int] = {}
         for b, block in enumerate(self.blocks):
@@ -169,12 +161,7 @@ class StateSpace:
     def _segment(self, borders: list[list[int]]) -> Segment:
         inside = borders[-1][0] & ~borders[0][0]
         blocks = tuple(b for b in range(len(self.blocks)) if inside >> b & 1)
-        named = (
-            self.number[t]
-            for b in blocks
-            for t in (*self.blocks[b].reads, *self.blocks[b].parameters, *self.blocks[b].makes)
-        )
-        tensors = tuple(dict.fromkeys(named))
+        tensors = tuple(dict.fromkeys(self.number[t] for b in blocks for t in self.blocks[b].tensors))
         key = self._structure(blocks, tensors)
         return Segment(borders, blocks, tensors, self._structures.setdefault(key, len(self._structures)))
 
@@ -211,11 +198,11 @@ class StateSpace:
             for o in self.options(b, s)
         )
 
-    def walk(self, segment: Segment, states: dict[State, T], grow: Grow[T]) -> dict[State, T]:
+    def walk(self, segment: Segment, states: States, grow: Grow) -> States:
         """The states behind a segment, from border to border."""
         frontier = {segment.borders[0][0]: states}
         for level in segment.borders[1:]:
-            following: dict[int, dict[State, T]] = {}
+            following: dict[int, States] = {}
             allowed = set(level)
             for done, current in frontier.items():
                 after = {
@@ -320,10 +307,9 @@ class StateSpace:
         return Communication(tensor, source, target, name, self._ms(name, spec), backward)
 
     def _options(self, b: int, s: int) -> list[ParameterOption]:
-        """How the parameters of a block may rest that runs in its signature s: those that it reads whole all
-        whole (their gradients are summed by an all-reduce), or as many as possible in slices (all-gather;
-        reduce-scatter of the gradient). That is done once for both microbatches: half of it counts for each.
-        Backward reads what was gathered, so it is kept."""
+        """How the parameters that a block reads whole in its signature s may rest: all whole (all-reduce of
+        the gradient), or as many as possible in slices (all-gather; reduce-scatter of the gradient). That is
+        done once for both microbatches: half of it counts for each. Backward reads what was gathered."""
         block, signature = self.blocks[b], self.blocks[b].signatures[s]
         choices: list[ParameterOption] = []
         for sliced_at_rest in (False, True):

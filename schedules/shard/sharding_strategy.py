@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from lancet_kernels.graph.program import SavedJson
 from lancet_kernels.graph.rules.rules import Form
-from lancet_kernels.schedules.shard.blocks import ADJOINT, BlockSignature
+from lancet_kernels.schedules.shard.blocks import ADJOINT
 
 BACKWARD = 2.0
 """Backward computes twice as much as forward: gradients of inputs and of weights."""
@@ -44,20 +44,8 @@ class Communication(NamedTuple):
     backward_ms: float
 
 
-class BlockChoice(NamedTuple):
-    """One block with its signature, the forms its parameters rest in, and what it asks the stage to
-    communicate; `new_stage` when it is the first of one."""
-
-    new_stage: bool
-    block: int
-    signature: BlockSignature
-    rests: tuple[tuple[str, Form], ...]
-    communication: tuple[Communication, ...]
-    """Activations', then parameters'."""
-
-
 class Label(NamedTuple):
-    """A strategy on its way: costs as of `psi`, and the step that led here.
+    """A strategy on its way: costs, and the step that led here.
 
     front: time until both the communication of the open stage and the computation before it are over.
     slack, slack_b: communication that would still hide behind the stage before, forward and backward.
@@ -73,7 +61,7 @@ class Label(NamedTuple):
     bytes: float
     before: Label | None
     step: Any
-    """A `BlockChoice`; or what a search that passes many blocks at once puts here."""
+    """One block more; or what a search that passes many blocks at once puts here."""
 
     @property
     def psi(self) -> float:
@@ -98,7 +86,7 @@ class Label(NamedTuple):
         comm_b: float,
         comp: float,
         more_bytes: float,
-        step: BlockChoice,
+        step: Any,
         exposed: float = 0.0,
     ) -> Label:
         """The open stage with one more block. exposed: communication of both microbatches that nothing

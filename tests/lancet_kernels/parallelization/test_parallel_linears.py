@@ -17,12 +17,11 @@ from lancet_kernels.parallelization.parallel_linears import ATTENTION, MLP, OPER
 from lancet_kernels.parallelization.square_layer import PartitionedLinear, whole_state_dict
 from tests.grids import few_of
 from tests.lancet_kernels.parallelization.test_parallelize import distance
+from tests.lancet_kernels.parallelization.test_square_layer import trained_side_by_side
 from tests.ranks import RankPool
-from tests.refusals import refusal
+from tests.setups import refused
 
 WIDTH, HEADS, BATCH, SEQUENCE = 32, 8, 4, 4
-
-
 FAMILIES = dict(zip(("gpt2", "opt", "llama", "bloom"), zip(ATTENTION, MLP, strict=True), strict=True))
 
 
@@ -91,26 +90,12 @@ def slow_cluster() -> Cluster:
 
 
 def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
-    """Two steps whole and in parts, side by side.
-
-    Gradients of biases of keys are zero but for rounding: Adam's epsilon must not let it through.
-    """
+    """Two steps whole and in parts, side by side."""
     whole, parted = make_model(family), make_model(family)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
     parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
-    optimizers = [torch.optim.Adam(m.parameters(), 1e-2, eps=1e-3) for m in (whole, parted)]
-    errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        x, dy = (torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64, generator=generator) for _ in "xy")
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        outputs = [model(one) for model, one in zip((whole, parted), inputs, strict=True)]
-        for y, optimizer in zip(outputs, optimizers, strict=True):
-            optimizer.zero_grad()
-            y.backward(dy)
-            optimizer.step()
-        errors["output"] = max(errors["output"], distance(*outputs))
-        errors["input gradient"] = max(errors["input gradient"], distance(inputs[0].grad, inputs[1].grad))
+    models = whole, parted
+    errors, _ = trained_side_by_side(models, models, (x.shape, x.shape), steps=2)
     reference, own = whole.state_dict(), whole_state_dict(parted)
     errors["parameter"] = max(distance(reference[name], own[name]) for name in reference)
     layers = [m for m in parted.modules() if isinstance(m, PartitionedLinear)]
@@ -206,61 +191,43 @@ def test_a_memory_limit_keeps_weights_from_being_replicated(pool: RankPool) -> N
     assert impossible[0].endswith("use more devices, or a smaller batch")
 
 
-def refused_on_rank() -> list[str]:
+def refused_on_rank() -> None:
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
-    rows_in_halves = {"fc1": Partition((M,)), "activation": Partition((M,)), "fc2": Partition((M,))}
-    cases = (
-        (nn.Linear(4, 4), "primepar", {}),
-        (make_model("opt"), "alpa", {}),
-        (make_model("opt"), "primepar", {"mlp": Partition((M,))}),
-        (make_model("opt"), "megatron", {"qkv": Partition((H,))}),
-        (make_model("opt"), "megatron", rows_in_halves),
-    )
-    return [
-        refusal(
-            lambda case=case: parallelize_linears(case[0], (x,), None, case[1], partitions=case[2])(x[:1, :3])
-        )
-        for case in cases
-    ]
+    rows_in_halves = dict.fromkeys(("fc1", "activation", "fc2"), Partition((M,)))
+    of_qkv = "partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16"
+    of_rows = "rows and features of an activation: got a tile of (3, 32) on rank"
+    for said, model, strategy, partitions in (
+        ("linear layers of Linear: got no module with", nn.Linear(4, 4), "primepar", {}),
+        ("strategy: got 'alpa', expected one of primepar, megatron", make_model("opt"), "alpa", {}),
+        ("partitions: got mlp, expected qkv", make_model("opt"), "primepar", {"mlp": Partition((M,))}),
+        (of_qkv, make_model("opt"), "megatron", {"qkv": Partition((H,))}),
+        (of_rows, make_model("opt"), "megatron", rows_in_halves),
+    ):
+        with refused(said):
+            parallelize_linears(model, (x,), None, strategy, partitions=partitions)(x[:1, :3])
 
 
 def test_bad_input_gets_one_line(pool: RankPool) -> None:
-    expected = (
-        r"linear layers of Linear: got no module with",
-        r"strategy: got 'alpa', expected one of primepar, megatron",
-        r"partitions: got mlp, expected qkv, attention",
-        r"partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16",
-        r"rows and features of an activation: got a tile of \(3, 32\) on rank [01], expected multiples of 2",
-    )
-    for messages in pool.run(refused_on_rank, ranks=2):
-        for message, pattern in zip(messages, expected, strict=True):
-            assert re.match(pattern, message), message
+    pool.run(refused_on_rank, ranks=2)
+
+
+SIZES = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0,
+             "attn_pdrop": 0},
+    "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "ffn_dim": 64,
+            "word_embed_proj_dim": 32, "max_position_embeddings": 16, "dropout": 0},
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+              "num_key_value_heads": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 8, "hidden_dropout": 0, "attention_dropout": 0},
+}  # fmt: skip
 
 
 def transformers_model(family: str) -> nn.Module:
-    import transformers as hf
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    common = {"vocab_size": 64, "attn_implementation": "eager"}
     torch.manual_seed(0)
-    if family == "gpt2":
-        config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=8, n_positions=16, **common)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        return hf.GPT2LMHeadModel(config).double()
-    if family == "opt":
-        config = hf.OPTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=8, ffn_dim=64, word_embed_proj_dim=32,
-            max_position_embeddings=16, dropout=0.0, **common,
-        )  # fmt: skip
-        return hf.OPTForCausalLM(config).double()
-    if family == "llama":
-        config = hf.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, **common,
-        )  # fmt: skip
-        return hf.LlamaForCausalLM(config).double()
-    config = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=8, **common)
-    config.hidden_dropout = config.attention_dropout = 0.0
-    return hf.BloomForCausalLM(config).double()
+    config = AutoConfig.for_model(family, vocab_size=64, attn_implementation="eager", **SIZES[family])
+    return AutoModelForCausalLM.from_config(config).double()
 
 
 def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:

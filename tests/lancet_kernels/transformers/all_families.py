@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,9 +70,7 @@ def converted(family: str, planned: bool) -> str:
 def expert_parallel(family: str) -> str:
     """The same for transformers' expert parallelism, in float32: torch 2.13 divides float64 gradients of
     experts that one rank has alone twice."""
-    from transformers.distributed import DistributedConfig
-
-    import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
+    from tests.lancet_kernels.transformers.test_transformers_ep import loaded
 
     model = tiny_model(family, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,12 +79,8 @@ def expert_parallel(family: str) -> str:
         if not _rank():
             model.save_pretrained(folders[0])
         dist.barrier()
-        config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="lancet")
-        environment = {"RANK": str(_rank()), "LOCAL_RANK": str(_rank()), "WORLD_SIZE": "2"}
-        with mock.patch.dict(os.environ, environment):
-            own = type(model).from_pretrained(
-                folders[0], distributed_config=config, dtype=torch.float32, experts_implementation="eager"
-            )
+        sizes = {"fsdp_size": 2, "ep_size": 2}
+        own = loaded(folders[0], "lancet", sizes, type(model), dtype=torch.float32)
         dist.barrier()
     original, ids = FamilyStep(model), tiny_batch(_rank())
     loss, theirs = FamilyStep(own.eval())(ids), original(ids)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lancet_kernels import UserError, convert
 from tests.grids import few_of
-from tests.transformers_models import FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
+from tests.transformers_models import FAMILIES, check_gradients, distance, tiny_batch, tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -35,9 +35,7 @@ def test_block(family: str) -> None:
     bound = 1e-4
     assert distance(ours, theirs) < bound
     assert distance(inputs[1].grad, inputs[0].grad) < bound
-    gradients = exported_gradients(converted)
-    for name, parameter in original.named_parameters():
-        assert distance(gradients[name], parameter.grad) < bound, name
+    check_gradients(converted, original, bound)
 
 
 @pytest.mark.parametrize("family", few_of(INTERCHANGEABLE))

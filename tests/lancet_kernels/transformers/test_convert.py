@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from tests.grids import few_of
 from tests.transformers_models import (
     BOUND,
     FAMILIES,
+    check_equal,
+    check_gradients,
     distance,
-    exported_gradients,
     quantized_gpt_oss,
     tiny_batch,
     tiny_model,
+    zero_,
 )
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -35,6 +38,16 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 FEW = few_of(FAMILIES, *map([*FAMILIES].index, ("Mixtral", "DeepSeek-V3", "GPT-OSS", "DBRX")))
 """Those with the least in common by default."""
+
+
+def check_loss_and_gradients(model: nn.Module, original: nn.Module) -> tuple[Any, Any]:
+    """-> what both give."""
+    ours, theirs = model(**tiny_batch()), original(**tiny_batch())
+    assert distance(ours.loss, theirs.loss) < BOUND
+    theirs.loss.backward()
+    ours.loss.backward()
+    check_gradients(model, original, 100 * BOUND)
+    return ours, theirs
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -45,54 +58,40 @@ def test_like_the_original(family: str) -> None:
     assert len(report.converted) == len(moe_layers(model)) > 0
     assert all("Expert" in what and ", 8 of 8 experts here" in what for what in report.converted.values())
 
-    theirs, ours = original(**tiny_batch()), model(**tiny_batch())
+    ours, theirs = check_loss_and_gradients(model, original)
     assert distance(ours.logits, theirs.logits) < BOUND
-    assert distance(ours.loss, theirs.loss) < BOUND
     logits = theirs.get("router_logits")
     assert (logits is None) == family.startswith("DeepSeek")
     for own, other in zip(ours.get("router_logits") or (), logits or (), strict=True):
         assert distance(own, other) < BOUND
-    theirs.loss.backward()
-    ours.loss.backward()
-    gradients = exported_gradients(model)
-    for name, parameter in original.named_parameters():
-        assert parameter.grad is not None, name
-        assert distance(gradients[name], parameter.grad) < 100 * BOUND, name
 
 
 @pytest.mark.parametrize("family", FEW)
 def test_round_trip(family: str, tmp_path) -> None:
-    """Names, layouts and bits of the original; what save_pretrained writes loads into the original class."""
+    """Names, layouts and bits of the original; what save_pretrained writes loads into the original class, and
+    one rank needs no `state_dict=`."""
     model = tiny_model(family, torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     convert(model)
     after = export_state_dict(model)
-    assert after.keys() == before.keys()
-    for name, value in before.items():
-        assert torch.equal(after[name], value), name
-    model.save_pretrained(tmp_path, state_dict=after)
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    convert(loaded)
-    for name, value in export_state_dict(loaded).items():
-        assert torch.equal(value, before[name].to(value.dtype)), name
-
-
-def test_one_rank_keeps_the_parameters_that_are_there() -> None:
-    model = tiny_model("Mixtral")
-    originals = [p for name, p in model.named_parameters() if ".experts." in name]
-    convert(model)
-    after = [p for name, p in model.named_parameters() if ".experts." in name]
-    assert len(originals) == 4
-    assert all(own is other for own, other in zip(after, originals, strict=True))
+    check_equal(after, before)
+    for state in (after, None):
+        model.save_pretrained(tmp_path, state_dict=state)
+        loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        convert(loaded)
+        check_equal(export_state_dict(loaded), before, check_dtype=False)  # a correction bias is float32
 
 
 def test_the_module_stays_what_it_was(tmp_path) -> None:
-    """Its class is still the model's; copies and pickles compute the same."""
+    """Its class is still the model's, and one rank has the same parameters; copies and pickles compute the
+    same."""
     model = tiny_model("Mixtral")
-    own = type(model.model.layers[0].mlp.experts)
-    convert(model)
     experts = model.model.layers[0].mlp.experts
+    own, before = type(experts), dict(model.named_parameters())
+    convert(model)
+    assert model.model.layers[0].mlp.experts is experts
     assert isinstance(experts, own)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
     torch.save(model, tmp_path / "model.pt")
     expected = model(**tiny_batch()).loss
     for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
@@ -100,22 +99,10 @@ def test_the_module_stays_what_it_was(tmp_path) -> None:
         assert torch.equal(other(**tiny_batch()).loss, expected)
 
 
-class Listed(nn.Module):
-    """A block as transformers 4.5x has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 4)])
-
-
-class Unknown(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Linear(4, 4)
-
-
 def test_other_experts_are_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({"known": tiny_model("Mixtral"), "old": Listed(), "other": Unknown()})
+    old = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)])})  # as transformers 4.5x has it
+    other = nn.ModuleDict({"experts": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"known": tiny_model("Mixtral"), "old": old, "other": other})
     with pytest.raises(UserError, match=r"got ModuleList: .*not one module with .*; Linear: its cl"):
         convert(model, strict=True)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
@@ -145,12 +132,7 @@ def test_activations_are_told_by_what_they_compute(act_fn, activation) -> None:
     original = copy.deepcopy(model)
     convert(model, strict=True)
     assert all(layer.activation.startswith(activation) for layer in moe_layers(model))
-    theirs, ours = original(**tiny_batch()), model(**tiny_batch())
-    assert distance(ours.loss, theirs.loss) < BOUND
-    theirs.loss.backward()
-    ours.loss.backward()
-    for (name, own), other in zip(model.named_parameters(), original.parameters(), strict=True):
-        assert distance(own.grad, other.grad) < 100 * BOUND, name
+    check_loss_and_gradients(model, original)
 
 
 def test_fused_layers_refuse_other_activations_by_name() -> None:
@@ -180,15 +162,9 @@ def test_capacity(family: str) -> None:
     convert(model, capacity_factor=0.5, strict=True)
     for _, experts in experts_of(original):
         experts.forward = partial(without_slots, experts.forward, kept)
-    ours, theirs = model(**tiny_batch()).loss, original(**tiny_batch()).loss
+    check_loss_and_gradients(model, original)
     assert len(kept) == len(moe_layers(model))
     assert all(0 < share < 1 for share in kept)
-    assert distance(ours, theirs) < BOUND
-    theirs.backward()
-    ours.backward()
-    gradients = exported_gradients(model)
-    for name, parameter in original.named_parameters():
-        assert distance(gradients[name], parameter.grad) < 100 * BOUND, name
 
 
 def test_bad_input_is_refused() -> None:
@@ -214,9 +190,7 @@ def test_load_on_the_meta_device(family: str, tmp_path) -> None:
     assert all(p.is_meta for p in model.parameters())
     load_safetensors(model, tmp_path)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    exported = export_state_dict(model)
-    for name, value in original.state_dict().items():
-        assert torch.equal(exported[name], value), name
+    check_equal(export_state_dict(model), original.state_dict())
     assert distance(model.eval()(**tiny_batch()).loss, original.eval()(**tiny_batch()).loss) < BOUND
 
 
@@ -227,12 +201,10 @@ def test_loading_fills_the_parameters_that_are_there(tmp_path) -> None:
     convert(model)
     model.model.norm.weight.requires_grad_(False)
     before = dict(model.named_parameters())
-    with torch.no_grad():
-        for parameter in before.values():
-            parameter.zero_()
+    zero_(model)
     load_safetensors(model, tmp_path)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    check_equal(model.state_dict(), expected)
     assert not model.model.norm.weight.requires_grad
 
 
@@ -245,18 +217,8 @@ def test_another_head_loads_what_is_common(tmp_path) -> None:
     report = load_safetensors(classifier, tmp_path)
     assert str(report) == "initialized anew: score.weight\nleft in the checkpoint: lm_head.weight"
     exported = export_state_dict(classifier)
-    assert exported["score.weight"].isfinite().all()
-    for name, value in model.model.state_dict().items():
-        assert torch.equal(exported[f"model.{name}"], value), name
-
-
-def test_save_pretrained_of_one_rank_is_the_original(tmp_path) -> None:
-    model = tiny_model("Mixtral")
-    convert(model)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
+    assert exported.pop("score.weight").isfinite().all()
+    check_equal(exported, {f"model.{name}": value for name, value in model.model.state_dict().items()})
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
@@ -305,12 +267,12 @@ def test_gpt_oss_is_loaded_as_it_is_published(tmp_path) -> None:
             )
         convert(model, strict=True)
         assert str(load_safetensors(model, tmp_path)) == "all weights loaded"
-        assert all(torch.equal(v, expected[name].to(v.dtype)) for name, v in model.state_dict().items())
+        check_equal(model.state_dict(), expected, check_dtype=False)
         assert model.lm_head.weight.dtype == dtype
     # Saved, it is no quantized model.
     save_safetensors(model, tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved", dtype=dtype)
-    assert all(torch.equal(v, expected[name].to(v.dtype)) for name, v in loaded.state_dict().items())
+    check_equal(loaded.state_dict(), expected, check_dtype=False)
     assert not hasattr(loaded.config, "quantization_config")
 
 

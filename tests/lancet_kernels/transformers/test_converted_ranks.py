@@ -38,35 +38,35 @@ from tests.grids import few_of
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
-from tests.refusals import refusal
+from tests.setups import refused
 from tests.transformers_models import (
     COMMON,
     FAMILIES,
+    check_equal,
+    check_gradients,
     distance,
-    exported_gradients,
     quantized_gpt_oss,
     tiny_batch,
     tiny_model,
+    zero_,
 )
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 safetensors = pytest.importorskip("safetensors.torch")
-
 
 PLANNED_BOUND = 2e-6
 """Some routers compute in float32, also in a float64 model: parts of a batch round otherwise than the whole
 batch."""
 
 
-def compare(model: nn.Module, loss: Tensor, original: nn.Module, case: str, bound: float) -> None:
+def compare(model: nn.Module, loss: Tensor, original: nn.Module, bound: float) -> None:
     """The loss of this rank, and all gradients summed over the ranks, are those of the original."""
     theirs = CausalLMStep(original)(**tiny_batch(dist.get_rank()))
     theirs.backward()
-    assert distance(loss, theirs) < bound, case
-    ours = exported_gradients(model)
-    for name, parameter in original.named_parameters():
+    assert distance(loss, theirs) < bound
+    for parameter in original.parameters():
         dist.all_reduce(parameter.grad)
-        assert distance(ours[name], parameter.grad) < 100 * bound, f"{case}: {name}"
+    check_gradients(model, original, 100 * bound)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -85,7 +85,7 @@ def fused() -> int:
         loss = CausalLMStep(model)(**tiny_batch(dist.get_rank()))
     loss.backward()
     sum_gradients(model)
-    compare(model, loss, original, "fused", 1e-6)
+    compare(model, loss, original, 1e-6)
     return launched.call_count
 
 
@@ -95,9 +95,9 @@ def test_fused_layers_equal_the_original(pool: RankPool, ranks: int, launches: i
     assert pool.run(fused, ranks=ranks, timeout_s=240) == [launches] * ranks
 
 
-def saved_and_loaded(folder: str) -> str:
+def saved_and_loaded(folder: str) -> None:
     """State dicts have the names and sizes of the original, load whole tensors, and go through a checkpoint
-    that one rank alone reads. -> what save_pretrained says."""
+    that one rank alone reads. save_pretrained is refused."""
     model = tiny_model("GPT-OSS")
     before = copy.deepcopy(model.state_dict())
     convert(model, strict=True)
@@ -105,41 +105,39 @@ def saved_and_loaded(folder: str) -> str:
     assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in before.items()}
     checkpoint.save(state, checkpoint_id=folder)
     for whole in (before, None):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
+        zero_(model)
         if whole is None:
             checkpoint.load(model.state_dict(), checkpoint_id=folder)
         else:
             model.load_state_dict(whole)
-        after = export_state_dict(model)
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-    return refusal(lambda: model.save_pretrained(folder))
+        check_equal(export_state_dict(model), before)
+    with refused("save_pretrained of a converted GptOssForCausalLM: got experts that are on several"):
+        model.save_pretrained(folder)
 
 
 def test_state_dicts_and_checkpoints(pool: RankPool, tmp_path) -> None:
-    for message in pool.run(saved_and_loaded, str(tmp_path)):
-        assert "save_pretrained of a converted GptOssForCausalLM: got experts that are on several" in message
+    pool.run(saved_and_loaded, str(tmp_path))
     alone = tiny_model("GPT-OSS")
     before = copy.deepcopy(alone.state_dict())
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.zero_()
-    state = alone.state_dict()
-    checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    assert all(torch.equal(state[name], value) for name, value in before.items())
+    zero_(alone)
+    checkpoint.load(state := alone.state_dict(), checkpoint_id=str(tmp_path), no_dist=True)
+    check_equal(state, before)
 
 
-def pickled(folder: str, is_sharded: bool) -> list[str]:
-    """A state dict of this rank's experts goes to processes and checkpoints. -> what other ways say."""
+def pickled(folder: str, is_sharded: bool) -> None:
+    """A state dict of this rank's experts goes to processes and checkpoints; other ways are refused."""
     model = tiny_model("Mixtral")
     before = copy.deepcopy(model.state_dict())
     convert(model, strict=True)
     if is_sharded:
         fsdp(model)
     state, copied = model.state_dict(), copy.deepcopy(model.state_dict())
-    told = [refusal(lambda given=given: torch.save(given, io.BytesIO())) for given in (state, copied)]
-    told.append(refusal(lambda: model.push_to_hub("nobody/nothing")))
+    told = "model.layers.0.mlp.experts.gate_up_proj to pickle: got a state dict whose exp"
+    for given in (state, copied):
+        with refused(told, "torch.distributed.checkpoint", "save_safetensors", "export_state_dict"):
+            torch.save(given, io.BytesIO())
+    with refused("MixtralForCausalLM: got experts that are on several ranks, expected a folder with"):
+        model.push_to_hub("nobody/nothing")
     name = "model.layers.1.mlp.experts.down_proj"
     (sent,) = pickle.loads(ForkingPickler.dumps([state[name]]))  # to a process of this rank
     assert isinstance(sent, DTensor)
@@ -148,40 +146,27 @@ def pickled(folder: str, is_sharded: bool) -> list[str]:
     torch.save(whole, io.BytesIO())
     checkpoint.async_save(state, checkpoint_id=folder).result()
     for given in (copied, whole, None):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
+        zero_(model)
         if given is None:
             given = get_model_state_dict(model)
             checkpoint.load(given, checkpoint_id=folder)
         set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=given is whole))
-        after = export_state_dict(model)
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-    return told
+        check_equal(export_state_dict(model), before)
 
 
 @pytest.mark.parametrize("is_sharded", few_of([False, True]))
 def test_a_part_of_the_experts_is_not_pickled(pool: RankPool, tmp_path, is_sharded: bool) -> None:
-    for first, second, of_hub in pool.run(pickled, str(tmp_path), is_sharded):
-        assert first.startswith(
-            "model.layers.0.mlp.experts.gate_up_proj to pickle: got a state dict whose exp"
-        )
-        for way in ("torch.distributed.checkpoint", "save_safetensors", "export_state_dict"):
-            assert way in first
-        assert second == first
-        assert "MixtralForCausalLM: got experts that are on several ranks, expected a folder with" in of_hub
+    pool.run(pickled, str(tmp_path), is_sharded)
 
 
 def loaded_from_files(folder: str) -> None:
     """Each rank reads its own experts, into a model that had no memory before."""
-    original = tiny_model("Mixtral")
     with torch.device("meta"):
         model = FAMILIES["Mixtral"]().double()
     convert(model, strict=True)
     load_safetensors(model, folder)
     assert all(layer.gate_up_proj.shape[0] == 4 for layer in moe_layers(model))
-    after = export_state_dict(model)
-    assert all(torch.equal(after[name], value) for name, value in original.state_dict().items())
+    check_equal(export_state_dict(model), tiny_model("Mixtral").state_dict())
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -218,8 +203,7 @@ def test_ranks_dequantize_their_own_experts(pool: RankPool, tmp_path) -> None:
     saved = {}
     for file in (tmp_path / "saved").glob("*.safetensors"):
         saved |= safetensors.load_file(file)
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    check_equal(saved, expected)
 
 
 def asked_for_shapes(folder: str) -> None:
@@ -243,8 +227,7 @@ def asked_for_shapes(folder: str) -> None:
         model.save_pretrained(f"{folder}/whole", state_dict=state)
     dist.barrier()
     for name in ("layers", "whole"):
-        loaded = type(model).from_pretrained(f"{folder}/{name}").state_dict()
-        assert all(torch.equal(loaded[name], value) for name, value in before.items())
+        check_equal(type(model).from_pretrained(f"{folder}/{name}").state_dict(), before)
 
 
 def test_conversions_that_ask_for_shapes(pool: RankPool, tmp_path) -> None:
@@ -303,20 +286,18 @@ def sharded_and_saved(family: str, expert_ranks: int, replicated: bool, folder: 
     fsdp(model, init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :]), groups)
     assert type(model).__name__ == f"FSDP{kind.__name__}"
     if expert_ranks > 1:
-        assert f"a converted {kind.__name__}: got" in refusal(lambda: model.save_pretrained(folder))
+        with refused(f"a converted {kind.__name__}: got"):
+            model.save_pretrained(folder)
     after = export_state_dict(model)
-    assert after.keys() == before.keys()
-    assert all(type(after[name]) is Tensor for name in before)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(type(value) is Tensor for value in after.values())
+    check_equal(after, before)
     del after
     with LiveMemory(model) as memory:
         save_safetensors(model, folder)
     layer = sum(value.nbytes for name, value in before.items() if ".layers.1." in name)
     # An expert more, of few in this model, where several ranks hold the same.
     assert memory.peak < (1.01 if expert_ranks == ranks else 1.3) * layer
-    loaded = kind.from_pretrained(folder, dtype=torch.float64).state_dict()
-    assert loaded.keys() == before.keys()
-    assert all(torch.equal(loaded[name], value) for name, value in before.items())
+    check_equal(kind.from_pretrained(folder, dtype=torch.float64).state_dict(), before)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +339,7 @@ def planned() -> None:
     step = optimized(CausalLMStep(model), batch)
     loss = step(**batch)
     loss.backward()
-    compare(model, loss, original, "planned", PLANNED_BOUND)
+    compare(model, loss, original, PLANNED_BOUND)
     assert not step.fallbacks
     assert step.plan.ranges, "nothing is cut"
     assert step.plan.report.recomputation is not None

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from lancet_kernels import UserError, convert  # noqa: E402
-from lancet_kernels.transformers.count_routing import CountRouting  # noqa: E402
-from tests.transformers_models import tiny_model  # noqa: E402
+from transformers import Trainer, TrainingArguments
+
+from lancet_kernels import UserError, convert
+from lancet_kernels.transformers.count_routing import CountRouting
+from tests.transformers_models import tiny_model
 
 
 def test_every_second_step_is_counted(tmp_path: Path) -> None:
@@ -21,12 +23,12 @@ def test_every_second_step_is_counted(tmp_path: Path) -> None:
     convert(model)
     ids = torch.randint(0, model.config.vocab_size, (8, 6))
     data = [{"input_ids": row, "labels": row} for row in ids]
-    arguments = transformers.TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2,
     )  # fmt: skip
     callback = CountRouting(tmp_path / "counts.json", every=2)
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
     assigned = json.loads((tmp_path / "counts.json").read_text())["assigned"]
     config = model.config
     assert len(assigned) == config.num_hidden_layers

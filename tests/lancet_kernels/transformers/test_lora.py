@@ -37,7 +37,7 @@ from tests.grids import few_of
 from tests.optimized import optimized
 from tests.refusals import refusal
 from tests.setups import refused
-from tests.transformers_models import BOUND, LORA, LORA_WAYS, tiny_batch, tiny_model
+from tests.transformers_models import BOUND, LORA, LORA_WAYS, check_equal, tiny_batch, tiny_model
 
 pytest.importorskip("peft")
 
@@ -118,8 +118,7 @@ def distances(family: str, targets: str, checkpointing: str, way: str) -> tuple[
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = parameter.grad
-            if hasattr(gradient, "full_tensor"):
-                gradient = gradient.full_tensor()
+            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             wanted = of_rank(whole.pop(name), "lora_B" in name if name in experts else None)
             found.append((float((gradient - wanted).abs().max()), float(wanted.abs().max())))
     assert not whole
@@ -133,13 +132,13 @@ def test_without_conversion(targets: str, checkpointing: str) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
     import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
 
-    batch, alone = tiny_batch(), Groups()
-    theirs = adapted_alone("Qwen3-MoE", targets, checkpointing, alone, "eager")
+    batch = tiny_batch()
+    theirs = adapted_alone("Qwen3-MoE", targets, checkpointing, "eager")
     CausalLMStep(theirs)(**batch).backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     assert len(wanted) >= {"attention": 8, "experts": 4, "both": 12}[targets]
     for is_planned in (True, False):  # a plan first: nothing may depend on an eager call before it
-        model = adapted_alone("Qwen3-MoE", targets, checkpointing, alone, "lancet")
+        model = adapted_alone("Qwen3-MoE", targets, checkpointing, "lancet")
         step: Callable = CausalLMStep(model)
         if is_planned:
             step = optimized(step, (batch["input_ids"], batch["labels"]))
@@ -155,7 +154,7 @@ def test_without_conversion(targets: str, checkpointing: str) -> None:
 
 
 def test_adapters_that_a_trace_would_leave_out_are_refused() -> None:
-    model = adapted_alone("Qwen3-MoE", "experts", "", Groups(), "batched_mm")
+    model = adapted_alone("Qwen3-MoE", "experts", "", "batched_mm")
     batch = tiny_batch()
     with refused("adapters of down_proj", "Qwen3MoeExperts", "convert(model) before PEFT"):
         optimized(CausalLMStep(model), (batch["input_ids"], batch["labels"]))
@@ -197,19 +196,16 @@ def whole_gradients(
     family: str, targets: str, checkpointing: str, ranks: int, unconverted: str = ""
 ) -> dict[str, Tensor]:
     """Gradients of the mean loss over the batches of all ranks, in one process that has all experts."""
-    alone = Groups()
-    model = adapted_alone(family, targets, checkpointing, alone, unconverted)
+    model = adapted_alone(family, targets, checkpointing, unconverted)
     for rank in range(ranks):
-        (CausalLMStep(model, alone)(**tiny_batch(rank)) / ranks).backward()
+        (CausalLMStep(model, Groups())(**tiny_batch(rank)) / ranks).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def adapted_alone(
-    family: str, targets: str, checkpointing: str, alone: Groups, unconverted: str = ""
-) -> nn.Module:
+def adapted_alone(family: str, targets: str, checkpointing: str, unconverted: str = "") -> nn.Module:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_world_size", lambda *_: 1)
-        return adapted(family, targets, checkpointing, alone, unconverted)
+        return adapted(family, targets, checkpointing, Groups(), unconverted)
 
 
 # Every two of them meet.
@@ -274,10 +270,10 @@ def trained_and_saved(folder: str) -> float:
         return float((logits - expected).abs().max() / expected.abs().max())
 
     own = PeftModel.from_pretrained(loaded("base"), f"{folder}/adapters").eval()
-    distances = [off(own)]
+    of_adapters = off(own)
     assert off(loaded("base")) > 1e-3, "adapters that change nothing prove nothing"
     own.merge_and_unload().save_pretrained(f"{folder}/merged")
-    return max(*distances, off(loaded("merged")))
+    return max(of_adapters, off(loaded("merged")))
 
 
 @pytest.mark.long
@@ -285,8 +281,8 @@ def test_trained_adapters_are_loaded_by_transformers_and_peft(pool, tmp_path) ->
     assert max(pool.run(trained_and_saved, str(tmp_path), timeout_s=600, collective_timeout_s=120)) < BOUND
 
 
-def refused_and_saved(folder: str) -> list[str]:
-    """What saving on one rank says. Then all adapters are saved, and loaded on experts of this rank; and
+def refused_and_saved(folder: str) -> None:
+    """Saving on one rank is refused. Then all adapters are saved, and loaded on experts of this rank; and
     merged, saved and exported."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -294,13 +290,19 @@ def refused_and_saved(folder: str) -> list[str]:
     model, rank = copy.deepcopy(adapted("Qwen3-MoE", "both", "", None)), dist.get_rank()
     own = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
     nowhere = f"{folder}/nowhere"
-    told = [
-        refusal(lambda: model.save_pretrained(nowhere)),
-        refusal(lambda: model.save_pretrained(nowhere, state_dict=model.state_dict())),
-        refusal(lambda: model.push_to_hub("nobody/nothing")),
-        refusal(lambda: save_safetensors(model, nowhere)),
-        refusal(lambda: save_safetensors(model.get_base_model(), nowhere)),
-    ]
+    told = (
+        "save_pretrained of a converted PeftModel: got adapters that are on several ranks, expected "
+        "state_dict=, with all of them; call state = export_state_dict(model) on every rank, and "
+        "model.save_pretrained(folder, state_dict=state) on one"
+    )
+    for given in ({}, {"state_dict": model.state_dict()}):
+        assert refusal(lambda given=given: model.save_pretrained(nowhere, **given)) == told
+    with refused("push_to_hub of a converted PeftModel"):
+        model.push_to_hub("nobody/nothing")
+    with refused("got a PeftModel with adapters, expected a model of transformers without any"):
+        save_safetensors(model, nowhere)
+    with refused("got a Qwen3MoeForCausalLM with adapters"):
+        save_safetensors(model.get_base_model(), nowhere)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, state in (("exported", export_state_dict(model)), ("gathered", whole)):
         if rank == 0:
@@ -314,35 +316,21 @@ def refused_and_saved(folder: str) -> list[str]:
     of_attention.save_pretrained(f"{folder}/attention{rank}")
     merged = model.merge_and_unload()
     save_safetensors(merged, f"{folder}/merged")
-    exported = export_state_dict(merged)
-    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=torch.float64).state_dict()
-    assert saved.keys() == exported.keys()
-    assert all(torch.equal(saved[name], value) for name, value in exported.items())
-    return told
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=torch.float64)
+    check_equal(saved.state_dict(), export_state_dict(merged))
 
 
 def test_adapters_of_all_experts_are_saved_or_none(pool, tmp_path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    for message, *others in pool.run(refused_and_saved, str(tmp_path)):
-        assert message == (
-            "save_pretrained of a converted PeftModel: got adapters that are on several ranks, expected "
-            "state_dict=, with all of them; call state = export_state_dict(model) on every rank, and "
-            "model.save_pretrained(folder, state_dict=state) on one"
-        )
-        assert others[0] == message
-        assert "push_to_hub of a converted PeftModel" in others[1]
-        assert "got a PeftModel with adapters, expected a model of transformers without any" in others[2]
-        assert "got a Qwen3MoeForCausalLM with adapters" in others[3]
+    pool.run(refused_and_saved, str(tmp_path))
     folders = {"exported", "gathered", "attention0", "attention1", "merged"}
     assert {path.name for path in tmp_path.iterdir()} == folders
-    model = adapted_alone("Qwen3-MoE", "both", "", Groups())
+    model = adapted_alone("Qwen3-MoE", "both", "")
     wanted = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora" in n}
     for name in ("exported", "gathered"):
-        found = load_file(tmp_path / name / "adapter_model.safetensors")
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[n], value) for n, value in wanted.items())
+        check_equal(load_file(tmp_path / name / "adapter_model.safetensors"), wanted)
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float64, experts_implementation="eager"
     )
@@ -438,8 +426,7 @@ def test_adapters_of_experts_go_through_a_checkpoint(pool, tmp_path, here: tuple
     assert len(wanted) == 16
     for ranks, sharing, is_sharded in elsewhere:
         loaded = pool.run(loaded_by_dcp, str(tmp_path), sharing, is_sharded, targets, ranks=ranks)
-        found = whole_adapters(loaded, sharing)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        check_equal(whole_adapters(loaded, sharing), wanted)
 
 
 def saved_and_exported(folder: str, targets: list[str]) -> tuple[dict[str, Tensor], str]:
@@ -454,6 +441,6 @@ def test_adapters_without_a_part_for_each_expert_stay_this_ranks_own(pool, tmp_p
     loaded = pool.run(loaded_by_dcp, str(tmp_path), 2, False, targets)
     for (values, told), found in zip(saved, loaded, strict=True):
         assert len(values) == 8
-        assert all(torch.equal(found[name], value) for name, value in values.items())
+        check_equal(found, values)
         assert "an adapter of the 4 experts of this rank together" in told
     assert not any(torch.equal(saved[0][0][name], saved[1][0][name]) for name in saved[0][0])

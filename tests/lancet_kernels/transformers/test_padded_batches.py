@@ -14,7 +14,7 @@ from lancet_kernels.ops.base import now
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
-from tests.transformers_models import FAMILIES, VOCABULARY, K, distance, exported_gradients, tiny_model
+from tests.transformers_models import FAMILIES, VOCABULARY, K, check_gradients, distance, tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -46,9 +46,7 @@ def check(model: nn.Module, original: nn.Module, loss: Tensor, batches: list[dic
     expected = CausalLMStep(original)(**whole)
     expected.backward()
     assert distance(loss, expected) < BOUND
-    ours = exported_gradients(model)
-    for name, parameter in original.named_parameters():
-        assert distance(ours[name], parameter.grad) < 10 * BOUND, name
+    check_gradients(model, original, 10 * BOUND)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

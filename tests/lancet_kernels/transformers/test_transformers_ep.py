@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lancet_kernels import CausalLMStep, moe_layers
@@ -25,6 +26,12 @@ from tests.transformers_models import EXPERT_PARALLEL, PLANNED, tiny_batch, tiny
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 pytest.importorskip("accelerate")
+
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.integrations.moe import use_experts_implementation
+
+from lancet_kernels.transformers.expert_parallel import LancetEP
 
 
 @pytest.fixture(scope="session")
@@ -41,23 +48,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def loaded(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> nn.Module:
+def loaded(
+    folder: str, implementation: str, sizes: dict[str, int], kind: Any = AutoModelForCausalLM, **options: Any
+) -> nn.Module:
     """The model, sharded by transformers."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    import lancet_kernels.transformers.expert_parallel  # noqa: F401  registers
-
     config = DistributedConfig(ep_implementation=implementation, **sizes)
     options = {"dtype": torch.float64, "experts_implementation": "eager", **options}
     environment = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
     environment["WORLD_SIZE"] = str(dist.get_world_size())
     with mock.patch.dict(os.environ, environment):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+        return kind.from_pretrained(folder, distributed_config=config, **options)
 
 
-def loss_and_gradients(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> dict:
-    autocast = options.pop("autocast", False)
+def loss_and_gradients(
+    folder: str, implementation: str, sizes: dict[str, int], autocast: bool = False, **options: Any
+) -> dict:
     model = loaded(folder, implementation, sizes, **options)
     batch = tiny_batch(dist.get_rank() // sizes.get("tp_size", 1))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -114,9 +119,11 @@ def planned(folder: str, sizes: dict[str, int], strategy: str) -> tuple[int, flo
 def check(
     pool: RankPool, folder: Path, ranks: int, sizes: dict[str, int], bound: float = 1e-9, **options
 ) -> None:
-    for count, worst, experts in pool.run(
-        differences, str(folder), sizes, options, ranks=ranks, timeout_s=240
-    ):
+    check_compared(pool.run(differences, str(folder), sizes, options, ranks=ranks, timeout_s=240), bound)
+
+
+def check_compared(of_ranks: list[tuple[int, float, bool]], bound: float) -> None:
+    for count, worst, experts in of_ranks:
         assert count > 20
         assert worst < bound
         assert experts
@@ -145,12 +152,8 @@ STRATEGIES = "lancet-dw", "none", "lancet", "lancet", "lancet", "microbatches"
     [(*of, strategy) for of, strategy in zip(PLANNED, STRATEGIES, strict=True)],
 )
 def test_planned_steps_equal_all_to_all(pool, saved, family, ranks, sizes, strategy):
-    for count, worst, experts in pool.run(
-        planned, str(saved(family)), sizes, strategy, ranks=ranks, timeout_s=400
-    ):
-        assert count > 20
-        assert worst < 1e-4
-        assert experts
+    results = pool.run(planned, str(saved(family)), sizes, strategy, ranks=ranks, timeout_s=400)
+    check_compared(results, 1e-4)
 
 
 class OwnExperts(nn.Module):
@@ -164,16 +167,14 @@ class OwnExperts(nn.Module):
         return (x.square().unsqueeze(1) * ((index + 1) * weight).unsqueeze(2)).sum(1)
 
 
+def on_two_ranks(experts: nn.Module) -> LancetEP:
+    return LancetEP(experts, init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
+
+
 def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
     """Experts with a forward of their own, four on two ranks; all tokens to the experts of one rank, or as it
     comes. -> equals the sum over the choices, gradients of tokens and weights too?"""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from lancet_kernels.transformers.expert_parallel import LancetEP
-
-    mesh = init_device_mesh("cpu", (2,))
-    alone = DeviceMesh("cpu", [dist.get_rank()])
-    layer = LancetEP(OwnExperts(), mesh, alone)
+    layer = on_two_ranks(OwnExperts())
     torch.manual_seed(dist.get_rank())
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
@@ -189,12 +190,8 @@ def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
 
 
 def refusal_of_a_plan() -> str:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from lancet_kernels.transformers.expert_parallel import LancetEP
-
-    experts, alone = OwnExperts(), DeviceMesh("cpu", [dist.get_rank()])
-    layer = LancetEP(experts, init_device_mesh("cpu", (2,)), alone)
+    experts = OwnExperts()
+    layer = on_two_ranks(experts)
     fully_shard(experts)
     assert type(experts) is not OwnExperts
     return refusal(lambda: layer.forward_of(experts))
@@ -218,7 +215,6 @@ class Config:
 
 def of_kind(gate: bool, bias: bool, transposed: bool, concatenated: bool) -> nn.Module:
     """Experts as transformers' decorator describes them: four, D = 8, F = 16."""
-    from transformers.integrations.moe import use_experts_implementation
 
     @use_experts_implementation(
         has_gate=gate, has_bias=bias, is_transposed=transposed, is_concatenated=concatenated
@@ -248,10 +244,6 @@ def of_kind(gate: bool, bias: bool, transposed: bool, concatenated: bool) -> nn.
 
 def grouped_on_one_rank(*kind: bool) -> float:
     """The largest difference of results and gradients between ours and transformers' grouped products."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lancet_kernels.transformers.expert_parallel import LancetEP
-
     torch.manual_seed(1)
     experts, mesh = of_kind(*kind), init_device_mesh("cpu", (1,))
     theirs = copy.copy(experts)
@@ -273,12 +265,8 @@ def test_every_layout_of_weights(pool, gate, bias, transposed, concatenated):
 
 
 def other_layers(names: list[str]) -> str:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from lancet_kernels.transformers.expert_parallel import LancetEP
-
     experts = of_kind(True, False, False, True)
-    layer = LancetEP(experts, init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
+    layer = on_two_ranks(experts)
     experts.name = names[dist.get_rank()]
     return refusal(lambda: layer(torch.ones(3, 8), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)))
 
@@ -309,7 +297,7 @@ def test_ranks_in_other_layers_are_named(pool):
 def test_autocast_and_lower_precision(pool, saved, dtype, bound):
     """In float32 beside transformers' grouped products; in autocast the experts compute in bfloat16."""
     options = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}
-    options |= {"autocast": True} if dtype is torch.bfloat16 else {}
+    options["autocast"] = dtype is torch.bfloat16
     check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2}, bound, **options)
 
 
