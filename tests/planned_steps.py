@@ -10,19 +10,18 @@ One capture serves any number of plans. Experts of the case stay empty and token
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import networkx
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
-from lancet_kernels.graph.capture.captured_graph import is_tangent
+from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent
 from lancet_kernels.graph.costs.costs import Cost
-from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, fingerprint
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig, TrainingStep
 from lancet_kernels.optimization.step import ModelStep, capture_step
@@ -208,31 +207,25 @@ class SmallStep:
 
     def halves(self, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a plan."""
-        joint = copy.deepcopy(self.joint)
-        assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
-        step = Step(joint, self.program, forward_outputs=self.forward_outputs)
+        step = Step(copy_of(self.joint), self.program, forward_outputs=self.forward_outputs)
         forward, backward = walk(step, plan, (*PLANNED, *RUNNING)).halves
         return forward, backward
 
     @torch.no_grad()
     def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:
         """Both graphs with this rank's values; the objective's gradient is one."""
-        by_name = dict(
-            zip([n.name for n in self.joint.graph.nodes if n.op == "placeholder"], self.values, strict=True)
-        )
-        wanted = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
-        results = forward(*(by_name[name] for name in wanted))
+        joint, first, second = (m.graph.find_nodes(op="placeholder") for m in (self.joint, forward, backward))
+        by_name = {node.name: value for node, value in zip(joint, self.values, strict=True)}
+        results = forward(*(by_name[node.name] for node in first))
+        outputs, kept = results[: self.forward_outputs], results[self.forward_outputs :]
         saved = forward.graph.output_node().args[0][self.forward_outputs :]
-        known = {n.name: value for n, value in zip(saved, results[self.forward_outputs :], strict=True)}
-        tangents = [n for n in backward.graph.nodes if n.op == "placeholder" and n.name not in known]
-        assert [is_tangent(n) for n in tangents] == [True], "one tangent: the objective's"
-        known[tangents[0].name] = torch.ones_like(results[0])
-        found = backward(*(known[n.name] for n in backward.graph.nodes if n.op == "placeholder"))
-        grads: dict[str, Tensor] = {}
-        for position, name in self.parameters.items():
-            if found[position - self.forward_outputs] is not None:
-                grads[name] = found[position - self.forward_outputs].clone()
-        return Outcome([r.clone() for r in results[: self.forward_outputs]], grads)
+        known = {node.name: value for node, value in zip(saved, kept, strict=True)}
+        (tangent,) = filter(is_tangent, second)
+        known[tangent.name] = torch.ones_like(outputs[0])
+        found = backward(*(known[node.name] for node in second))
+        by_parameter = {name: found[i - self.forward_outputs] for i, name in self.parameters.items()}
+        grads = {name: gradient.clone() for name, gradient in by_parameter.items() if gradient is not None}
+        return Outcome([output.clone() for output in outputs], grads)
 
     # Plans
 
@@ -291,23 +284,11 @@ class SmallStep:
 
 def random_order(program: Program, seed: int) -> list[str]:
     """A random valid order, the forward before the backward; the same on every rank."""
-    chosen = random.Random(seed)
-    missing = [len(set(program.dependencies[i])) for i in range(len(program))]
-    ready = [i for i in range(len(program)) if not missing[i]]
-    order = []
-    while ready:
-        first = [i for i in ready if program.instructions[i].phase is Phase.FORWARD] or ready
-        i = chosen.choice(sorted(first))
-        ready.remove(i)
-        order.append(program.instructions[i].name)
-        for j in set(program.dependents[i]):
-            missing[j] -= 1
-            if not missing[j]:
-                ready.append(j)
-    assert len(order) == len(program)
-    return order
+    chosen, instructions = random.Random(seed), program.instructions
+    graph = networkx.DiGraph([(j, i) for i in range(len(program)) for j in program.dependencies[i]])
+    graph.add_nodes_from(range(len(program)))
 
+    def place(i: int) -> tuple[bool, float]:
+        return instructions[i].phase is not Phase.FORWARD, chosen.random()
 
-def parts_of_gates(module: fx.GraphModule) -> int:
-    """How many gate nodes a graph has."""
-    return sum(n.op == "call_function" and op_name(n) == "lancet.gate" for n in module.graph.nodes)
+    return [instructions[i].name for i in networkx.lexicographical_topological_sort(graph, place)]

@@ -7,6 +7,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lancet_kernels import MoELayer, OptimizedModule, moe_losses
 from lancet_kernels.errors import UserError
 from tests.optimized import BOUND, optimized
-from tests.planned_steps import outcome
+from tests.planned_steps import gradients, outcome, sum_over_ranks
 
 B, S, D = 4, 3, 8
 
@@ -57,6 +58,19 @@ def batch(number: int = 0, size: int = B) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(size, S, D, dtype=torch.float64, generator=generator) for _ in range(2))
 
 
+def compare_mean(model: Model, batches: list[tuple[Tensor, Tensor]], run: Callable[[], object]) -> None:
+    """`run` leaves the gradients of the mean loss of these microbatches of all ranks."""
+    model.zero_grad()
+    for inputs in batches:
+        (model(*inputs) / (len(batches) * dist.get_world_size())).backward()
+    expected = sum_over_ranks(model, gradients(model))
+    model.zero_grad()
+    run()
+    got = gradients(model)
+    assert set(got) == set(expected)
+    assert all((got[name] - expected[name]).abs().max() < BOUND for name in expected)
+
+
 class Setup:
     """A model with its optimized module, and how what they give is compared."""
 
@@ -95,14 +109,10 @@ class Setup:
 @contextlib.contextmanager
 def changed(thing: object, **values: object) -> Iterator[None]:
     """Attributes with other values, for a while."""
-    before = {name: getattr(thing, name) for name in values}
-    for name, value in values.items():
-        setattr(thing, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(thing, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(thing, name, value)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -128,31 +127,29 @@ def optimize(
     Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
     strategy, ranks that disagree, a plan for another model).
     """
-    _check_choices(strategy, backend, inner_compile, reduce_gradients, compare_every, trials, accumulate)
+    checked: dict[str, Any] = {
+        "strategy": strategy,
+        "reduce_gradients": reduce_gradients,
+        "accumulate": accumulate,
+        "backend": backend,
+        "inner_compile": inner_compile,
+        "compare_every": compare_every,
+        "trials": trials,
+    }
+    _check_choices(**checked)
     _prepare(model, backend, shard, groups)
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
     own_groups = groups_of(model, groups)
-    check_settings(
-        own_groups.world,
-        {
-            "strategy": strategy,
-            "measured": cluster is None,
-            "reduce_gradients": reduce_gradients,
-            "accumulate": accumulate,
-            "backend": backend,
-            "lowering": lowering,
-            "inner_compile": inner_compile,
-            "compare_every": compare_every,
-            "trials": trials,
-        },
-    )
+    check_settings(own_groups.world, {**checked, "measured": cluster is None, "lowering": lowering})
     step = _captured(model, arguments, reduce_gradients, times, own_groups, accumulate)
     progress.begin("measuring ops")
     options = on_device(options, step.device, own_groups.world)
-    how = _How(cluster, options, backend, lowering, inner_compile, compare_every, trials)
-    return how.planned(step.costed(cluster), strategy, plan, cache, progress)
+    return _planned(
+        step.costed(cluster), strategy, options, progress, cluster, plan, cache, backend, lowering,
+        inner_compile, compare_every, trials,
+    )  # fmt: skip
 
 
 @garbage_collection(on=False)
@@ -170,7 +167,7 @@ def optimize_each(
     `no_sync`."""
     names = list(strategies)
     for name in names:
-        _check_choices(name, None, "", "mean", 0, 0, accumulate)
+        _check_choices(name, accumulate)
     _prepare(model, None, None, None)
     arguments, groups = example_arguments(model, example_inputs), groups_of(model)
 
@@ -180,12 +177,12 @@ def optimize_each(
     # Plans of one step share the exchanges of its fused layers, which each strategy chooses for itself.
     fused = any(layer.backend == "fused" for layer in moe_layers(model))
     step, optimized = costed(), dict[str, OptimizedModule]()
-    how = _How(options=on_device(options, step.device, groups.world))
+    options = on_device(options, step.device, groups.world)
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.report.impossible for module in optimized.values()):
             own = costed() if fused and optimized else step
-            optimized[name] = how.planned(own, name, None, None, Progress(_STAGES, False))
+            optimized[name] = _planned(own, name, options, Progress(_STAGES, False))
     return {name: optimized[name] for name in names if name in optimized}
 
 
@@ -208,51 +205,42 @@ def _captured(
     return step
 
 
-@dataclass(frozen=True)
-class _How:
-    """How a step with costs is planned and run, by any strategy. The fields are arguments of `optimize`."""
+def _planned(
+    step: ModelStep,
+    strategy: str,
+    options: PlanningOptions,
+    progress: Progress,
+    cluster: str | Path | Cluster | None = None,
+    plan: str | Path | None = None,
+    cache: str | Path | None = None,
+    backend: str | None = None,
+    lowering: str = "auto",
+    inner_compile: str = "",
+    compare_every: int = 1000,
+    trials: int = 5,
+) -> OptimizedModule:
+    """The module with its plan; measured, where that chooses. Collective. Args: as of `optimize`."""
+    measured, fused = cluster is None, tuple[FusedGroup, ...]()
+    if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(step.model))):
+        stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
+        choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
+        step, fused = fuse_layers(step, choice, cluster)
+        measured = measured and not choice.interpreted
+    progress.begin("planning")
+    planned, fresh = plans_of(step, fused, strategy, options, plan, cache, measured)
+    tries = bool(trials) and fresh and measured and strategy == AUTO
+    progress.begin("trying the plans" if tries else "applying the plan")
 
-    cluster: str | Path | Cluster | None = None
-    options: PlanningOptions = field(default_factory=PlanningOptions)
-    backend: str | None = None
-    lowering: str = "auto"
-    inner_compile: str = ""
-    compare_every: int = 1000
-    trials: int = 5
+    def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
+        return OptimizedModule(step, plan, timeline, inner_compile, compare_every, planned)
 
-    def planned(
-        self,
-        step: ModelStep,
-        strategy: str,
-        plan: str | Path | None,
-        cache: str | Path | None,
-        progress: Progress,
-    ) -> OptimizedModule:
-        """The module with its plan; measured, where that chooses. Collective. Args: as of `optimize`."""
-        measured, fused = self.cluster is None, tuple[FusedGroup, ...]()
-        if self.backend == "fused" or (
-            self.backend is None and any(x.backend == "fused" for x in moe_layers(step.model))
-        ):
-            stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
-            choice = FusedChoice(strategy, self.options, self.lowering, stored, step.device, measured)
-            step, fused = fuse_layers(step, choice, self.cluster)
-            measured = measured and not choice.interpreted
-        progress.begin("planning")
-        planned, fresh = plans_of(step, fused, strategy, self.options, plan, cache, measured)
-        tries = bool(self.trials) and fresh and measured and strategy == AUTO
-        progress.begin("trying the plans" if tries else "applying the plan")
-
-        def build(plan: Plan, timeline: Timeline) -> OptimizedModule:
-            return OptimizedModule(step, plan, timeline, self.inner_compile, self.compare_every, planned)
-
-        optimized = fastest(step, build, planned, self.trials) if tries else build(*planned[0])
-        optimized.report(**step.figures(optimized.timeline))
-        if cache is not None and group_rank(step.groups.world) == 0:
-            optimized.plan.save(cache)
-        progress.end(
-            optimized.plan.report.choice(optimized.plan.plain) if optimized.plan.report.measured else ""
-        )
-        return optimized
+    optimized = fastest(step, build, planned, trials) if tries else build(*planned[0])
+    optimized.report(**step.figures(optimized.timeline))
+    if cache is not None and group_rank(step.groups.world) == 0:
+        optimized.plan.save(cache)
+    report = optimized.plan.report
+    progress.end(report.choice(optimized.plan.plain) if report.measured else "")
+    return optimized
 
 
 def _prepare(
@@ -270,12 +258,12 @@ def _prepare(
 
 def _check_choices(
     strategy: str,
-    backend: str | None,
-    inner_compile: str,
-    reduce_gradients: object,
-    compare_every: object,
-    trials: object,
     accumulate: object,
+    backend: str | None = None,
+    inner_compile: str = "",
+    reduce_gradients: object = "mean",
+    compare_every: object = 0,
+    trials: object = 0,
 ) -> None:
     """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none."""
     if reduce_gradients not in ("mean", "sum", False) or reduce_gradients is True:
@@ -318,8 +306,7 @@ class Progress:
 
     def __init__(self, names: tuple[str, ...], shown: bool) -> None:
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        self._names, self._shown = names, shown and first
-        self._current, self._start, self._number = "", 0.0, 0
+        self._shown, self._current, self._start = shown and first, "", 0.0
         self._bar = None
         if self._shown and sys.stderr.isatty():
             from tqdm import tqdm
@@ -332,9 +319,8 @@ class Progress:
         """End the stage before, and start this one."""
         self._finish()
         self._current, self._start = name, time.perf_counter()
-        self._number += 1
         if self._bar is not None:
-            self._bar.set_description(f"{name} ({self._number} of {len(self._names)})")
+            self._bar.set_description(f"{name} ({self._bar.n + 1} of {self._bar.total})")
 
     def end(self, conclusion: str = "") -> None:
         """After the last stage. Args: conclusion: a line about the result; "": none."""

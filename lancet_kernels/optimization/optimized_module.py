@@ -2,12 +2,11 @@
 does not apply.
 
 The plan is for inputs of one shape. For another number of tokens a graph has the same instructions with
-tensors of other sizes, so order, parts and fused layers of the plan apply to it as they stand. Nothing is
-planned or measured again: each rank captures what it needs when it needs it, and its collectives stay those
-of the plan, whatever shapes the other ranks have in that step. They wait meanwhile.
+tensors of other sizes, so order, parts and fused layers of the plan apply as they stand. Each rank captures
+what it needs when it needs it, while the others wait; its collectives stay those of the plan.
 
-What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
-module runs without the plan on all ranks in that step (`rank_agreement`).
+With other instructions (in the graph of a batch of no tokens, say) the module runs without the plan on all
+ranks in that step (`rank_agreement`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.graph.capture.run import Recorder
@@ -105,23 +104,23 @@ class OptimizedModule(nn.Module):
         self._recorder = Recorder()
         others = [one for one in candidates if one[0].order != plan.order or one[0].blocking != plan.blocking]
         self._staleness = Staleness(self._step, [(plan, timeline), *others], compare_every)
-        self._replicas: Replicas | None = None
-        if step.reduction:
-            self._replicas = Replicas(step.model, step.groups, compare_every)
         self._signature = inspect.signature(self.module.forward)
         self._guards = step.guards
         agrees = not plan.plain and (step.communicates or bool(plan.pair))
         self._agreement = CallAgreement(step.groups.world if agrees else "", self._name)
         self._others: OrderedDict[object, _Runnable | str] = OrderedDict()
+        self._replicas: Replicas | None = None
         self._sums: PlannedSums | None = None
         self._first: _Runnable | None = None
-        if plan.plain:
-            self._sums = planned_sums(step, step.module, early=True)
-            return
-        planned = step.planned(plan)
-        self.host_waits = tuple(host_waits(planned.module.graph))
-        self._sums = planned_sums(step, planned.module)
-        self._first = self._runnable(planned, plan, self._guards)
+        planned = step if plan.plain else step.planned(plan)
+        if step.reduction:
+            self._replicas = Replicas(step.model, step.groups, compare_every)
+            buckets = buckets_in_order(planned.module)
+            of_step = step.model, step.groups, buckets, step.divide_by, step.accumulation
+            self._sums = PlannedSums(*of_step, early=plan.plain)
+        if not plan.plain:
+            self.host_waits = tuple(host_waits(planned.module.graph))
+            self._first = self._runnable(planned, plan, self._guards)
 
     def _runnable(self, planned: ModelStep, plan: Plan, guards: Guards) -> _Runnable:
         give = None if self._sums is None else self._sums.watch.give
@@ -394,14 +393,6 @@ def _first_difference(mine: Program, planned: Program) -> str | None:
         if facts(one) != facts(other):
             return f"{one.name} ({one.op}) in place of {other.name} ({other.op})"
     return None if len(mine) == len(planned) else f"{len(mine)} instructions, not {len(planned)}"
-
-
-def planned_sums(step: ModelStep, module: fx.GraphModule, early: bool = False) -> PlannedSums | None:
-    """The sums of calls without the plan, if it has any. Args: module: has the buckets."""
-    if not step.reduction:
-        return None
-    buckets = buckets_in_order(module)
-    return PlannedSums(step.model, step.groups, buckets, step.divide_by, step.accumulation, early=early)
 
 
 def _refuse_double_backward(_gradient: Tensor) -> None:

@@ -36,7 +36,7 @@ from lancet_kernels.graph.costs.clusters import (
 from lancet_kernels.graph.costs.costs import CostModel, collective_of
 from lancet_kernels.graph.from_fx import is_instruction, is_wait, op_name, program_from_graph
 from lancet_kernels.graph.ops import argument_names
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, bitset
 from lancet_kernels.ops.comm.link_group import plain_group
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.order.best_order import OrderSearch
@@ -161,9 +161,7 @@ def _backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _with_urgent_sums(program: Program) -> Program:
     """All-reduces whose result a matrix product waits for (tensor parallelism) as messages like all others:
     schedules let sums of gradients wait for those."""
-    products = 0
-    for i, instruction in enumerate(program.instructions):
-        products |= bool(instruction.flops) << i
+    products = bitset([i for i, instruction in enumerate(program.instructions) if instruction.flops])
 
     def urgent(i: int, instruction: Instruction) -> Instruction:
         if instruction.kind is not Kind.ALL_REDUCE or not program.descendants[i] & products:
@@ -239,18 +237,12 @@ def overlap_pass(
 
 def _order(program: Program, ms: Sequence[float], memory_limit: float | None) -> list[int]:
     """Positions in the order to run."""
-    given = zip(program.instructions, ms, strict=True)
-    timed = replace(program, instructions=tuple(replace(i, milliseconds=t) for i, t in given))
+    ms_of = dict(zip((i.name for i in program.instructions), ms, strict=True))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
-    best = OrderSearch(timed, _own_time).best(limit, search=True).order
+    best = OrderSearch(program, lambda i, _tensors: ms_of[i.name]).best(limit, search=True).order
     late = read_late(program, best, float("inf") if limit is None else limit)
     program.reordered(late)  # raises where an instruction would run before one that it depends on
     return late
-
-
-def _own_time(instruction: Instruction, _tensors: object) -> float:
-    assert instruction.milliseconds is not None
-    return instruction.milliseconds
 
 
 def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, cluster: Cluster) -> list[float]:
@@ -262,18 +254,15 @@ def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, clu
         node = nodes[instruction.name]
         ms = None if costs is None else costs(node)
         if ms is None and instruction.kind.is_communication:
-            ms = _collective_ms(
-                cluster, collective_of(instruction), instruction.bytes, _placement(node, cluster)
-            )
+            collective, placement = collective_of(instruction), _placement(node, cluster)
+            if collective in ("all_to_all", "point_to_point"):
+                ms = grouped_all_to_all_ms(cluster, instruction.bytes, *placement)
+            else:
+                # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
+                halves = 2 if collective == "all_reduce" else 1
+                ms = grouped_all_reduce_ms(cluster, instruction.bytes, *placement) * halves / 2
         result.append(computation(instruction, program.tensors) if ms is None else ms)
     return result
-
-
-def _collective_ms(cluster: Cluster, collective: str, size: float, placement: tuple[int, int, int]) -> float:
-    if collective in ("all_to_all", "point_to_point"):
-        return grouped_all_to_all_ms(cluster, size, *placement)
-    # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
-    return grouped_all_reduce_ms(cluster, size, *placement) / (1 if collective == "all_reduce" else 2)
 
 
 def _placement(node: fx.Node, cluster: Cluster) -> tuple[int, int, int]:

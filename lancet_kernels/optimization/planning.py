@@ -4,10 +4,9 @@ predicted with measured parts.
 A stored plan applies to one graph, which its fingerprint names. Where it is for another one, the error says
 in the user's words what differs (`Step.setting`).
 
-`Staleness`: has the routing of a run moved so far from that of the first step that another plan would be
-faster? All ranks of an expert group wait for the one that gets most rows, so that exchanges and experts take
-longer, and what computes beside them does not. The plans that were candidates for the step are simulated with
-these longer times; nothing is measured, captured or planned again.
+`Staleness`: has the routing of a run moved so far that another plan would be faster? All ranks of an expert
+group wait for the one that gets most rows, so that exchanges and experts alone take longer. The candidates
+for the step are simulated with these times; nothing is measured, captured or planned again.
 """
 
 from __future__ import annotations
@@ -366,7 +365,8 @@ class Staleness:
 
     def counting(self) -> AbstractContextManager[None]:
         """The context of a call. Collective in a call behind one that was counted, which warns once."""
-        if not self._every or len(self._planned) < 2 or _is_captured():
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not self._every or len(self._planned) < 2 or is_captured:
             return contextlib.nullcontext()
         if self._last is not None:
             before = self._said
@@ -421,7 +421,3 @@ def _milliseconds(plan: Plan, timeline: Timeline, longer: float) -> float:
         for i, t in zip(program.instructions, timeline.durations_ms, strict=True)
     ]
     return run(program, ms, timeline.times.order, blocking=frozenset(plan.blocking)).iteration_ms
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

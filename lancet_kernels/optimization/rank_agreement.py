@@ -36,7 +36,6 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import (
@@ -188,14 +187,10 @@ class CallAgreement:
 
     def _of_ranks(self, text: str) -> list[list[str]]:
         """The lines of the texts of all ranks."""
-        own = _bytes_of(text)
+        encoded = text.encode()[: _MESSAGE_BYTES - 4].ljust(_MESSAGE_BYTES, b"\0")
+        own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         of_ranks = own.new_empty(group_size(self._group), _MESSAGE_BYTES)
         with waiting(f"agreement on a call of {self._name}", group_of(self._group)):
             dist.all_gather(list(of_ranks), own, group=group_of(self._group))
         texts = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in of_ranks)
         return [text.split("\n") for text in texts]
-
-
-def _bytes_of(text: str) -> Tensor:
-    encoded = text.encode()[: _MESSAGE_BYTES - 4]
-    return torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)

@@ -252,18 +252,11 @@ class ModelStep(Step):
         """The Program of one of the microbatches, each of which has its share of the sums' time."""
         if self.accumulate == 1:
             return program
-        sums = self.sums_of_gradients
-        return replace(
-            program,
-            instructions=tuple(
-                replace(
-                    i, milliseconds=cost(i, program.tensors) / self.accumulate, microbatches=self.accumulate
-                )
-                if i.name in sums
-                else i
-                for i in program.instructions
-            ),
-        )
+        instructions = {i.name: i for i in program.instructions}
+        for name in self.sums_of_gradients & instructions.keys():
+            ms = cost(instructions[name], program.tensors) / self.accumulate
+            instructions[name] = replace(instructions[name], milliseconds=ms, microbatches=self.accumulate)
+        return replace(program, instructions=tuple(instructions.values()))
 
     # Running it.
 
@@ -292,18 +285,14 @@ class ModelStep(Step):
 
     def context_of_sum(self, key: tuple[object, ...]) -> int:
         """The number of the context, which has this sum of gradients from now on."""
-        self.accumulation.of(key, [self._trained[name] for name in key if name in self._trained])
+        trained = dict(self.model.named_parameters(remove_duplicate=False))
+        self.accumulation.of(key, [trained[name] for name in key if name in trained])
         return self.context.number
 
     @property
     def accumulation(self) -> Accumulation:
         """The sums of gradients of several microbatches."""
         return self.context.accumulation
-
-    @cached_property
-    def _trained(self) -> dict[object, Tensor]:
-        """Parameters by name."""
-        return dict(self.model.named_parameters(remove_duplicate=False))
 
 
 def capture_step(

@@ -1,10 +1,9 @@
 """Which plan is fastest on the real ranks? A few steps of each way to run the step, in turn.
 
-A trial is a forward and a `backward()`, so it runs whatever a training step runs. Measuring leaves no trace:
-`.grad` of parameters and inputs, buffers, inputs and the states of the random generators are afterwards what
-they were, and no hook that updates parameters when gradients are accumulated is called. Hooks on gradients
-are, as in any backward. A way that refuses the step on any rank (the module as it is, with reentrant
-checkpointing, whose gradients only a plan sums) is left out.
+A trial is a forward and a `backward()`, hooks on gradients included. It leaves no trace: `.grad`, buffers,
+inputs and the states of the random generators are afterwards what they were, and no hook that updates
+parameters when gradients are accumulated is called. A way that refuses the step on any rank (the module as it
+is, with reentrant checkpointing, whose gradients only a plan sums) is left out.
 """
 
 from __future__ import annotations
@@ -159,8 +158,12 @@ def _timed(step: ModelStep, run: Callable[[], object]) -> float:
         return (time.perf_counter() - begin) * 1e3
 
 
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def _one_step(forward: Callable[[], object]) -> None:
-    results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
+    results = [result for result in _tensors(forward()) if result.requires_grad]
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
@@ -168,10 +171,8 @@ def _one_step(forward: Callable[[], object]) -> None:
 def _gradients_aside(step: ModelStep) -> Iterator[None]:
     """A context that parameters and inputs enter without gradients and without what happens when these are
     accumulated (an optimizer in the backward, say); afterwards they have their former ones."""
-    leaves = [
-        leaf for leaf in pytree.tree_leaves(step.arguments) if isinstance(leaf, Tensor) and leaf.is_leaf
-    ]
-    before = {t: (t.grad, t._post_accumulate_grad_hooks) for t in (*step.model.parameters(), *leaves)}
+    tensors = (*step.model.parameters(), *_tensors(step.arguments))
+    before = {t: (t.grad, t._post_accumulate_grad_hooks) for t in tensors if t.is_leaf}
     for tensor, (_, hooks) in before.items():
         tensor.grad = None
         if hooks:  # None would leave them in place
@@ -190,11 +191,7 @@ def _finish(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _without_trace(step: ModelStep) -> Iterator[None]:
-    changing = [
-        tensor
-        for tensor in (*step.model.buffers(), *pytree.tree_leaves(step.arguments))
-        if isinstance(tensor, Tensor)
-    ]
+    changing = [*step.model.buffers(), *_tensors(step.arguments)]
     before = [tensor.detach().clone() for tensor in changing]
     with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
         try:

@@ -101,7 +101,7 @@ class ParallelModule(nn.Module):
             source.arguments,
             sums_gradients=True,
             by="parallelize",
-            kinds=("_modules", "_parameters", "_buffers"),
+            buffers=True,
         )
         plain = source.captured.plain
         # Which keep the model, with all of its parameters.

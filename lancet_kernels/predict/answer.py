@@ -10,6 +10,7 @@ takes.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -243,24 +244,9 @@ class Answer:
         }
 
 
-@lru_cache(maxsize=16)
 def depths_of(hf: str) -> Depths:
     """The depths at which a model is captured. Args: hf: as of `Question`."""
     return depths(layers_and_experts(hf)[0])
-
-
-@lru_cache(maxsize=16)
-def microbatches(question: Question) -> tuple[Microbatch, Microbatch]:
-    """A microbatch of the question's step at two depths. Raises: as `model_step`."""
-    chosen = depths_of(question.hf)
-    # A capture has no prices: questions that differ in nothing else share it.
-    unpriced = replace(
-        question, cluster="", accumulate=1, dispatch="", states="float32", attention="", routing=BALANCED
-    )
-    fewer = Microbatch.of(question, _step(unpriced, chosen.fewer))
-    if chosen.more == chosen.fewer:
-        return fewer, fewer
-    return fewer, Microbatch.of(question, _step(unpriced, chosen.more))
 
 
 _step = lru_cache(maxsize=8)(model_step)
@@ -310,11 +296,18 @@ class Captured:
     def of(cls, question: Question) -> Captured:
         """Raises: as `model_step`."""
         chosen = depths_of(question.hf)
-        fewer, more = pair = microbatches(question)
+        # A capture has no prices: questions that differ in nothing else share it.
+        unpriced = replace(
+            question, cluster="", accumulate=1, dispatch="", states="float32", attention="", routing=BALANCED
+        )
+        fewer = more = Microbatch.of(question, _step(unpriced, chosen.fewer))
+        if chosen.more > chosen.fewer:
+            more = Microbatch.of(question, _step(unpriced, chosen.more))
         period_gb = (more.kept_bytes - fewer.kept_bytes) * 1e-9
         limit = question.hardware.memory_gb - chosen.extra * period_gb
         planner = more.planner(limit)
-        return cls(chosen, pair, (planner if fewer is more else fewer.planner(limit - period_gb), planner))
+        shallow = planner if fewer is more else fewer.planner(limit - period_gb)
+        return cls(chosen, (fewer, more), (shallow, planner))
 
     def simulated(self, strategy: str) -> Simulated:
         """A strategy with the figures of all layers."""
@@ -337,7 +330,10 @@ class Captured:
             )
         # What computation loses beside messages is not in the planner's prediction.
         plans, of_more = self._at_both(
-            lambda _, planner: {_cuts(plan): plan for plan in reversed(planner.candidates(strategy))}
+            lambda _, planner: {
+                frozenset(cut.parts for cut in plan.ranges): plan
+                for plan in reversed(planner.candidates(strategy))
+            }
         )
         # Of both depths the same.
         pairs = [(plans[cuts], plan) for cuts, plan in of_more.items() if cuts in plans]
@@ -364,11 +360,6 @@ class Captured:
         (fewer, more), (shallow, deep) = self.microbatches, self.planners
         of_more = of(more, deep)
         return of_more if fewer is more else of(fewer, shallow), of_more
-
-
-def _cuts(plan: Plan) -> object:
-    """Into how many parts a plan cuts."""
-    return frozenset(planned.parts for planned in plan.ranges)
 
 
 def _by_layers(one: Microbatch, plan: Plan) -> Plan:
@@ -500,16 +491,12 @@ def _slowed(
         (times.compute, exchanges, computation),
         (exchanges, times.compute, message),
     ):
-        busy = sorted((times.start[i], times.end[i]) for i in others)
-        first = 0
-        for i in sorted(own, key=times.start.__getitem__):
+        # One after the other on their stream or link.
+        starts, ends = (sorted(at[i] for i in others) for at in (times.start, times.end))
+        for i in own:
             start, end = times.start[i], times.end[i]
-            while first < len(busy) and busy[first][1] <= start:
-                first += 1
-            beside, n = 0.0, first
-            while n < len(busy) and busy[n][0] < end:
-                beside += min(end, busy[n][1]) - max(start, busy[n][0])
-                n += 1
+            both = range(bisect_right(ends, start), bisect_left(starts, end))
+            beside = sum(min(end, ends[n]) - max(start, starts[n]) for n in both)
             if end > start:
                 slowed[i] = ms[i] * (1 + more * min(1.0, beside / (end - start)))
     return slowed

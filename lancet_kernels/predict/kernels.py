@@ -41,7 +41,7 @@ class Kernels:
     def of(self, program: Program) -> tuple[Program, Kernels]:
         """The Program of a whole step as kernels, and with what stays inside them."""
         viewless = without_views(program)
-        changed: dict[str, Instruction] = {}
+        changed = {i.name: i for i in program.instructions}
         inside: set[str] = set()
         for members in () if self.eager else fused_groups(viewless):
             own = {t for i in members for t in i.outputs}
@@ -57,41 +57,34 @@ class Kernels:
             moved = float(sum(viewless.tensors[t].content_bytes for t in read | written))
             for i in members:
                 last = i is members[-1]
+                attributes = {**i.attributes, LAUNCHES: not last}
                 changed[i.name] = replace(
-                    program.instructions[program.index[i.name]],
-                    bytes=moved if last else 0.0,
-                    attributes={**i.attributes, LAUNCHES: not last},
+                    changed[i.name], bytes=moved if last else 0.0, attributes=attributes
                 )
         for i in viewless.instructions:
             if i.op == "lancet.combine_dweight":
                 size = float(viewless.tensors[i.outputs[0]].content_bytes)
-                changed[i.name] = replace(program.instructions[program.index[i.name]], bytes=size)
+                changed[i.name] = replace(changed[i.name], bytes=size)
             if i.kind is Kind.ALL_TO_ALL:
                 name, tensor = self._sorting(viewless, i)
                 if name:
-                    one = changed.get(name, program.instructions[program.index[name]])
+                    one = changed[name]
                     operands = [program.storage[t] for t in (*one.inputs, *one.outputs)]
                     changed[name] = replace(one, attributes={**one.attributes, SORTS: operands.index(tensor)})
         kernels = replace(self, inside=frozenset(inside))
-        whole = replace(program, instructions=tuple(changed.get(i.name, i) for i in program.instructions))
-        return kernels.in_memory(whole), kernels
+        return kernels.in_memory(replace(program, instructions=tuple(changed.values()))), kernels
 
     @staticmethod
     def _sorting(program: Program, message: Instruction) -> tuple[str, str]:
         """The instruction that reads received rows first, or whose result is sent back, and the tensor."""
         if message.attributes.get("to_experts"):
             tensor = message.outputs[0]
-            return next(
-                (
-                    (program.instructions[i].name, tensor)
-                    for i in sorted(program.consumers[tensor])
-                    if program.instructions[i].kind is Kind.COMPUTE
-                ),
-                ("", ""),
-            )
-        tensor = message.inputs[0]
-        position = program.producer.get(tensor)
-        return ("", "") if position is None else (program.instructions[position].name, tensor)
+            readers = (program.instructions[i] for i in sorted(program.consumers[tensor]))
+            others = [i for i in readers if i.kind is Kind.COMPUTE]
+        else:
+            tensor = message.inputs[0]
+            others = [program.instructions[program.producer[tensor]]] if tensor in program.producer else []
+        return (others[0].name, tensor) if others else ("", "")
 
     def in_memory(self, program: Program) -> Program:
         """The Program, of which ranges may be cut, with the memory that its tensors take as kernels."""
@@ -104,10 +97,9 @@ class Kernels:
                 works_on_received_rows(i) and facts(i.op).grouped_gemm != "weight"
             )
             if has_received_rows:
-                sizes = {
-                    t: int(tensors[t].content_bytes * self.busiest) for t in i.outputs if tensors[t].bytes
-                }
-                tensors |= {t: replace(tensors[t], bytes=size) for t, size in sizes.items()}
+                for t in i.outputs:
+                    if tensors[t].bytes:
+                        tensors[t] = replace(tensors[t], bytes=int(tensors[t].content_bytes * self.busiest))
             if self.carrier.sends == "rows":
                 continue
             if i.op == "lancet.dispatch":
@@ -122,8 +114,8 @@ class Kernels:
         if self.carrier.sends == "tokens" or not self.carrier.receive_passes:
             return program
         tensors = dict(program.tensors)
-        read: dict[str, str] = {}
-        written: dict[str, str] = {}
+        read: dict[str, tuple[str, ...]] = {}
+        written: dict[str, tuple[str, ...]] = {}
         for i in program.instructions:
             if i.kind is Kind.ALL_TO_ALL:
                 to_experts = i.attributes.get("to_experts")
@@ -131,12 +123,9 @@ class Kernels:
                 copy = f"{tensor} unsorted"
                 if name and copy not in tensors:
                     tensors[copy] = replace(tensors[tensor], name=copy, alias_of=None)
-                    written[i.name if to_experts else name] = read[name if to_experts else i.name] = copy
+                    written[i.name if to_experts else name] = read[name if to_experts else i.name] = (copy,)
         instructions = []
         for i in program.instructions:
-            more_read = (read[i.name],) if i.name in read else ()
-            more_written = (written[i.name],) if i.name in written else ()
-            instructions.append(
-                replace(i, inputs=(*i.inputs, *more_read), outputs=(*i.outputs, *more_written))
-            )
+            inputs, outputs = (*i.inputs, *read.get(i.name, ())), (*i.outputs, *written.get(i.name, ()))
+            instructions.append(replace(i, inputs=inputs, outputs=outputs))
         return replace(program, instructions=tuple(instructions), tensors=tensors)

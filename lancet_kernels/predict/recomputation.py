@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import networkx
@@ -137,26 +137,21 @@ def without_views(program: Program) -> Program:
     )
 
 
-def _recomputable(policy: str, eager: bool) -> Callable[[Instruction], bool]:
-    ops = RECOMPUTED_OPS.get(policy, ())
-
-    def is_recomputed(i: Instruction) -> bool:
-        # Megatron gathers tokens again, keys and values too, and keeps each rank's share.
-        gathers_tokens = (
-            i.attributes.get("group") in TOKEN_GROUPS and i.attributes.get("collective") == "all_gather"
-        )
-        return (not eager and is_elementwise(i)) or i.op in ops or gathers_tokens
-
-    return is_recomputed
+def _is_recomputable(i: Instruction, policy: str, eager: bool) -> bool:
+    # Megatron gathers tokens again, keys and values too, and keeps each rank's share.
+    gathers_tokens = (
+        i.attributes.get("group") in TOKEN_GROUPS and i.attributes.get("collective") == "all_gather"
+    )
+    return (not eager and is_elementwise(i)) or i.op in RECOMPUTED_OPS.get(policy, ()) or gathers_tokens
 
 
 def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]:
     """The tensors of the forward that are kept: a minimum cut between what cannot be computed again and what
     the backward reads. Args: program: without views. policy: but those of whole layers."""
-    recomputable = _recomputable(policy, eager)
     forward = [i for i in program.instructions if i.phase is Phase.FORWARD]
     computed = {t for i in forward for t in i.outputs}
-    again = {t for i in forward if recomputable(i) for t in i.outputs}
+    recomputable = [i for i in forward if _is_recomputable(i, policy, eager)]
+    again = {t for i in recomputable for t in i.outputs}
     read = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.inputs if t in computed}
     # What kernels read is kept as it is, unless the policy recomputes the kernel that computed it.
     elementwise = {t for i in forward if is_elementwise(i) for t in i.outputs}
@@ -168,8 +163,7 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
         if t in computed and (t in elementwise or t not in again)
     }
     graph = networkx.DiGraph()
-    graph.add_node("source")
-    graph.add_node("sink")
+    graph.add_nodes_from(("source", "sink"))
     for t in {*computed, *program.inputs}:
         free = t in forced or t in program.inputs
         graph.add_edge(("in", t), ("out", t), capacity=0 if free else program.tensors[t].content_bytes)
@@ -177,9 +171,8 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
             graph.add_edge("source", ("in", t))
         if t in read:
             graph.add_edge(("out", t), "sink")
-    for i in forward:
-        if recomputable(i):
-            graph.add_edges_from((("out", a), ("in", b)) for a in i.inputs for b in i.outputs)
+    for i in recomputable:
+        graph.add_edges_from((("out", a), ("in", b)) for a in i.inputs for b in i.outputs)
     _, (_, after) = networkx.minimum_cut(graph, "source", "sink")
     cut = {t for t in computed if ("in", t) not in after and ("out", t) in after}
     return cut | forced | set(program.inputs)
@@ -232,7 +225,7 @@ def recompute_as(joint: fx.GraphModule, policy: str, eager: bool = False) -> Non
         else:
             instruction = program.instructions[instruction_of[source.name]]
             is_recomputed = (instruction.is_free and program.is_view(instruction)) or (
-                _recomputable(of_ops, eager)(instruction)
+                _is_recomputable(instruction, of_ops, eager)
                 and not saved & {owner[t] for t in instruction.outputs}
             )
         node.meta["ac_graph_id"] = layer

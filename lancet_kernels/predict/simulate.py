@@ -161,10 +161,16 @@ def captured_program(
 def _with_sgd(program: Program, captured: Captured) -> Program:
     """The program of a captured step, which ends with the gradients, with SGD with momentum: one instruction
     per parameter with a gradient, which reads three tensors and writes two."""
-    gradients = _gradients(captured)
+    graph = captured.joint.graph
+    tensor_of = {state_name(n): n.name for n in graph.nodes if n.op == "placeholder" and state_name(n)}
+    results = graph.output_node().args[0]
     tensors = dict(program.tensors)
     steps, momenta = [], []
-    for weight, gradient in gradients.items():
+    for i, name in captured.parameter_of_gradient().items():
+        if results[i] is None:
+            continue
+        # After the all-reduce, if the step has one.
+        gradient, weight = tensor_names(results[i])[0], tensor_of[name]
         spec = tensors[weight]
         momentum = TensorSpec(f"{weight}.momentum", spec.shape)
         updated = replace(spec, name=f"{weight}.updated", bytes=0, alias_of=weight)
@@ -186,20 +192,8 @@ def _with_sgd(program: Program, captured: Captured) -> Program:
         instructions=(*program.instructions, *steps),
         tensors=tensors,
         inputs=(*program.inputs, *momenta),
-        outputs=(*program.outputs, *(f"{weight}.updated" for weight in gradients)),
+        outputs=(*program.outputs, *(step.outputs[0] for step in steps)),
     )
-
-
-def _gradients(captured: Captured) -> dict[str, str]:
-    """Tensor of a parameter -> tensor of its gradient (after the all-reduce, if the step has one)."""
-    graph = captured.joint.graph
-    tensor_of = {state_name(n): n.name for n in graph.nodes if n.op == "placeholder" and state_name(n)}
-    results = captured.joint.graph.output_node().args[0]
-    return {
-        tensor_of[name]: tensor_names(results[i])[0]
-        for i, name in captured.parameter_of_gradient().items()
-        if results[i] is not None
-    }
 
 
 class _PaddedLayer(MoELayer):

@@ -106,21 +106,21 @@ def several_equal_one(shards: bool, strategy: str) -> None:
         with counted_sums() as sums:
             losses = step.microbatches(microbatches(number))
         assert len(losses) == number
-        assert distance(step.module, reference, case, of_gradients=True) < BOUND
+        assert distance(step.module, reference, case) < BOUND
         assert sums, "gradients are summed"
         once = once or sums
         assert sums == once, "as often for several microbatches as for one"
         step.module.zero_grad()
     reference = one_large_batch(3)
     own_loop(step)
-    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert distance(step.module, reference, case) < BOUND
     assert step.fallbacks == {"the module is in evaluation mode": 1}
     # On top of gradients that are summed already.
     own_loop(step)
     step.microbatches(microbatches(3))
     for parameter in reference.parameters():
         parameter.grad *= 3
-    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert distance(step.module, reference, case) < BOUND
 
 
 def own_loop(step: OptimizedModule) -> None:
@@ -152,7 +152,7 @@ def replicated_shards() -> None:
     options = {"groups": groups, "reduce_gradients": "mean", "accumulate": 3}
     step = optimized(model, inputs, "microbatches", **options)
     step.microbatches(microbatches(3))
-    assert distance(model, one_large_batch(3), case, of_gradients=True) < BOUND
+    assert distance(model, one_large_batch(3), case) < BOUND
 
 
 @pytest.mark.long
@@ -168,7 +168,7 @@ def sums_and_refusals() -> str:
     factor = 2 * dist.get_world_size()
     for parameter in step.module.parameters():
         parameter.grad /= factor
-    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert distance(step.module, reference, case) < BOUND
     return refusal(lambda: step.microbatches([]))
 
 
@@ -193,7 +193,7 @@ def after_no_sync(strategy: str) -> None:
     step.microbatches([first, second])
     reference = one_large_batch(2)
     reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).div(2).backward()
-    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert distance(step.module, reference, case) < BOUND
 
 
 @pytest.mark.long

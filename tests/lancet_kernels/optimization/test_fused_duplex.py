@@ -63,16 +63,8 @@ def routing_of(calls: list, graph: fx.Graph) -> list[tuple[Tensor, Tensor]]:
 
 
 def fused(step: torch.nn.Module, inputs: tuple, strategy: str) -> OptimizedModule:
-    return optimize(
-        step,
-        inputs,
-        strategy=strategy,
-        backend="fused",
-        lowering="fused",
-        cluster=SLOW,
-        options=PlanningOptions(memory_limit_gb=1.0),
-        reduce_gradients="sum",
-    )
+    options = {"backend": "fused", "lowering": "fused", "options": PlanningOptions(memory_limit_gb=1.0)}
+    return optimize(step, inputs, strategy=strategy, cluster=SLOW, reduce_gradients="sum", **options)
 
 
 def on_ranks(case: StepCase, strategy: str) -> None:

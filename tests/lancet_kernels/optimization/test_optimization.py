@@ -14,13 +14,7 @@ from lancet_kernels.graph.capture.capture import CaptureError, capture
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.optimization.optimize import optimize
 from tests.optimized import BOUND, optimized, outcome_of
-from tests.planned_steps import (
-    Outcome,
-    SmallStep,
-    StepCase,
-    build_step,
-    gradients,
-)
+from tests.planned_steps import Outcome, SmallStep, StepCase, build_step, gradients
 from tests.refusals import refusal
 
 # ---- The module that `optimize` returns

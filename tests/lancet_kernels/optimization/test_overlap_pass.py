@@ -31,7 +31,7 @@ from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import run
 from tests.grids import few_of
-from tests.lancet_kernels.optimization.sharded_step import Shape, real_step
+from tests.lancet_kernels.optimization.sharded_step import sharded_step
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -77,8 +77,7 @@ def check_on_ranks(kind: str) -> tuple[bool, int]:
         inputs: list = [x, torch.tensor([4, 2] if dist.get_rank() else [1, 5]), weight]
         module = step_of_data(*inputs)
     else:
-        shape = Shape("tiny", 2, 16, 2, 4, 2, 8, 16, 0, 8, 2, 32, dist.get_world_size(), expert_ranks=2)
-        model, tokens = real_step(shape), torch.randint(0, 32, (2, 8))
+        model, tokens = sharded_step(width=16, hidden=8, experts=4), torch.randn(16, 16)
         module = whole_step(model, tokens)
         inputs = [list(model.parameters()), tokens]
         if kind == "joint":
@@ -104,8 +103,7 @@ def test_results_stay_the_same(pool, kind, ranks):
 @pytest.fixture(scope="module")
 def traced() -> fx.GraphModule:
     with fake_ranks(8):
-        model = real_step(Shape("small", 2, 64, 2, 16, 2, 64, 64, 0, 32, 2, 256, ranks=8, expert_ranks=2))
-        return whole_step(model, torch.zeros(2, 32, dtype=torch.int64))
+        return whole_step(sharded_step(width=64, hidden=64, experts=16), torch.zeros(64, 64))
 
 
 def same_costs(node: fx.Node) -> float:

@@ -14,6 +14,7 @@ from lancet_kernels.errors import CommunicationError
 from lancet_kernels.ops.comm.link import emulate_link, link
 from tests.optimized import optimized
 from tests.ranks import RankPool
+from tests.refusals import refusal
 
 NUMBERS, GBPS = 4096, 0.01
 
@@ -47,11 +48,8 @@ def own_collective() -> tuple[bool, int, float, str]:
     if dist.get_rank() == 1:
         time.sleep(2.5)
     else:
-        try:
-            # A call waits for the other rank before: to agree on it.
-            ready.bare_step(((x,), {}))()
-        except CommunicationError as error:
-            heard = str(error)
+        # A call waits for the other rank before: to agree on it.
+        heard = refusal(ready.bare_step(((x,), {})), CommunicationError)
     return equal, traffic.bytes_sent, traffic.waited_ms["all_gather"], heard
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -64,40 +65,42 @@ def counted_plans():
         yield planned
 
 
-def write_plan_file(path: Path, kind: str) -> None:
-    """Spoil a fitting plan file."""
-    if kind == "damaged":
-        path.write_text(path.read_text()[:100])
-    elif kind == "binary":
-        path.write_bytes(b"\xff\x00\x81")
-    elif kind == "list":
-        path.write_text("[1, 2]")
-    elif kind == "deep":
-        path.write_text("[" * 100_000 + "]" * 100_000)
-    elif kind in FOREIGN:
-        data = json.loads(path.read_text())
-        if kind == "numbers":
-            data["order"] = [*range(len(data["order"]))]
-        elif kind == "foreign":
-            data["program_fingerprint"] = "0" * 64
-        elif kind == "reordered":
-            data["order"].reverse()
-        elif kind == "strange parts":
-            data["ranges"][0]["parts"] = "two"
-        else:
-            data["strategy"] = "tutel"
-        path.write_text(json.dumps(data))
+def edited(change: Callable[[dict], object]) -> Callable[[str], str]:
+    """Does something to the values of a file."""
+
+    def spoil(text: str) -> str:
+        data = json.loads(text)
+        change(data)
+        return json.dumps(data)
+
+    return spoil
 
 
-FOREIGN = ["foreign", "reordered", "numbers", "strange parts", "other strategy"]
-KINDS = ["fitting", "damaged", "binary", "list", "deep", *FOREIGN]
+SPOILED: dict[str, Callable[[str], str | bytes]] = {
+    "fitting": lambda text: text,
+    "damaged": lambda text: text[:100],
+    "binary": lambda _: b"\xff\x00\x81",
+    "list": lambda _: "[1, 2]",
+    "deep": lambda _: "[" * 100_000 + "]" * 100_000,
+    "foreign": edited(lambda data: data.update(program_fingerprint="0" * 64)),
+    "reordered": edited(lambda data: data["order"].reverse()),
+    "numbers": edited(lambda data: data.update(order=[*range(len(data["order"]))])),
+    "strange parts": edited(lambda data: data["ranges"][0].update(parts="two")),
+    "other strategy": edited(lambda data: data.update(strategy="tutel")),
+}
+"""What becomes of a fitting plan file."""
 
 
-@pytest.mark.parametrize("kind", few_of(KINDS, 0, 1, 4, 7))
+def write_plan_file(plan: Plan, path: Path, kind: str) -> None:
+    plan.save(path)
+    text = SPOILED[kind](path.read_text())
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.mark.parametrize("kind", few_of(SPOILED, 0, 1, 4, 7))
 def test_plan_files(small_step, plan, tmp_path, caplog, kind):
     path = tmp_path / "plan.json"
-    plan.save(path)
-    write_plan_file(path, kind)
+    write_plan_file(plan, path, kind)
     with counted_plans() as planned:
         again = library.plans_for(small_step.costed(), "lancet", IN_TWO_PARTS, path, 1)[0]
     again.save(path)
@@ -134,8 +137,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 )
 def test_given_plan_is_used_or_refused(small_step, plan, tmp_path, kind):
     path = tmp_path / "plan.json"
-    plan.save(path)
-    write_plan_file(path, kind)
+    write_plan_file(plan, path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
         assert library.plan_of_file(path, small_step.costed(), "lancet").fingerprint == plan.fingerprint
 

@@ -36,7 +36,7 @@ def small_buckets(folder: str) -> None:
         with counted_sums() as sums:
             step(batch_of(dist.get_rank(), 0)).backward()
         numbers.append(len(sums))
-        assert distance(step.module, one_large_batch(1), Case(2), of_gradients=True) < BOUND
+        assert distance(step.module, one_large_batch(1), Case(2)) < BOUND
     assert numbers[0] == numbers[1] > 1
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -32,7 +32,16 @@ from tests.generated_setups.modules import LowRank
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, outcome, sum_over_ranks
-from tests.setups import B, D, Model, Plain, S, Setup, batch, changed, refused, restored
+from tests.setups import B, D, Model, Plain, S, Setup, batch, changed, compare_mean, refused, restored
+
+Row = Callable[[Setup], None]
+
+
+def rows(before: Iterable[Row] = ()) -> list[Row]:
+    """The functions of a Setup that this file has defined so far, but those `before`."""
+    annotated = [f for f in globals().values() if "Setup" in getattr(f, "__annotations__", {}).values()]
+    return [row for row in annotated if row not in before]
+
 
 # ---- Works. Each function gets a Setup that others have used before, and leaves it as it was.
 
@@ -109,9 +118,8 @@ def torch_compile_around(setup: Setup) -> None:
 def hooks_on_parameters(setup: Setup) -> None:
     """Gradient hooks on parameters."""
     # A linear one: it sees the sum over the ranks where the plain module's sees one rank's.
-    handle = setup.model.input.weight.register_hook(lambda gradient: 3 * gradient)
-    setup.compare(*batch())
-    handle.remove()
+    with setup.model.input.weight.register_hook(lambda gradient: 3 * gradient):
+        setup.compare(*batch())
 
 
 def updates_and_load_state_dict(setup: Setup) -> None:
@@ -193,9 +201,7 @@ def several_microbatches(_setup: Setup) -> None:
         ready = optimized(model, batch(), strategy, reduce_gradients="mean", accumulate=3)
         for number in (3, 1, 2):  # also fewer than were planned
             batches = [batch(n) for n in range(number)]
-            expected = _mean_of(model, batches)
-            ready.microbatches(batches)
-            _has_gradients(model, expected)
+            compare_mean(model, batches, partial(ready.microbatches, batches))
         assert not ready.fallbacks
 
 
@@ -206,9 +212,7 @@ def pairs_with_a_smaller_batch_on_a_rank(_setup: Setup) -> None:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     for size in (B - 1, B):
         batches = [batch(0), batch(1, size if is_last else B)]
-        expected = _mean_of(model, batches)
-        ready.microbatches(batches)
-        _has_gradients(model, expected)
+        compare_mean(model, batches, partial(ready.microbatches, batches))
     assert not ready.fallbacks
 
 
@@ -216,28 +220,15 @@ def no_sync(_setup: Setup) -> None:
     """`with step.no_sync():` around all microbatches but the last, as in DistributedDataParallel."""
     model = Model()
     ready = optimized(model, batch(), "lancet-dw", reduce_gradients="mean", accumulate=3)
-    expected = _mean_of(model, [batch(n) for n in range(3)])
-    for number in range(3):
-        with ready.no_sync() if number < 2 else contextlib.nullcontext():
-            (ready(*batch(number)) / 3).backward()
-    _has_gradients(model, expected)
+    batches = [batch(number) for number in range(3)]
+
+    def run() -> None:
+        for number, inputs in enumerate(batches):
+            with ready.no_sync() if number < 2 else contextlib.nullcontext():
+                (ready(*inputs) / 3).backward()
+
+    compare_mean(model, batches, run)
     assert not ready.fallbacks
-
-
-def _mean_of(model: Model, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Gradients of the mean loss of these microbatches of all ranks."""
-    model.zero_grad()
-    for inputs in batches:
-        (model(*inputs) / (len(batches) * dist.get_world_size())).backward()
-    expected = sum_over_ranks(model, gradients(model))
-    model.zero_grad()
-    return expected
-
-
-def _has_gradients(model: Model, expected: dict[str, Tensor]) -> None:
-    got = gradients(model)
-    assert set(got) == set(expected)
-    assert all((got[name] - expected[name]).abs().max() < BOUND for name in expected)
 
 
 def batches_of_other_sizes(_setup: Setup) -> None:
@@ -289,8 +280,7 @@ def part_of_a_layer_trained(_setup: Setup) -> None:
         model = Normed()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.rpartition(".")[2] in trained)
-        own = Setup(model, strategy=strategy)
-        own.compare(*batch(1))
+        Setup(model, strategy=strategy).compare(*batch(1))
 
 
 class Tied(nn.Module):
@@ -316,7 +306,7 @@ class Tied(nn.Module):
         for linear, layer, norm in zip(
             (self.first, self.second), self.layers, (self.norm, self.again), strict=True
         ):
-            block = functools.partial(self.block, linear, layer, norm)
+            block = partial(self.block, linear, layer, norm)
             h = checkpoint(block, h, **self.checkpointed) if self.checkpointed else block(h)
         return (self.head(h) - target).square().mean()
 
@@ -395,19 +385,14 @@ def reentrant_checkpoints_that_are_tried(_setup: Setup) -> None:
     assert outcome(model, ready(x, target), reduced=True).distance(plain) < BOUND
 
 
-def require_gradients(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-    output.requires_grad_(True)
-
-
 def frozen_below_adapters(_setup: Setup) -> None:
     """Frozen embeddings, PEFT's hook (`requires_grad_()` on their output), and activation checkpointing."""
     for use_reentrant, strategy in ((True, "none"), (False, "lancet")):
         model = Tied(use_reentrant=use_reentrant)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(("first", "layers.1")))
-        model.embedding.register_forward_hook(require_gradients)
-        own = Setup(model, strategy=strategy)
-        own.compare(*batch(1))
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(True))
+        Setup(model, strategy=strategy).compare(*batch(1))
 
 
 def adapters_of_experts(_setup: Setup) -> None:
@@ -428,7 +413,7 @@ def adapters_of_experts(_setup: Setup) -> None:
 def selective_checkpointing(_setup: Setup) -> None:
     """Selective activation checkpointing (`create_selective_checkpoint_contexts`)."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+    contexts = partial(create_selective_checkpoint_contexts, products)
     own = Setup(Tied(use_reentrant=False, context_fn=contexts), strategy="lancet+duplex")
     own.compare(*batch(1))
     own.compare(*batch(1, B + 2))
@@ -507,42 +492,7 @@ def overflow_in_float16(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-WORKS = (
-    *what_models_read.WORKS,
-    inputs_by_name,
-    several_microbatches,
-    pairs_with_a_smaller_batch_on_a_rank,
-    no_sync,
-    batches_of_other_sizes,
-    padded_batches,
-    sliced_and_transposed_inputs,
-    sliced_example_inputs,
-    the_same_tensor_twice,
-    example_inputs_in_a_dict,
-    retain_graph,
-    two_calls_in_a_backward,
-    activation_checkpointing,
-    torch_compile_around,
-    hooks_on_parameters,
-    updates_and_load_state_dict,
-    attributes_that_nobody_reads,
-    without_gradients,
-    data_parallel_that_sums_alone,
-    fully_sharded,
-    gradients_of_the_mean,
-    part_of_a_layer_trained,
-    tied_weights,
-    checkpointed_blocks,
-    checkpointed_ties,
-    reentrant_checkpoints_that_are_tried,
-    frozen_below_adapters,
-    adapters_of_experts,
-    selective_checkpointing,
-    optimized_without_gradients,
-    clipping,
-    infinity_and_a_grad_scaler,
-    overflow_in_float16,
-)
+WORKS = (*what_models_read.WORKS, *rows())
 
 # ---- Falls back
 
@@ -578,16 +528,14 @@ def capacity_factor_changed(setup: Setup) -> None:
 
 def hook_on_a_submodule(setup: Setup) -> None:
     """A forward hook on a submodule, after `optimize`."""
-    handle = setup.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output)
-    setup.falls_back("no longer so: no forward_hooks on output")
-    handle.remove()
+    with setup.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output):
+        setup.falls_back("no longer so: no forward_hooks on output")
 
 
 def hook_on_the_module(setup: Setup) -> None:
     """A forward hook on the module, after `optimize`."""
-    handle = setup.model.register_forward_hook(lambda _module, _inputs, output: 2 * output)
-    setup.falls_back("the hooks or the forward of Model itself")
-    handle.remove()
+    with setup.model.register_forward_hook(lambda _module, _inputs, output: 2 * output):
+        setup.falls_back("the hooks or the forward of Model itself")
 
 
 def autocast_at_the_call(setup: Setup) -> None:
@@ -625,9 +573,8 @@ def one_rank_of_a_dense_model(_setup: Setup) -> None:
     own = Setup(Dense())
     others = dist.get_world_size() - 1
     if dist.get_rank() == others:
-        handle = own.model.layers[1].register_forward_hook(lambda _module, _inputs, output: 2 * output)
-        own.falls_back("no longer so: no forward_hooks on layers.1")
-        handle.remove()
+        with own.model.layers[1].register_forward_hook(lambda _module, _inputs, output: 2 * output):
+            own.falls_back("no longer so: no forward_hooks on layers.1")
     else:
         own.compare(*batch())
         own.compare(*batch())
@@ -639,9 +586,8 @@ def one_rank_of_a_model_with_experts(_setup: Setup) -> None:
     own = Setup()
     last, reason = dist.get_world_size() - 1, "no longer so: no forward_hooks on output"
     if dist.get_rank() == last:
-        handle = own.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output)
-        own.falls_back(reason)
-        handle.remove()
+        with own.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output):
+            own.falls_back(reason)
     else:
         own.falls_back(f"rank {last}: {reason}")
     own.compare(*batch())
@@ -665,21 +611,7 @@ def layers_that_the_plan_left_out(_setup: Setup) -> None:
     own.falls_back("no longer so: left_out == 0")
 
 
-FALLS_BACK = (
-    *what_models_read.FALLS_BACK,
-    evaluation_mode,
-    submodule_in_evaluation_mode,
-    dropout_changed,
-    capacity_factor_changed,
-    hook_on_a_submodule,
-    hook_on_the_module,
-    autocast_at_the_call,
-    autocast_at_optimize,
-    one_rank_of_a_dense_model,
-    one_rank_of_a_model_with_experts,
-    layers_left_out,
-    layers_that_the_plan_left_out,
-)
+FALLS_BACK = (*what_models_read.FALLS_BACK, *rows(WORKS))
 
 # ---- Refused
 
@@ -982,67 +914,18 @@ def hooks_on_parameters_of_pairs(_setup: Setup) -> None:
         optimized(model, batch(), "microbatches", accumulate=2)
 
 
-REFUSED = (
-    *what_models_read.REFUSED,
-    hooks_on_parameters_of_pairs,
-    parameter_unfrozen,
-    parameter_frozen,
-    submodule_replaced,
-    weights_tied,
-    load_state_dict_assign,
-    parametrized,
-    other_dtype,
-    copied_pickled_and_saved,
-    attribute_written_in_forward,
-    double_backward,
-    parameter_used_outside,
-    parameter_returned,
-    clipping_by_torch,
-    reentrant_checkpoint_without_plan,
-    ranks_that_do_different_things,
-    moe_layers_left_out,
-    missing_input,
-    data_parallel_around,
-    data_parallel_that_sums_experts,
-    data_parallel_inside,
-    experts_sharded_as_replicated,
-    fully_sharded_after,
-    fully_sharded_around,
-    tensor_parallel,
-    sparse_embedding,
-    no_parameters,
-)
+REFUSED = (*what_models_read.REFUSED, *rows((*WORKS, *FALLS_BACK)))
 
 # They plan several steps or a large one, and other tests of the default run are on the same subjects.
-SLOW = {
-    "adapters_of_experts",
-    "batches_of_other_sizes",
-    "checkpointed_blocks",
-    "checkpointed_ties",
-    "clipping",
-    "clipping_by_torch",
-    "data_parallel_that_sums_experts",
-    "data_parallel_that_sums_alone",
-    "frozen_below_adapters",
-    "fully_sharded",
-    "fully_sharded_around",
-    "gradients_of_the_mean",
-    "hooks_on_parameters_of_pairs",
-    "infinity_and_a_grad_scaler",
-    "layers_that_the_plan_left_out",
-    "moe_layers_left_out",
-    "no_sync",
-    "one_rank_of_a_model_with_experts",
-    "overflow_in_float16",
-    "padded_batches",
-    "pairs_with_a_smaller_batch_on_a_rank",
-    "part_of_a_layer_trained",
-    "reentrant_checkpoint_without_plan",
-    "reentrant_checkpoints_that_are_tried",
-    "selective_checkpointing",
-    "several_microbatches",
-    "tied_weights",
-}
+SLOW = """
+    adapters_of_experts batches_of_other_sizes checkpointed_blocks checkpointed_ties clipping
+    clipping_by_torch data_parallel_that_sums_experts data_parallel_that_sums_alone frozen_below_adapters
+    fully_sharded fully_sharded_around gradients_of_the_mean hooks_on_parameters_of_pairs
+    infinity_and_a_grad_scaler layers_that_the_plan_left_out moe_layers_left_out no_sync
+    one_rank_of_a_model_with_experts overflow_in_float16 padded_batches
+    pairs_with_a_smaller_batch_on_a_rank part_of_a_layer_trained reentrant_checkpoint_without_plan
+    reentrant_checkpoints_that_are_tried selective_checkpointing several_microbatches tied_weights
+""".split()
 
 ROWS = {row.__name__: row for row in (*WORKS, *FALLS_BACK, *REFUSED)}
 
@@ -1064,21 +947,12 @@ def rows_on_rank(names: list[str]) -> dict[str, str]:
     return found
 
 
-def cases(rows: Iterable[Callable[[Setup], None]]) -> list[object]:
-    """For `parametrize`: (row, ranks). On two ranks by default, if it is not slow."""
-    return [
-        pytest.param(row.__name__, ranks, marks=[pytest.mark.long] * (ranks == 1 or row.__name__ in SLOW))
-        for row in rows
-        for ranks in (1, 2)
-    ]
-
-
 @pytest.fixture(scope="module")
 def wrong(pool, request) -> Callable[[str, int], list[str]]:
     """(row, number of ranks) -> what is wrong with it, by rank. When the first is asked for, all rows of the
     session with so many ranks run."""
 
-    @functools.cache
+    @cache
     def on_ranks(ranks: int) -> list[dict[str, str]]:
         asked = [item.callspec.params for item in request.session.items if item.module is request.module]
         names = [one["row"] for one in asked if one["ranks"] == ranks]
@@ -1087,16 +961,14 @@ def wrong(pool, request) -> Callable[[str, int], list[str]]:
     return lambda row, ranks: [found[row] for found in on_ranks(ranks)]
 
 
-@pytest.mark.parametrize(("row", "ranks"), cases(WORKS))
-def test_works(wrong, row, ranks) -> None:
-    assert wrong(row, ranks) == [""] * ranks
-
-
-@pytest.mark.parametrize(("row", "ranks"), cases(FALLS_BACK))
-def test_falls_back(wrong, row, ranks) -> None:
-    assert wrong(row, ranks) == [""] * ranks
-
-
-@pytest.mark.parametrize(("row", "ranks"), cases(REFUSED))
-def test_refused(wrong, row, ranks) -> None:
+@pytest.mark.parametrize(
+    ("row", "ranks"),
+    [
+        # On two ranks by default, if it is not slow.
+        pytest.param(row, ranks, marks=[pytest.mark.long] * (ranks == 1 or row in SLOW))
+        for row in ROWS
+        for ranks in (1, 2)
+    ],
+)
+def test_row(wrong, row, ranks) -> None:
     assert wrong(row, ranks) == [""] * ranks

@@ -127,14 +127,9 @@ def off_by(tensors: Tensors, like: Tensors, case: Case) -> float:
     return worst
 
 
-def distance(step: nn.Module, reference: nn.Module, case: Case, of_gradients: bool) -> float:
-    """How far the gradients are off, or the parameters."""
-    of = gradients_of if of_gradients else parameters_of
-    return off_by(of(step), of(reference), case)
-
-
-def parameters_of(step: nn.Module) -> Tensors:
-    return dict(step.named_parameters())
+def distance(step: nn.Module, reference: nn.Module, case: Case) -> float:
+    """How far the gradients are off."""
+    return off_by(gradients_of(step), gradients_of(reference), case)
 
 
 def gradients_of(step: nn.Module) -> Tensors:
@@ -164,9 +159,9 @@ def three_steps(case: Case, strategies: Iterable[str]) -> dict[str, float]:
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         theirs.step()
         theirs.zero_grad()
-        expected.append((gradients, norm, copied(parameters_of(reference))))
+        expected.append((gradients, norm, copied(dict(reference.named_parameters()))))
     step, worst = sharded(case), {}
-    start = copied(parameters_of(step))
+    start = copied(dict(step.named_parameters()))
     with one_capture():
         for strategy in strategies:
             ready = optimized(step, (batch_of(rank, 0, case.dtype),), strategy, reduce_gradients="mean")
@@ -177,7 +172,7 @@ def three_steps(case: Case, strategies: Iterable[str]) -> dict[str, float]:
                 differences.append(float((clip_gradients(step, 0.5, step.groups) - norm).abs() / norm))
                 own.step()
                 own.zero_grad()
-                differences.append(off_by(parameters_of(step), parameters, case))
+                differences.append(off_by(dict(step.named_parameters()), parameters, case))
             assert not ready.fallbacks
             worst[strategy] = max(differences)
             with torch.no_grad():
@@ -287,7 +282,7 @@ def sharded_along_columns() -> float:
     reference(torch.cat([batch_of(r, 0) for r in range(2)])).backward()
     ready(x).backward()
     assert not ready.fallbacks
-    return distance(step, reference, Case(), of_gradients=True)
+    return distance(step, reference, Case())
 
 
 def test_parameters_sharded_along_another_dimension(pool: RankPool) -> None:
@@ -301,7 +296,7 @@ def summed_without_a_plan() -> float:
     step(x).backward()
     for rank in range(2):
         reference(batch_of(rank, 0).float()).backward()
-    return distance(step, reference, Case(), of_gradients=True)
+    return distance(step, reference, Case())
 
 
 def test_sums_in_float32_that_fsdp_does_itself(pool: RankPool) -> None:
@@ -320,7 +315,7 @@ def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
     reference = whole()
     reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).backward()
     ready(x).backward()
-    return ready.plan.plain, distance(step, reference, case, of_gradients=True)
+    return ready.plan.plain, distance(step, reference, case)
 
 
 @pytest.mark.long
@@ -380,14 +375,14 @@ def calls_without_the_plan() -> None:
         step(x)
     for mode in (lambda: step, lambda: step.module, step.eval, step.train):
         mode()(x).backward()
-        assert distance(step.module, reference, case, of_gradients=True) < 1e-9
+        assert distance(step.module, reference, case) < 1e-9
         step.module.zero_grad()
     assert step.fallbacks == {"the module is in evaluation mode": 1}
     # A batch of another size runs with the plan.
     longer, reference = [torch.cat([batch_of(r, k) for k in range(2)]) for r in range(2)], whole()
     reference(torch.cat(longer)).backward()
     step(longer[dist.get_rank()]).backward()
-    assert distance(step.module, reference, case, of_gradients=True) < 1e-9
+    assert distance(step.module, reference, case) < 1e-9
     assert step.fallbacks.total() == 1
 
 

@@ -14,7 +14,7 @@ from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.schedules.plan import IN_PAIRS, ONE_BY_ONE, PLAIN, Plan
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.refusals import refusal
-from tests.setups import Model, Plain, batch
+from tests.setups import B, Model, Plain, batch, compare_mean
 from tests.trials import with_times
 
 
@@ -108,10 +108,10 @@ def plain_and_planned(folder: str, cache: str) -> dict[str, float]:
     assert again.plan.plain, "what was stored is not measured again"
     planned = optimize(model, inputs, strategy="none", times=f"{folder}/times.json")
 
-    def after(module: nn.Module, calls: int = 1, backwards: int = 1) -> dict[str, Tensor]:
+    def after(module: nn.Module, calls: int = 1, backwards: int = 1, size: int = B) -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
         for number in range(calls):
-            loss = module(*batch(number))
+            loss = module(*batch(number, size))
             for left in reversed(range(backwards)):
                 loss.backward(retain_graph=left > 0)
         return gradients(model)
@@ -126,12 +126,7 @@ def plain_and_planned(folder: str, cache: str) -> dict[str, float]:
     expected = mean_over_ranks(after(model))
     off = {"once": distance(after(ready), expected), "planned": distance(after(planned), expected)}
     off["accumulated"] = distance(after(again, 2, 2), after(planned, 2, 2))
-    longer, found = batch(size=7), []
-    for module in (model, ready):
-        model.zero_grad(set_to_none=True)
-        module(*longer).backward()
-        found.append(gradients(model))
-    off["another shape"] = distance(found[1], mean_over_ranks(found[0]))
+    off["another shape"] = distance(after(ready, size=7), mean_over_ranks(after(model, size=7)))
     WithUnused.skips = True
     try:
         got = after(ready)
@@ -162,13 +157,7 @@ def pairs_on_a_rank(folder: str, ms: float) -> tuple[bool, str, str]:
         ready = optimize(model, inputs, times=times, trials=1, accumulate=3)
     assert all(parameter.grad is None for parameter in model.parameters())
     batches = [batch(number) for number in range(3)]
-    ready.microbatches(batches)
-    got = gradients(model)
-    model.zero_grad()
-    for one in batches:
-        model(*one).div(3 * dist.get_world_size()).backward()
-    expected = sum_over_ranks(model, gradients(model))
-    assert max(float((got[name] - expected[name]).abs().max()) for name in expected) < 1e-12
+    compare_mean(model, batches, lambda: ready.microbatches(batches))
     return bool(ready.plan.pair), ready.plan.fingerprint, ready.plan.explain()
 
 

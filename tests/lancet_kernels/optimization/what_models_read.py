@@ -131,12 +131,7 @@ def unusual_parts(_setup: Setup) -> None:
     assert not own.model.norm.training
 
 
-WORKS = (
-    unusual_parts,
-    plain_tensors,
-    tensors_that_the_forward_changes,
-    numbers_as_inputs,
-)
+WORKS = (unusual_parts, plain_tensors, tensors_that_the_forward_changes, numbers_as_inputs)
 
 
 class Times(Plain):

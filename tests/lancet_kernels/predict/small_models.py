@@ -28,37 +28,6 @@ DENSE = {
     "max_position_embeddings": 256,
 }  # fmt: skip
 
-_SMALL = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-RECURRENT = {
-    "nemotron_h": _SMALL | {
-        "hybrid_override_pattern": "ME*M", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
-        "ssm_state_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 4,
-    },
-    "qwen3_next": _SMALL | {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "head_dim": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
-    "jamba": _SMALL | {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
-        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4,
-    },
-    "kimi_linear": _SMALL | {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
-        "intermediate_size": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-        "v_head_dim": 16, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_shared_experts": 1,
-        "linear_attn_config": {
-            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 4, "head_dim": 16,
-            "short_conv_kernel_size": 4,
-        },
-    },
-}  # fmt: skip
-"""By model type: Mamba-2, gated delta rule, Mamba, Kimi Delta Attention, each beside attention."""
-
 
 def written(folder: Path, config: dict[str, Any], **changes: Any) -> str:
     """The path of a config.json with these values."""

@@ -25,8 +25,6 @@ from lancet_kernels.predict.answer import (
     Captured,
     answer,
     check_fits,
-    depths_of,
-    microbatches,
 )
 from lancet_kernels.predict.config import Depths, load_config, meta_model
 from lancet_kernels.predict.microbatch import Microbatch
@@ -57,7 +55,7 @@ def question(tmp_path_factory):
 
 def alone(question) -> Microbatch:
     """All three layers of a microbatch."""
-    return microbatches(question)[1]
+    return Captured.of(question).microbatches[1]
 
 
 def test_the_planner_of_optimize_plans_what_is_predicted(question):
@@ -87,12 +85,6 @@ def test_the_planner_of_optimize_plans_what_is_predicted(question):
         assert one.report.predicted.iteration_ms == pytest.approx(ms, rel=0.01)
 
 
-def forget() -> None:
-    """Depths and captures of questions that were asked."""
-    for kept in (depths_of, microbatches, Captured.of):
-        kept.cache_clear()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("sharding", ["optimizer", "full"])
 def test_two_depths_say_what_all_layers_do(tmp_path, sharding):
@@ -101,9 +93,9 @@ def test_two_depths_say_what_all_layers_do(tmp_path, sharding):
     asked = Question(hf, "dgx-h100", 16, 16, sharding, sequence=1024, dispatch="deepep")
     shallow = answer(asked, ("none", "lancet-dw"))
     with mock.patch("lancet_kernels.predict.answer.depths", return_value=Depths(9, 9, 0)):
-        forget()
+        Captured.of.cache_clear()
         deep = answer(asked, ("none", "lancet-dw"))
-    forget()
+    Captured.of.cache_clear()
     assert shallow.flops == pytest.approx(deep.flops, rel=1e-9)
     for name, one in deep.strategies.items():
         other = shallow.strategies[name]
@@ -171,14 +163,13 @@ def test_what_runs_beside_messages_is_slower(question):
 
 
 def test_memory_by_hand(question):
-    numbers_dense = NUMBERS
-    numbers_experts = 3 * (3 * 64 * 32)
+    experts = 3 * (3 * 64 * 32)
     memory = answer(question, ["none"]).strategies["none"].memory
-    assert memory["parameters"] == pytest.approx(gib(2 * (numbers_dense + numbers_experts)), rel=1e-3)
-    assert memory["gradients"] == pytest.approx(gib(4 * (numbers_dense + numbers_experts)), rel=1e-3)
-    assert memory["optimizer"] == pytest.approx(gib(12 * (numbers_dense / 16 + numbers_experts)), rel=1e-3)
+    assert memory["parameters"] == pytest.approx(gib(2 * (NUMBERS + experts)), rel=1e-3)
+    assert memory["gradients"] == pytest.approx(gib(4 * (NUMBERS + experts)), rel=1e-3)
+    assert memory["optimizer"] == pytest.approx(gib(12 * (NUMBERS / 16 + experts)), rel=1e-3)
     full = answer(replace(question, sharding="full"), ["none"]).strategies["none"].memory
-    assert full["parameters"] == pytest.approx(gib(2 * (numbers_dense / 16 + numbers_experts)), rel=1e-2)
+    assert full["parameters"] == pytest.approx(gib(2 * (NUMBERS / 16 + experts)), rel=1e-2)
 
 
 def test_what_sharding_sends(question):
@@ -282,7 +273,7 @@ def test_a_dense_model_and_one_with_dense_layers(tmp_path):
 @pytest.mark.long
 def test_chosen_keys_cost_what_a_window_of_as_many_does(tmp_path):
     config = written(tmp_path, SPARSE_ATTENTION, num_hidden_layers=2)
-    program = microbatches(Question(config, "dgx-h100", 8, 8, sequence=64))[-1].program
+    program = Captured.of(Question(config, "dgx-h100", 8, 8, sequence=64)).microbatches[-1].program
     one, two, back, _ = (i for i in program.instructions if "attention" in i.op)
     # Query x key of 24 numbers, probabilities x value of 16; two FLOPs each, 4 heads.
     pairs = sum(min(position + 0.5, 16) for position in range(64))
@@ -297,7 +288,7 @@ def test_an_indexer_that_loops_over_queries_is_named_by_its_line(tmp_path):
     with pytest.raises(
         UserError, match=r"modeling_qwen4_exp\.py, line \d+, .if num_complete_blocks > 0"
     ) as caught:
-        microbatches(Question(str(tmp_path), "dgx-h100", 8, 8, sequence=8))
+        Captured.of(Question(str(tmp_path), "dgx-h100", 8, 8, sequence=8))
     assert len(str(caught.value)) < 300
 
 
@@ -408,9 +399,9 @@ def test_a_plan_that_loses_between_layers_is_not_taken_for_a_deep_model(monkeypa
 
 def test_a_model_that_is_captured_whole_is_planned_once(tmp_path):
     asked = Question(written(tmp_path, DENSE), "dgx-h100", 8, sequence=64)
-    fewer, more = microbatches(asked)
-    assert fewer is more
     captured = answers.Captured.of(asked)
+    fewer, more = captured.microbatches
+    assert fewer is more
     assert captured.planners[0] is captured.planners[1]
     of_fewer, of_more = captured.at_depths("lancet-dw")
     assert of_fewer is of_more

@@ -9,7 +9,7 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.layer.model_layers import RoutingCounts
-from lancet_kernels.predict.answer import microbatches
+from lancet_kernels.predict.answer import Captured
 from lancet_kernels.predict.question import Load, Question, Routing
 from lancet_kernels.predict.recomputation import layer_of
 from tests.lancet_kernels.predict.small_models import QWEN3, written
@@ -74,7 +74,7 @@ def test_a_skewed_step_is_that_of_ranks_that_wait_for_each_other(tmp_path):
     assigned = torch.randint(200, 1000, (3, 16), generator=generator)
     (tmp_path / "counts.json").write_text(json.dumps({"assigned": assigned.tolist()}))
     asked = Question(hf, "dgx-h100", 16, 16, sequence=2048, routing=str(tmp_path / "counts.json"))
-    one = microbatches(asked)[1]
+    one = Captured.of(asked).microbatches[1]
     program, cost = one.program, one.step.cost
     closed = sum(cost(i, program.tensors) for i in program.instructions)
     loads = assigned / assigned.double().mean(1, keepdim=True)
@@ -90,7 +90,7 @@ def test_a_skewed_step_is_that_of_ranks_that_wait_for_each_other(tmp_path):
             clocks = [clock + t for clock, t in zip(clocks, ms, strict=True)]
     assert asked.load.time > 1.2
     assert closed == pytest.approx(max(clocks), rel=0.01)
-    balanced = microbatches(replace(asked, routing="balanced"))[1]
+    balanced = Captured.of(replace(asked, routing="balanced")).microbatches[1]
     even = sum(balanced.step.cost(i, balanced.program.tensors) for i in balanced.program.instructions)
     assert closed > 1.05 * even
     assert one.kept_bytes > balanced.kept_bytes

@@ -10,10 +10,11 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.clusters import CommunicationModel, load_cluster
 from lancet_kernels.graph.costs.costs import collective_of
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.predict.answer import microbatches
+from lancet_kernels.predict.answer import Captured
 from lancet_kernels.predict.attention import share_contexts
 from lancet_kernels.predict.question import Question
-from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, RECURRENT, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, QWEN3, written
+from tests.transformers_families import tiny_config
 
 pytest.importorskip("transformers")
 
@@ -25,7 +26,7 @@ def whole(tmp_path_factory):
 
 
 def alone(question):
-    return microbatches(question)[1]
+    return Captured.of(question).microbatches[1]
 
 
 def tensor_messages(program, group="tensor"):
@@ -121,15 +122,16 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
 )
 def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
     with pytest.raises(UserError, match=message):
-        microbatches(replace(whole, **changes))
+        Captured.of(replace(whole, **changes))
 
 
 def test_recurrent_layers_and_indexers_are_refused(tmp_path):
-    hf = written(tmp_path, RECURRENT["jamba"], model_type="jamba")
+    tiny_config("jamba").save_pretrained(tmp_path)
+    asked = Question(str(tmp_path), "dgx-h100", 8, 4, sequence=64)
     with pytest.raises(UserError, match="got JambaForCausalLM, whose convolutions need all ranks' tokens"):
-        microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, tensor_ranks=2))
+        Captured.of(replace(asked, tensor_ranks=2))
     with pytest.raises(UserError, match="--context: got JambaForCausalLM, whose layers need all tokens"):
-        microbatches(Question(hf, "dgx-h100", 8, 4, sequence=64, context_ranks=2))
+        Captured.of(replace(asked, context_ranks=2))
     for config in ({"layer_types": ["linear_attention"]}, {"index_topk": 4}):
         with pytest.raises(UserError, match="expected attention without an indexer, no recurrent layers"):
             share_contexts(SimpleNamespace(config=SimpleNamespace(**config), modules=lambda: ()), [0, 1])

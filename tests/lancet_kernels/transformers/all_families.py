@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import UserError, convert, moe_layers
-from lancet_kernels.predict.answer import microbatches
+from lancet_kernels.predict.answer import Captured
 from lancet_kernels.predict.question import Question
 from tests.lancet_kernels.transformers.test_converted_ranks import sum_gradients
 from tests.optimized import optimized
@@ -124,7 +124,7 @@ def plan_hf(family: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(family).config.save_pretrained(folder)
         question = Question(folder, "dgx-h100", 8, 8, sequence=64)
-        return "" if microbatches(question)[-1].program.instructions else "no step"
+        return "" if Captured.of(question).microbatches[-1].program.instructions else "no step"
 
 
 def tried(check: Callable[..., str], *arguments: object) -> str:
