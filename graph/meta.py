@@ -1,8 +1,6 @@
 """What this library writes on nodes of fx graphs, as typed entries of `node.meta`, all in one place; and what
 follows from it: which nodes of a joint graph are its forward, and when recomputation and the gathering of
-sharded parameters may begin.
-
-The entries of torch ("val", "desc", "partitioner_tag") are read under their own names.
+sharded parameters may begin. The entries of torch are read under their own names.
 """
 
 from __future__ import annotations

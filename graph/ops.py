@@ -106,19 +106,12 @@ def _waits_for_counts(node: fx.Node) -> bool:
 
 def _waits_for_mask(node: fx.Node) -> bool:
     # index_put with a mask and a single number is a masked_fill, which does not wait.
-    if len(node.args) > 2 and _numel(node.args[2]) == 1:
-        return False
+    if len(node.args) > 2:
+        value = node.args[2].meta["val"] if isinstance(node.args[2], fx.Node) else node.args[2]
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return False
     indices = [index.meta["val"] for index in argument(node, "indices") if isinstance(index, fx.Node)]
     return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _numel(argument: object) -> int:
-    value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
-    return value.numel() if isinstance(value, Tensor) else 1
-
-
-def _waits_for_output_size(node: fx.Node) -> bool:
-    return "output_size" not in node.kwargs
 
 
 _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p
@@ -131,10 +124,8 @@ _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp 
     log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward"""
 _ALONG = """_softmax softmax _log_softmax log_softmax cat stack split split_with_sizes slice select chunk
     unbind cumsum _softmax_backward_data _log_softmax_backward_data"""
-_FUSED_ATTENTION = [
-    f"_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-]
+_FUSED_ATTENTION = """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"""
 
 
 def _rows(ops: str, row: OpFacts, namespace: str = "aten.") -> dict[str, OpFacts]:
@@ -153,6 +144,13 @@ def _gathering(op: str, collective: str) -> dict[str, OpFacts]:
     }
 
 
+def _of_experts(*equations: str, irregular: tuple[str, ...], **fields: Any) -> OpFacts:
+    """An op on the rows of experts, whose counts it reads."""
+    rule = Rule(equations, irregular=irregular, in_experts=True, count_arguments=("count_WL",))
+    return OpFacts(rule, **fields)
+
+
+_GROUPED_GEMM: dict[str, Any] = {"host_waits": _waits_for_counts, "parts_are_measured": True}
 _NLL_LOSS = Rule(derived=derived.nll_loss, reduction_argument="reduction")
 _NLL_LOSS_BACKWARD = Rule(derived=derived.nll_loss_backward)
 _NO_FACTS, _OTHER_COLLECTIVE = OpFacts(), OpFacts(kind=Kind.OTHER_COMMUNICATION)
@@ -178,9 +176,8 @@ OPS: dict[str, OpFacts] = {
     **_derived(derived.norm, "native_layer_norm", measured=True),
     **_derived(derived.norm, "layer_norm rms_norm _fused_rms_norm"),
     **_derived(derived.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
-    **_derived(derived.attention, "scaled_dot_product_attention", measured=True),
-    **_derived(derived.attention, " ".join(_FUSED_ATTENTION), measured=True),
-    **_derived(derived.attention_backward, " ".join(f"{op}_backward" for op in _FUSED_ATTENTION)),
+    **_derived(derived.attention, f"scaled_dot_product_attention {_FUSED_ATTENTION}", measured=True),
+    **_derived(derived.attention_backward, " ".join(f"{op}_backward" for op in _FUSED_ATTENTION.split())),
     # They stand for layers in predictions, and compute nothing.
     "lancet_prediction.attention": OpFacts(Rule(derived=derived.attention)),
     "lancet_prediction.attention_backward": OpFacts(Rule(derived=derived.attention_backward)),
@@ -270,63 +267,27 @@ OPS: dict[str, OpFacts] = {
         host_waits=_waits_for_sizes,
     ),
     # x[R, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[R, F]
-    "lancet.grouped_gemm": OpFacts(
-        Rule(
-            ("r d, w! e!, e! d! f! -> r f!", "r d, w! e!, e! d! f!, e! f! -> r f!"),
-            irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
-            in_experts=True,
-            count_arguments=("count_WL",),
-        ),
-        host_waits=_waits_for_counts,
-        parts_are_measured=True,
+    "lancet.grouped_gemm": _of_experts(
+        "r d, w! e!, e! d! f! -> r f!",
+        "r d, w! e!, e! d! f!, e! f! -> r f!",
+        irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
         grouped_gemm="rows",
+        **_GROUPED_GEMM,
     ),
     # h[R, F], counts[W, E_l] -> a[R, F]
-    "lancet.expert_activation": OpFacts(
-        Rule(
-            ("r f!, w! e! -> r g!",), irregular=("~, ~ -> ~",), in_experts=True, count_arguments=("count_WL",)
-        ),
-        parts_are_measured=True,
+    "lancet.expert_activation": _of_experts(
+        "r f!, w! e! -> r g!", irregular=("~, ~ -> ~",), parts_are_measured=True
     ),
     # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
-    "lancet.grouped_gemm_dx": OpFacts(
-        Rule(
-            ("r f, w! e!, e! d! f -> r d!",),
-            irregular=("~, ~, . -> ~",),
-            in_experts=True,
-            count_arguments=("count_WL",),
-        ),
-        host_waits=_waits_for_counts,
-        parts_are_measured=True,
-        grouped_gemm="rows",
+    "lancet.grouped_gemm_dx": _of_experts(
+        "r f, w! e!, e! d! f -> r d!", irregular=("~, ~, . -> ~",), grouped_gemm="rows", **_GROUPED_GEMM
     ),
-    "lancet.grouped_gemm_dw": OpFacts(
-        Rule(
-            ("r+ d!, r+ f!, w! e! -> e! d! f!",),
-            irregular=("~, ~, ~ -> +",),
-            in_experts=True,
-            count_arguments=("count_WL",),
-        ),
-        host_waits=_waits_for_counts,
-        parts_are_measured=True,
-        grouped_gemm="weight",
+    "lancet.grouped_gemm_dw": _of_experts(
+        "r+ d!, r+ f!, w! e! -> e! d! f!", irregular=("~, ~, ~ -> +",), grouped_gemm="weight", **_GROUPED_GEMM
     ),
-    "lancet.grouped_gemm_dbias": OpFacts(
-        Rule(
-            ("r+ f!, w! e! -> e! f!",),
-            irregular=("~, ~ -> +",),
-            in_experts=True,
-            count_arguments=("count_WL",),
-        )
-    ),
-    "lancet.expert_activation_backward": OpFacts(
-        Rule(
-            ("r f!, r g!, w! e! -> r g!",),
-            irregular=("~, ~, ~ -> ~",),
-            in_experts=True,
-            count_arguments=("count_WL",),
-        ),
-        parts_are_measured=True,
+    "lancet.grouped_gemm_dbias": _of_experts("r+ f!, w! e! -> e! f!", irregular=("~, ~ -> +",)),
+    "lancet.expert_activation_backward": _of_experts(
+        "r f!, r g!, w! e! -> r g!", irregular=("~, ~, ~ -> ~",), parts_are_measured=True
     ),
     # y[S, D], row[T, K] (, weight[T, K]) -> out[T, D]
     "lancet.combine": OpFacts(
@@ -372,7 +333,7 @@ OPS: dict[str, OpFacts] = {
         OpFacts(host_waits=_always_waits),
     ),
     **_rows("index index_put index_put_", OpFacts(host_waits=_waits_for_mask)),
-    "aten.repeat_interleave": OpFacts(host_waits=_waits_for_output_size),
+    "aten.repeat_interleave": OpFacts(host_waits=lambda node: "output_size" not in node.kwargs),
     **_rows("all_to_all_single", OpFacts(kind=Kind.ALL_TO_ALL, over_link=True), COLLECTIVE_NAMESPACE),
     **_rows(
         "all_reduce all_reduce_coalesced", OpFacts(kind=Kind.ALL_REDUCE, over_link=True), COLLECTIVE_NAMESPACE

@@ -1,17 +1,13 @@
 """A training step as plain data: an ordered, valid sequence of instructions over named tensors.
 
-Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, outputs and operator. A
-`Program` is a sequence of instructions with their tensors. Schedules work on Programs only, so they need no
-torch, can be tested with synthetic programs, and can plan for clusters that are not available.
-`graph.from_fx` makes a Program of an fx graph; read `graph.rules.rules` next (how a part or a rank holds a
-tensor).
+Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, outputs and operator. Schedules
+work on Programs only, so they need no torch, can be tested with synthetic programs, and can plan for clusters
+that are not available. `graph.from_fx` makes a Program of an fx graph; read `graph.rules.rules` next.
 
-Which instructions do paths connect? Directed ones with one bitset per instruction, or any.
+Which instructions paths lead to is one bitset per instruction, a Python int: 10,000 instructions take about
+25 MB and well under a second.
 
-A bitset is a Python int: 10,000 instructions take about 25 MB and well under a second.
-
-What belongs to a Program, a plan say, is saved as JSON with the Program's fingerprint, and applies to no
-other.
+A plan, say, is saved as JSON with the fingerprint of its Program, and applies to no other.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -30,29 +26,10 @@ from typing import Any, ClassVar, TypeVar
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import file_errors, write_json_atomically
 
-Item = TypeVar("Item", bound=Hashable)
 
-
-def connected(items: Iterable[Item], edges: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Items that edges connect, whatever their direction, group by group.
-
-    Example: connected("abcd", ["ac"]) is [[a, c], [b], [d]].
-    """
-    group = {item: [item] for item in items}
-    for a, b in edges:
-        small, large = sorted((group[a], group[b]), key=len)
-        if small is not large:
-            large += small
-            group.update(dict.fromkeys(small, large))
-    return list({id(of): of for of in group.values()}.values())
-
-
-def bitset(positions: Sequence[int]) -> int:
-    """The int with exactly these bits set."""
-    bits = 0
-    for p in positions:
-        bits |= 1 << p
-    return bits
+def bitset(positions: Iterable[int]) -> int:
+    """The int with exactly these bits set; each is given once."""
+    return sum(1 << p for p in positions)
 
 
 ITEM_BYTES = {
@@ -124,9 +101,8 @@ class Instruction:
 
     `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
     overwritten: readers of the old value stay before this instruction, readers of the new value after it.
-    `after` names an earlier instruction that must have run before, although nothing of it is read; "": none.
-    `microbatches` share the instruction, a sum of gradients that only the last of them runs; costs are the
-    share of one.
+    `after` names an earlier instruction that must have run, although nothing of it is read; "": none. So many
+    `microbatches` share the instruction, a sum that only the last of them runs; costs are the share of one.
     """
 
     name: str
@@ -177,8 +153,7 @@ class Program:
 
     `parameters` are the inputs that are weights: every part of a partitioned instruction uses all of them.
 
-    Raises:
-        UserError: a name is used twice, or a tensor has no spec, two producers, or a reader before its
+    Raises: UserError: a name is used twice, or a tensor has no spec, two producers, or a reader before its
         producer.
     """
 
@@ -192,7 +167,35 @@ class Program:
     """The dependencies of a reordered program, which are those of the original."""
 
     def __post_init__(self):
-        self._check()
+        available = set(self.inputs)
+        names: set[str] = set()
+        for t, spec in self.tensors.items():
+            if spec.name != t or (spec.alias_of is not None and spec.alias_of not in self.tensors):
+                self._refuse(
+                    f"{t} with the spec of {spec.name}, alias of {spec.alias_of}",
+                    "its own spec, an existing alias",
+                )
+        for instruction in self.instructions:
+            if instruction.name in names:
+                self._refuse(f"two instructions named {instruction.name}", "every name once")
+            names.add(instruction.name)
+            for t in (*instruction.inputs, *instruction.mutates):
+                if t not in available:
+                    self._refuse(
+                        f"{instruction.name} reads {t}", "tensors that are computed before they are read"
+                    )
+            if instruction.after and instruction.after not in names:
+                self._refuse(f"{instruction.name} after {instruction.after}", "an earlier instruction")
+            for t in instruction.outputs:
+                if t in available:
+                    self._refuse(f"{instruction.name} computes {t} again", "one producer for every tensor")
+                available.add(t)
+        if not set(self.parameters) <= set(self.inputs):
+            others = sorted(set(self.parameters) - set(self.inputs))
+            self._refuse(f"parameters {', '.join(others)}", "parameters that are inputs")
+        for t in (*available, *self.outputs):
+            if t not in self.tensors or t not in available:
+                self._refuse(f"tensor {t}", "tensors with a spec and a producer")
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -324,8 +327,7 @@ class Program:
     def reordered(self, order: Sequence[str] | Sequence[int]) -> Program:
         """The same instructions in another order, as names or as positions.
 
-        Raises:
-            UserError: `order` is no permutation, or an instruction would come before one it depends on.
+        Raises: UserError: `order` is no permutation, or has an instruction before one it depends on.
         """
         positions = [self.index.get(o, -1) if isinstance(o, str) else int(o) for o in order]
         if sorted(positions) != list(range(len(self))):
@@ -351,37 +353,6 @@ class Program:
         moved = [tuple(sorted([place[j] for j in self.dependencies[p]])) for p in positions]
         object.__setattr__(result, "_dependencies", moved)
         return result
-
-    def _check(self) -> None:
-        available = set(self.inputs)
-        names: set[str] = set()
-        for t, spec in self.tensors.items():
-            if spec.name != t or (spec.alias_of is not None and spec.alias_of not in self.tensors):
-                self._refuse(
-                    f"{t} with the spec of {spec.name}, alias of {spec.alias_of}",
-                    "its own spec, an existing alias",
-                )
-        for instruction in self.instructions:
-            if instruction.name in names:
-                self._refuse(f"two instructions named {instruction.name}", "every name once")
-            names.add(instruction.name)
-            for t in (*instruction.inputs, *instruction.mutates):
-                if t not in available:
-                    self._refuse(
-                        f"{instruction.name} reads {t}", "tensors that are computed before they are read"
-                    )
-            if instruction.after and instruction.after not in names:
-                self._refuse(f"{instruction.name} after {instruction.after}", "an earlier instruction")
-            for t in instruction.outputs:
-                if t in available:
-                    self._refuse(f"{instruction.name} computes {t} again", "one producer for every tensor")
-                available.add(t)
-        if not set(self.parameters) <= set(self.inputs):
-            others = sorted(set(self.parameters) - set(self.inputs))
-            self._refuse(f"parameters {', '.join(others)}", "parameters that are inputs")
-        for t in (*available, *self.outputs):
-            if t not in self.tensors or t not in available:
-                self._refuse(f"tensor {t}", "tensors with a spec and a producer")
 
     def _refuse(self, got: str, expected: str) -> None:
         raise UserError(f"program {self.name}", got=got, expected=expected, do="correct the instruction list")

@@ -1,9 +1,8 @@
 """A Plan: how to run a Program, as data that can be saved, loaded, explained, compared and applied.
 
-A plan contains the fingerprint of its Program, and applies to no other. All ranks must run the same plan:
-they compare `Plan.fingerprint` before the first step. What is said about it is its `Report`: predicted and
-measured times, why it was chosen, what hides which message. None of that changes what runs; `Plan.explain` is
-made of the words of this file.
+All ranks must run the same plan: they compare `Plan.fingerprint` before the first step. What is said about it
+is its `Report`, which does not change what runs: predicted and measured times, why it was chosen, what hides
+which message.
 
 How long would a fused launch take? A formula, for plans of clusters that are not at hand.
 
@@ -220,8 +219,8 @@ class Report:
 
 
 def hidden_text(hidings: Sequence[Hiding], details: bool) -> list[str]:
-    """A line for each communication of a layer: what fills it; one for those of all layers that nothing
-    fills. Without `details` those that take longest."""
+    """A line for each communication of a layer: what fills it; one for all that nothing fills. Without
+    `details` those that take longest."""
     if not hidings:
         return []
     together: dict[object, list[Hiding]] = defaultdict(list)

@@ -60,9 +60,8 @@ MORE_MEMORY = 1.1
 @dataclass(frozen=True)
 class PlanningOptions:
     """partition: the paper's hyper-parameters.
-    memory_limit_gb: the limit on a plan's predicted peak memory; a program whose original order already
-    exceeds it gets plans with at most the original peak. None: the program's inputs plus `free_memory_gb`, or
-    1.1 times the original peak if that is None too.
+    memory_limit_gb: the limit on a plan's predicted peak memory, or the original order's peak if that exceeds
+    it. None: the program's inputs plus `free_memory_gb`, or 1.1 times the original peak if that is None too.
     free_memory_gb: the free memory of the device."""
 
     partition: PartitionOptions = field(default_factory=PartitionOptions)
@@ -90,9 +89,8 @@ class PlanningOptions:
 def ordered(plan: Plan, orders: OrderSearch, search: bool = True) -> tuple[Plan, Timeline]:
     """The plan with its order and prediction.
 
-    A plan with the method "original order" keeps that order, but starts collectives early; any other plan
-    gets the best order. Args: orders: of the program in which the plan's ranges are cut. search: improve the
-    best order by local search.
+    A plan with the method "original order" keeps that order, but starts collectives early; any other gets the
+    best order. Args: orders: of the program with the plan's ranges cut. search: improve it by local search.
     """
     program, cost = orders.program, orders.cost
     figures: dict[str, Any] = {}
@@ -116,9 +114,8 @@ def fastest_that_fits(plans: Sequence[Plan]) -> int:
     the one that needs least memory."""
 
     def rank(i: int) -> tuple[float, float]:
-        report = plans[i].report
-        beyond = 0.0 if report.fits() else report.predicted.peak_memory_gb
-        return beyond, report.predicted.iteration_ms
+        beyond = 0.0 if plans[i].report.fits() else plans[i].report.predicted.peak_memory_gb
+        return beyond, _predicted_ms(plans[i])
 
     return min(range(len(plans)), key=rank)
 
@@ -178,11 +175,7 @@ class Planner:
         self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
     def plan(self, strategy: str) -> Plan:
-        """The plan of one strategy.
-
-        Raises:
-            UserError: no such strategy, or one that is impossible for this program (see `impossible`).
-        """
+        """The plan of one strategy. Raises: UserError: no such strategy, or an impossible one."""
         check_name("strategy", strategy, STRATEGY_NAMES)
         plan = self._plan_or_reason(strategy)
         if isinstance(plan, UserError):
@@ -222,10 +215,8 @@ class Planner:
         return dict.fromkeys(DUPLEX, reason) if isinstance(reason, UserError) else {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
-        """At most `most` plans: that of the strategy and those predicted nearly as fast, best prediction
-        first. Of `auto` the blocking plan comes last if it is not among them.
-
-        For a caller that measures them, because the times of parts are estimates. most=1: only the plan.
+        """At most `most` plans, to be measured: that of the strategy and those predicted nearly as fast, best
+        prediction first. Of `auto` the blocking plan comes last if it is not among them.
         """
         plans, always = [self.plan(strategy)], list[Plan]()
         if most == 1:
@@ -262,8 +253,7 @@ class Planner:
 
     def _lancet_partition(self) -> Plan:
         """The best partition of the forward pass, in pipeline order."""
-        plans = [self.plan("none"), self._in_order(())]
-        plans += self._within_memory(self._partition_plans)
+        plans = [self.plan("none"), self._in_order(()), *self._within_memory(self._partition_plans)]
         return self._best(plans)
 
     def _partition_plans(self, most_parts: int) -> list[Plan]:
@@ -278,8 +268,7 @@ class Planner:
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
         instructions = self.program.instructions
         backward = [r for r in self.expert_ranges if instructions[r[0]].phase is Phase.BACKWARD]
-        cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
-        more = [(), *(cut for cut in cuts if cut)]
+        more = [(), *filter(None, (self._cut(backward, degree) for degree in BACKWARD_DEGREES))]
         return [
             plan
             for ranges in self._partitions_of(most_parts)
@@ -299,7 +288,7 @@ class Planner:
         return plan.reported(method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage")
 
     def _lancet_duplex(self) -> Plan:
-        """The best order of two copies, or of three. Never predicted to be slower than `duplex`."""
+        """The best order of two copies, or of three. Never predicted slower than `duplex`."""
         ranges = [self._copies]
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
@@ -322,7 +311,7 @@ class Planner:
         for most_parts in self._part_limits():
             candidates = plans_of(most_parts)
             plans += candidates
-            if any(plan.report.predicted.peak_memory_gb <= self.limit_gb for plan in candidates):
+            if any(plan.report.fits() for plan in candidates):
                 break
         return plans
 

@@ -14,7 +14,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -223,10 +223,10 @@ def capture(
             tensors_restored(traced),
             tracing(context),
             during(expects_sizes=True),
+            _without_onednn(),
+            _use_lazy_graph_module(True),
             contextlib.ExitStack() as stack,
         ):
-            stack.enter_context(_without_onednn())
-            stack.enter_context(_use_lazy_graph_module(True))
             # By default, torch makes symbols of sizes and integers, also in later captures with the same
             # tensors, which it marks when a graph has run.
             joint = aot_export_joint_with_descriptors(
@@ -237,16 +237,12 @@ def capture(
     except Exception as error:
         raise _refusal(module, error) from error
     _make_sizes_numbers(module, joint.graph_module)
-    _tag_backward(joint.graph_module.graph)
+    for node in joint.graph_module.graph.nodes:
+        if node.op == "call_function":
+            # torch leaves the backward of a `torch.autograd.Function` without a tag.
+            node.meta.setdefault("partitioner_tag", "is_backward")
     insert_recomputation(joint.graph_module)
     return Captured(traced, joint.graph_module, plain, assumptions, joint, context)
-
-
-def _tag_backward(graph: fx.Graph) -> None:
-    """Tag what torch leaves untagged: the backward of a `torch.autograd.Function`."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.meta.setdefault("partitioner_tag", "is_backward")
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
@@ -292,17 +288,13 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
     )
     names = {node.name for node in forward}
     for half, is_forward in zip(halves, (True, False), strict=True):
-        _drop_unused(half, names, is_forward)
+        # torch leaves ops that may draw random numbers (fused attention), and what waits for collectives
+        # depend on, in both graphs, so they would run twice.
+        for node in reversed(half.graph.nodes):
+            if node.op == "call_function" and (node.name in names) != is_forward and not node.users:
+                half.graph.erase_node(node)
+        half.recompile()
     return halves
-
-
-def _drop_unused(half: fx.GraphModule, forward: Collection[str], is_forward: bool) -> None:
-    """Erase unused copies of the other half's ops: torch leaves ops that may draw random numbers (fused
-    attention), and what waits for collectives depend on, in both graphs, so they would run twice."""
-    for node in reversed(half.graph.nodes):
-        if node.op == "call_function" and (node.name in forward) != is_forward and not node.users:
-            half.graph.erase_node(node)
-    half.recompile()
 
 
 def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:

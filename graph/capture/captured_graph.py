@@ -1,9 +1,5 @@
 """Reads and edits captured graphs: what a placeholder stands for, results as fake tensors, copies, and
-activation checkpointing.
-
-Needs nothing of what captures them, whose import alone takes longer than that of torch.
-
-`garbage_collection`, because a graph is many small objects that stay alive.
+activation checkpointing. Needs nothing of what captures them, whose import takes longer than that of torch.
 
 Activation checkpointing becomes instructions of the backward. A trace marks every node inside
 `torch.utils.checkpoint` (of either kind, `use_reentrant` or not) with its region and its policy; selective
@@ -129,22 +125,19 @@ def is_gradient_of_input(descriptor: object) -> bool:
 
 
 def input_position(node: fx.Node) -> int | None:
-    """Index of the module input that a placeholder stands for, in the flattened inputs; None: not an
-    input."""
+    """Index of the flattened module input that a placeholder stands for; None: not an input."""
     descriptor = node.meta.get("desc")
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
 def state_name(node: fx.Node) -> str | None:
-    """Name of the parameter or buffer that a placeholder of a joint graph stands for; None: an input or
-    tangent."""
+    """Name of the parameter or buffer that a placeholder stands for; None: an input or tangent."""
     return getattr(node.meta.get("desc"), "target", None)
 
 
 @contextlib.contextmanager
 def garbage_collection(*, on: bool) -> Iterator[None]:
-    """Context with or without garbage collection. Off: graphs and Programs are many small objects that stay
-    alive anyway."""
+    """Context with or without garbage collection. Off: graphs are many small objects that stay alive."""
     was_on = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:

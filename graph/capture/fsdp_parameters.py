@@ -1,13 +1,11 @@
 """What `fully_shard` (FSDP2) has made of a model: which parameters are sharded over which ranks, in which
 units, with which dtypes. The only file that reads FSDP's private state.
 
-A unit is what one call of `fully_shard` wraps: FSDP gathers the parameters of a unit together, and frees them
-together.
+A unit is what one call of `fully_shard` wraps, whose parameters FSDP gathers and frees together.
 
 A model is captured through its twin: the same modules without FSDP's hooks, with whole parameters that have a
 shape but no memory. The twin shares buffers and attributes with the model; `Twin.update` copies what was
-assigned since. The casts that FSDP's hooks make (`MixedPrecisionPolicy`) are hooks of the twin, and so part
-of the captured graph.
+assigned since. The casts of FSDP's hooks (`MixedPrecisionPolicy`) are hooks of the twin, and so captured.
 """
 
 from __future__ import annotations
@@ -114,10 +112,7 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     Raises: UserError for what is not supported: tensor parallelism below FSDP, parameters that are kept on
     the CPU, a mesh to which parameters are resharded after the forward.
     """
-    for group in units(model):
-        if not group.is_sharded:
-            # FSDP leaves the outermost module gathered after a forward without gradients.
-            group.reshard()
+    _reshard(units(model))
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     outermost = _outermost(model)
     result = []
@@ -172,6 +167,14 @@ def units(model: nn.Module) -> list[Any]:
     return [group for _, group in _units(model)]
 
 
+def _reshard(groups: Iterable[Any]) -> None:
+    """Free the outermost module's parameters, which FSDP leaves gathered after a forward without
+    gradients."""
+    for group in groups:
+        if not group.is_sharded:
+            group.reshard()
+
+
 def set_divisor(model: nn.Module, divide_by: float) -> None:
     """Let FSDP, too, divide sums of gradients by this number, where the user has set none."""
     for group in units(model):
@@ -206,11 +209,6 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     if not isinstance(module, FSDPModule):
         return kind
     return next(base for base in kind.__bases__ if base is not FSDPModule)
-
-
-def policies(model: nn.Module) -> dict[nn.Module, Any]:
-    """By module that was wrapped, its MixedPrecisionPolicy."""
-    return {module: state._mp_policy for state in _states(model) for module in state._modules}
 
 
 def _states(model: nn.Module) -> Iterator[Any]:
@@ -286,11 +284,10 @@ def copies_of_shard(parameter: Tensor) -> int:
 
 def group_of_copies(parameter: Tensor) -> str:
     """The ranks that hold the same shard of a DTensor (HSDP); "" for one rank, and for any other tensor."""
-    if copies_of_shard(parameter) == 1:
+    if not isinstance(parameter, DTensor) or copies_of_shard(parameter) == 1:
         return ""
-    mesh = cast(DTensor, parameter).device_mesh
-    along = [dim for dim, p in enumerate(cast(DTensor, parameter).placements) if p.is_replicate()]
-    return group_name(mesh.get_group(along[0])) if len(along) == 1 else ""
+    along = [dim for dim, p in enumerate(parameter.placements) if p.is_replicate()]
+    return group_name(parameter.device_mesh.get_group(along[0])) if len(along) == 1 else ""
 
 
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
@@ -326,7 +323,7 @@ class Twin:
         self._of_fsdp = hook_numbers(model)
         self._hooks: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
         """The numbers of a module's hooks when its twin got them."""
-        self._casts = {module: _casts(policy) for module, policy in policies(model).items()}
+        self._casts = {m: _casts(state._mp_policy) for state in _states(model) for m in state._modules}
         for module, twin in self._twins.items():
             own = {name: whole.get(p, p) if p is not None else None for name, p in module._parameters.items()}
             children = {n: None if m is None else self._twins[m] for n, m in module._modules.items()}
@@ -369,11 +366,8 @@ class Twin:
         mine[_WITH_KWARGS].update({n: True for n in mine[_BEFORE] if n == _CAST or n in theirs[_WITH_KWARGS]})
 
     def reshard(self) -> None:
-        """Free what FSDP has left gathered: the outermost module's parameters after a forward without
-        gradients."""
-        for unit in self._units:
-            if not unit.is_sharded:
-                unit.reshard()
+        """Free what FSDP has left gathered."""
+        _reshard(self._units)
 
     def shards(self) -> dict[str, Tensor]:
         """By every name, this rank's shard, as a function of the parameter."""

@@ -9,14 +9,13 @@ What runs calls ops in the way that costs the host least:
     torch.ops.lancet.combine.default(...)    the op's function itself
 
 An op by its overload goes through a boxed call, 2 to 3 us where torch's own function takes 1; an op of this
-library goes twice through the dispatcher and has its results checked, 15 us (`ops.base`). A planned
-step calls a thousand of them. Nothing may watch what runs: gradients are off, tensors are real. It is Python
-code on every device: steps of 130 to 150 ms of four strategies computed for 14 to 38 ms longer in
+library goes twice through the dispatcher and has its results checked, 15 us (`ops.base`). A planned step
+calls a thousand of them. Steps of 130 to 150 ms of four strategies computed for 14 to 38 ms longer in
 fx.Interpreter (GPT2-S-MoE, batch 24, one H100, two runs of `bench.gpu.steps planned_step`, 2026-11-27).
 
-With `inner_compile`, the pieces between communications are compiled; the order of the graph is kept. A
-compiler that saw the whole graph could move a collective, or the computation that hides it. So the graph is
-split at every start and wait of a collective and at every fused launch, and each piece is compiled alone.
+With `inner_compile`, the graph is split at every start and wait of a collective and at every fused launch,
+and each piece is compiled alone: a compiler that saw the whole graph could move a collective, or the
+computation that hides it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ _FUNCTIONS: dict[object, Callable] = {aten._unsafe_view.default: torch.reshape} 
     for name, _, overload in (text.partition(".") for text in _SAME_NAMES)
 }
 """Functions of torch that take the arguments of an op as they stand in a graph."""
-_METHODS = {aten.expand.default: "expand"}
 # A piece of one or two nodes is called faster than its guards are checked.
 SMALLEST_PIECE = 3
 
@@ -93,19 +91,17 @@ class GraphRunner:
 
     @torch.no_grad()
     def __call__(self, inputs: list) -> object:
-        results = self._run(inputs)
+        if self.recorder.on:
+            results = _Clocked(self.module, self.phase, self.recorder).boxed_run(inputs)
+        elif self.pieces is None:
+            results = self.direct.forward(inputs)
+        else:
+            arguments = tuple(inputs)
+            inputs.clear()
+            results = self.pieces(*arguments)
         if self.then is not None:
             self.then(results)
         return results
-
-    def _run(self, inputs: list) -> object:
-        if self.recorder.on:
-            return _Clocked(self.module, self.phase, self.recorder).boxed_run(inputs)
-        if self.pieces is None:
-            return self.direct.forward(inputs)
-        arguments = tuple(inputs)
-        inputs.clear()
-        return self.pieces(*arguments)
 
 
 class _Clocked(fx.Interpreter):
@@ -132,11 +128,9 @@ def with_direct_calls(module: fx.GraphModule) -> fx.GraphModule:
     output = graph.graph_copy(module.graph, {})
     graph.output(output)
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
-        else:
+        if node.target is aten.expand.default:
+            node.op, node.target = "call_method", "expand"
+        elif node.op == "call_function":
             node.target = _FUNCTIONS.get(node.target) or function_of(node.target) or node.target
     return module_of(module, graph)
 

@@ -3,14 +3,12 @@
 A trace contains every number, flag and mode that the forward read, as a constant. torch.compile checks before
 each call that none of them has changed; `Assumptions` does that for a graph that runs without torch.compile.
 
-Tracing records the module of each node, and for a backward node the module of its forward: the MoE layer of a
-collective, for error messages when it fails (`layer_name`).
+Tracing records the module of each node, and for a backward node the module of its forward (`layer_name`): for
+error messages when a collective fails.
 
-Plain tensors are those that a forward reads and that are neither inputs nor parameters nor buffers.
-
-An attribute, an element of a list, a field of a configuration, a variable of a Python module. A trace would
-keep the tensor that it met; here they are inputs of the graph, read anew before each call, so another tensor
-in the place of one is what the next call reads. (Its dtype, sizes and strides are assumptions of the trace.)
+Plain tensors are those that a forward reads and that are neither inputs nor parameters nor buffers: an
+attribute, an element of a list, a variable of a Python module. A trace would keep the tensor that it met;
+here they are inputs of the graph, read anew before each call. (Dtype, sizes and strides are assumptions.)
 `TracedFunction` is what torch traces for a module, in whose expressions a trace names what it reads.
 
 What PEFT and transformers do in a forward that a graph cannot hold is done otherwise while it is traced:
@@ -207,7 +205,11 @@ class PlainTensors:
                     do = "nn.Parameter as an attribute, nn.ParameterList or nn.ModuleList; compute in forward"
                     raise self._refuse(got, "parameters and what forward computes of them", do)
                 holder.register_buffer(leaf, tensor)
-            _read_attribute(traced.graph, node, name)
+            last = traced.graph.find_nodes(op="placeholder")[-1]
+            with traced.graph.inserting_after(last), torch.no_grad():
+                read = traced.graph.create_node("get_attr", name)
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
         if self.paths:
             traced.add_module(HOLDER, holder)
         traced.recompile()
@@ -223,17 +225,9 @@ class PlainTensors:
         }
 
 
-def _read_attribute(graph: fx.Graph, placeholder: fx.Node, name: str) -> None:
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), torch.no_grad():
-        read = graph.create_node("get_attr", name)
-    read.meta = dict(placeholder.meta)
-    placeholder.replace_all_uses_with(read)
-
-
 class Assumptions:
     """The values that the trace of a module assumes to be constant: modes, numbers, hooks, dtypes and shapes
-    of parameters, attributes of objects in the module. Inputs and autocast are not among them.
-    """
+    of parameters, attributes of objects in the module; not inputs and autocast."""
 
     def __init__(self, module: nn.Module, captured: CaptureOutput) -> None:
         self._function = TracedFunction(module)

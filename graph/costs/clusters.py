@@ -1,10 +1,8 @@
 """Descriptions of clusters: one TOML file per cluster, read into a `Cluster`.
 
-Times of collectives: piecewise linear in bytes between measured points (Lancet, section 3).
-
-Each collective and group has its own points (1 KB, 2 KB, 4 KB, ...). One of k parts of an irregular
-all-to-all is priced at C/k bytes, because its true size is unknown when planning; with this uniform
-approximation, the paper reports a 3.83 % error of the iteration time.
+Times of collectives are piecewise linear in bytes between measured points (Lancet, section 3), of each
+collective and group its own. One of k parts of an irregular all-to-all is priced at C/k bytes, because its
+true size is unknown when planning; with this, the paper reports a 3.83 % error of the iteration time.
 """
 
 from __future__ import annotations
@@ -82,8 +80,7 @@ class CommunicationModel:
                 do="use whole nodes",
             )
         among = expert_ranks or gpus
-        # Any two ranks may exchange data: in the worst case every GPU of a node sends to another node at
-        # once.
+        # In the worst case every GPU of a node sends to another node at once.
         leaving = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 0
         # Of groups that do not fill nodes, the one on most nodes.
         node = cluster.gpus_per_node
@@ -105,21 +102,18 @@ class CommunicationModel:
         inside = {("all_to_all", "world")} if nodes == 1 else set()
         for group, ranks in sums.items():
             whole = _points(partial(_all_reduce_ms, cluster, *ranks))
-            if _ranks_by_node(cluster, *ranks)[1] == 1:
-                inside |= {
-                    (collective, group) for collective in ("all_reduce", "reduce_scatter", "all_gather")
-                }
-            points["all_reduce", group] = whole
             # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
             half = tuple((size, ms / 2) for size, ms in whole)
-            points["reduce_scatter", group] = points["all_gather", group] = half
+            for collective in ("all_reduce", "reduce_scatter", "all_gather"):
+                points[collective, group] = whole if collective == "all_reduce" else half
+                if _ranks_by_node(cluster, *ranks)[1] == 1:
+                    inside.add((collective, group))
         return cls(points, frozenset(inside))
 
     def milliseconds(self, collective: str, bytes: float, group: str = "world") -> float:
         """Time of one collective over `bytes` per rank. Below the first point it is pure latency.
 
-        Raises:
-            UserError: no points for this collective and group.
+        Raises: UserError: no points for this collective and group.
         """
         points = self.points.get((collective, group))
         if points is None:
@@ -181,11 +175,11 @@ def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int,
 
 def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> float:
     """All-reduces of groups of every `apart`-th rank, all at the same time (1: one group of all ranks).
-    Hierarchical: reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes.
+    Hierarchical: reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes. Per
+    GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
 
-    Per GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
-    Example: 16 GPUs, 8 per node, expert groups of 8: no two ranks of a node have the same experts, and 8
-    all-reduces between the two nodes share the network cards, each with 2 * 1/2 of its bytes.
+    Example: 16 GPUs, 8 per node, expert groups of 8: 8 all-reduces between the two nodes share the network
+    cards, each with 2 * 1/2 of its bytes.
     """
     local, nodes = _ranks_by_node(cluster, gpus, apart)
     return grouped_all_reduce_ms(cluster, size, local, nodes, min(gpus, cluster.gpus_per_node) // local)
@@ -355,8 +349,7 @@ def cluster_names() -> list[str]:
 def load_cluster(name: str | Path | Cluster) -> Cluster:
     """A cluster by its name, or from your own TOML file (a path that ends in `.toml`); a Cluster as it is.
 
-    Raises:
-        UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
+    Raises: UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
     """
     if isinstance(name, Cluster):
         return name

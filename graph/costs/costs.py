@@ -1,13 +1,11 @@
 """The time of an instruction: measured if there is a measurement, otherwise estimated.
 
 `CostModel` uses the first of these that applies: the instruction's own `milliseconds`, a part's share of the
-measured whole, the communication model (for collectives), and the roofline, which is the slower of arithmetic
-and memory traffic plus the fixed cost of a kernel. `MeasuredCosts` is for a step that was measured on this
-machine; it needs no description of a cluster.
+measured whole, the communication model (for collectives), and the roofline (`roofline_ms`). `MeasuredCosts`
+is for a step that was measured on this machine; it needs no description of a cluster.
 
-Times of the kernels of a transformer on a cluster whose file has a table for them (`[kernels]`).
-
-A matrix product takes its FLOPs over the peak times an efficiency that depends on its shape; a fused group of
+`KernelCosts` has times of the kernels of a transformer on a cluster whose file has a table `[kernels]`. A
+matrix product takes its FLOPs over the peak times an efficiency that depends on its shape; a fused group of
 element-wise ops one pass over what it reads and writes. Messages are priced by the dispatcher that carries
 them, or as hierarchical collectives: within a node, then between nodes.
 """
@@ -94,9 +92,8 @@ class CostModel:
 class MeasuredCosts:
     """Times of a step whose instructions were measured on the ranks that run it (`graph.costs.profiler`).
 
-    What a plan adds, which is parts and their reassembly, has the costs of `device`. `source` says where the
-    times were measured, without the times: these vary a little between runs, which does not invalidate a
-    plan.
+    What a plan adds (parts and their reassembly) has the costs of `device`. `source` does not have the times:
+    these vary a little between runs, which does not invalidate a plan.
     """
 
     device: DeviceCosts
@@ -231,7 +228,7 @@ class KernelCosts:
         if self.attention:
             check_name("attention", self.attention, self.cluster.attention, do=has)
 
-    def __call__(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
         if instruction.kind is Kind.ALL_TO_ALL:
@@ -269,7 +266,7 @@ class KernelCosts:
             context_ranks=self.context_ranks,
         )
 
-    def _compute_ms(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+    def _compute_ms(self, instruction: Instruction, tensors: Tensors) -> float:
         rows = self.busiest if works_on_received_rows(instruction) else 1.0
         k, gflop = self.kernels, rows * instruction.flops * 1e-9
         bandwidth = self.cluster.memory_gb_per_s * 1e6  # bytes per millisecond
@@ -295,7 +292,7 @@ class KernelCosts:
             sorting = self.carrier.receive_passes * 2 * sorted_bytes / (bandwidth * k.permute)
         return max(gflop / (peak * efficiency), memory) + sorting
 
-    def _attention_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+    def _attention_efficiency(self, instruction: Instruction, tensors: Tensors) -> float:
         is_backward = instruction.op == ATTENTION_OPS[1]
         if not self.attention:
             return self.kernels.attention_backward if is_backward else self.kernels.attention_forward
@@ -304,7 +301,7 @@ class KernelCosts:
         window = instruction.attributes["window"]
         return self.cluster.attention[self.attention].efficiency(width, sequence, window, is_backward)
 
-    def _gemm_efficiency(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+    def _gemm_efficiency(self, instruction: Instruction, tensors: Tensors) -> float:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""
         k = self.kernels
         groups, m, n, contraction = _gemm(instruction, tensors)
@@ -358,7 +355,7 @@ def works_on_received_rows(instruction: Instruction) -> bool:
     return bool(facts(instruction.op).grouped_gemm) or instruction.op.startswith("lancet.expert_activation")
 
 
-def _gemm(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> tuple[float, float, float, float]:
+def _gemm(instruction: Instruction, tensors: Tensors) -> tuple[float, float, float, float]:
     """(groups, m, n, k) of a product [groups, m, k] x [groups, k, n]; rows per group are a mean."""
     *batch, m, n = tensors[instruction.outputs[0]].shape
     groups, rows = math.prod(batch), float(m)

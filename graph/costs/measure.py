@@ -1,8 +1,8 @@
 """Measures the nodes of a graph, and the collectives of this machine.
 
-Nodes are timed one by one while the whole graph, with its collectives, runs on real inputs on all ranks at
-the same time. Collectives are timed alone over a series of sizes (Lancet, section 3: 1 KB, 2 KB, 4 KB, ...).
-Both are collective calls: all ranks must make them, with the same graph.
+Nodes are timed one by one while the whole graph runs on real inputs on all ranks at the same time,
+collectives alone over a series of sizes (Lancet, section 3: 1 KB, 2 KB, 4 KB, ...). Both are collective
+calls: all ranks must make them, with the same graph.
 """
 
 from __future__ import annotations
@@ -107,13 +107,6 @@ def run_as_a_whole(
         return elapsed_ms
 
     return run
-
-
-def milliseconds_as_it_runs(
-    module: fx.GraphModule, inputs: Sequence[object], group: str, device: torch.device, repeats: int = 3
-) -> float:
-    """The time of `run_as_a_whole`: the median over runs (without the first), the mean over the ranks."""
-    return _median_ms(run_as_a_whole(module, inputs, device), group, repeats)
 
 
 @contextlib.contextmanager
@@ -243,22 +236,17 @@ def measure_communication(
         clock = _link_ms if collective == "all_to_all" else _total_ms
 
         def measured(size: int, clock=clock, call=call) -> float:
-            return _median_ms(partial(clock, call, size, device), groups.world, repeats)
+            return median_ms(partial(clock, call, size, device), groups.world, repeats)
 
-        times = {size: measured(size) for size in _doubled(SMALLEST_BYTES, largest[collective, name])}
+        sizes = [SMALLEST_BYTES]
+        while sizes[-1] < largest[collective, name]:
+            sizes.append(2 * sizes[-1])
+        times = {size: measured(size) for size in sizes}
         for size in beyond_others(times):
             times[size] = min(times[size], measured(size))
         samples[collective, name] = [(float(size), ms) for size, ms in times.items()]
     link.read()
     return CommunicationModel.measured(samples)
-
-
-def _doubled(first: int, last: int) -> list[int]:
-    """Example: 1, 5 -> [1, 2, 4, 8]."""
-    sizes = [first]
-    while sizes[-1] < last:
-        sizes.append(2 * sizes[-1])
-    return sizes
 
 
 def beyond_others(times: Mapping[int, float]) -> list[int]:
@@ -337,7 +325,8 @@ def _run_collective(collective: str, group: str, width: int, device: torch.devic
     return reduce_scatter(numbers(size / ranks).repeat(ranks), 0, group)
 
 
-def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
+def median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
+    """What a call returns: the median over runs (without the first), the mean over the ranks."""
     times = []
     for _ in range(repeats + 1):
         if group:

@@ -2,10 +2,8 @@
 cut.
 
 Timed by events on a GPU, and by the CPU time of the computing thread on a CPU (`milliseconds_of`). A part is
-measured together with its whole op on the same operands, and only the ratio of the two is kept, so that both
-times have equally warm caches.
-
-Ops that only partitioned graphs have are timed alone, by the bytes they read and write.
+measured with its whole op on the same operands, and only their ratio is kept, so that both times have equally
+warm caches. Ops that only partitioned graphs have are timed alone, by the bytes they read and write.
 
 Why it matters: cutting a layer of gpt2-bench-moe into 2, 4, 8 parts adds 3, 13, 29 ms on a CPU rank. Measured
 shares predict 5, 16, 40 ms, a launch plus 1/k of the whole op 1 ms each (2-core CPU under other load,
@@ -201,11 +199,8 @@ class _PartTimer(AnyStrides):
         if form.dimension is None:
             return value
         part = value.narrow(form.dimension, 0, -(-value.shape[form.dimension] // parts))
-        return _without_gaps(part) if op_name(node) == "lancet.dispatch" and source is node.args[1] else part
-
-
-def _without_gaps(row_TK: Tensor) -> Tensor:
-    """The rows of a part of a batch, numbered from zero. Example: [[5], [-1], [2]] -> [[1], [-1], [0]]."""
-    kept_TK = row_TK >= 0
-    row_S = row_TK[kept_TK]
-    return row_TK.masked_scatter(kept_TK, row_S.argsort().argsort())
+        if op_name(node) != "lancet.dispatch" or source is not node.args[1]:
+            return part
+        # The rows of a part of a batch, numbered from zero: [[5], [-1], [2]] -> [[1], [-1], [0]].
+        kept_TK = part >= 0
+        return part.masked_scatter(kept_TK, part[kept_TK].argsort().argsort())

@@ -1,13 +1,10 @@
 """One part of an instruction that is cut into k: its name, shapes, FLOPs and bytes.
 
-This includes the overhead of partitioning: each part has its own launch, and reads operands that are not cut
-(a weight) in full. An irregular part has 1/k of the rows (Lancet, section 3), as if tokens were spread
-evenly.
+Each part has its own launch, and reads operands that are not cut (a weight) in full. An irregular part has
+1/k of the rows (Lancet, section 3), as if tokens were spread evenly.
 
-Device costs of partitioning: joining parts, a kernel launch, one part of an op.
-
-Measured once per device model (`graph.costs.measure_device`), and stored in a JSON file beside the measured
-times; each entry has its device model, torch version and source ("measured").
+Device costs of partitioning (joining parts, a kernel launch, one part of an op) are measured once per device
+model (`graph.costs.measure_device`), and stored in a JSON file beside the measured times.
 """
 
 from __future__ import annotations

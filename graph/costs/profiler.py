@@ -1,11 +1,11 @@
 """Profiles a training step on this machine: times of its instructions, its collectives, and of what plans
 add.
 
-Lancet's caching op profiler and communication cost model (section 3): each op and shape is measured once.
-Times are stored in a JSON file, which rank 0 reads and writes for all ranks. What a partitioned graph adds is
-measured later than the rest, so its times are scaled (`speed_then`). Instructions with the same op, shapes
-and attributes share one time, the median of all of them; those whose number of rows only routing decides have
-their own: of two parts, the first sends more where its tokens take the capacity.
+Lancet's caching op profiler and communication cost model (section 3). Times are stored in a JSON file, which
+rank 0 reads and writes for all ranks. What a partitioned graph adds is measured later than the rest, so its
+times are scaled (`speed_then`). Instructions with the same op, shapes and attributes share one time, their
+median; those whose number of rows routing decides have their own: of two parts, the first sends more where
+its tokens take the capacity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from lancet_kernels.graph.costs.measure import (
     beyond_roofline,
     measure_communication,
     measure_nodes,
-    milliseconds_as_it_runs,
+    median_ms,
+    run_as_a_whole,
 )
 from lancet_kernels.graph.costs.measure_device import (
     cuts_to_measure,
@@ -50,7 +51,6 @@ from lancet_kernels.ops.comm.link import link
 
 _log = logging.getLogger(__name__)
 FORMAT, VERSION = "lancet-measured-times", 1
-AGAIN = "they are ignored and will be measured again"
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, in the same folder as that of the measured times."""
 OUTLIER = 1.5
@@ -75,30 +75,6 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
     return f"{instruction.op} {operands} on {where} [{attributes}]"
 
 
-class MeasuredTimes(dict[str, float]):
-    """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
-
-    def __init__(self, path: str | Path):
-        self._file = CacheFile(path, FORMAT, VERSION, AGAIN)
-        super().__init__(self._read())
-
-    def put(self, key: str, milliseconds: float) -> None:
-        """Add one measurement; `save` writes the file."""
-        assert math.isfinite(milliseconds), key
-        assert milliseconds >= 0, key
-        self[key] = float(milliseconds)
-
-    def save(self) -> None:
-        """Write atomically: readers see the old file or the new one. Entries of other processes are
-        preserved."""
-        with self._file.changed() as sections:
-            self.update({**self._read(), **self})
-            sections["milliseconds"] = dict(sorted(self.items()))
-
-    def _read(self) -> dict[str, float]:
-        return self._file.section("milliseconds", "measured times", _times_from_json, {})
-
-
 def _times_from_json(times: Any) -> dict[str, float]:
     if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
         raise ValueError("a time that is not a number >= 0")
@@ -121,7 +97,9 @@ class Profiler:
     ) -> None:
         self.groups, self.device, self._others = groups, device, others
         file = Path(cache or cache_folder() / "times.json")
-        self.times = MeasuredTimes(file)
+        self._file = CacheFile(file, FORMAT, VERSION, "they are ignored and will be measured again")
+        self.times = self._read()
+        """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
         self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
@@ -196,7 +174,9 @@ class Profiler:
         digest = fingerprint(program)[:12]
         keys = {i.name: measurement_key(i, program.tensors, self._where) for i in program.instructions}
         for instruction in program.instructions:
-            if _rows_are_routed(instruction):
+            rule = rule_for(instruction)
+            if rule is not None and rule.count_arguments:
+                # Routing decides how many rows it works on; shapes only say how many at most.
                 keys[instruction.name] += f" as {instruction.name} of program {digest}"
         return keys
 
@@ -285,7 +265,7 @@ class Profiler:
         """
         key = f"step {fingerprint(program)} as it runs on {self._where_with_link}"
         earlier_ms = self._from_first(self.times.get(key))
-        now_ms = milliseconds_as_it_runs(module, inputs, self.groups.world, self.device)
+        now_ms = median_ms(run_as_a_whole(module, inputs, self.device), self.groups.world, repeats=3)
         self._store({key: now_ms})
         return now_ms, earlier_ms
 
@@ -335,11 +315,17 @@ class Profiler:
         """The value of rank 0, on every rank: all must make the same decision whether to measure."""
         return from_first_rank(values, self.groups.world, "the measured times")
 
+    def _read(self) -> dict[str, float]:
+        return self._file.section("milliseconds", "measured times", _times_from_json, {})
+
     def _store(self, times: dict[str, float]) -> None:
-        for key, milliseconds in times.items():
-            self.times.put(key, milliseconds)
+        """Add times; rank 0 writes them, atomically, and keeps what other processes have written."""
+        assert all(math.isfinite(ms) and ms >= 0 for ms in times.values()), times
+        self.times |= times
         if group_rank(self.groups.world) == 0:
-            self.times.save()
+            with self._file.changed() as sections:
+                self.times = {**self._read(), **self.times}
+                sections["milliseconds"] = dict(sorted(self.times.items()))
 
 
 def speed_then(times: Sequence[tuple[float, float | None]]) -> float | None:
@@ -391,12 +377,6 @@ def _quantities(program: Program, keys: Mapping[str, str]) -> Iterator[tuple[str
         yield _threads_key(keys[i.name]), i.name, "other_threads_ms"
         if i.kind is Kind.ALL_TO_ALL:
             yield _bytes_key(keys[i.name]), i.name, "wire_bytes"
-
-
-def _rows_are_routed(instruction: Instruction) -> bool:
-    """Does routing decide how many rows the instruction works on? Shapes only say how many at most."""
-    rule = rule_for(instruction)
-    return rule is not None and bool(rule.count_arguments)
 
 
 def _nearest_computation(program: Program, position: int, waits: Sequence[Sequence[int]]) -> str | None:

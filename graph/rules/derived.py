@@ -336,8 +336,8 @@ def attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Ma
 
 
 def recurrence(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
-    """Operands of three and more dimensions, of which the first is the batch, and parameters, which have
-    fewer, -> results like operands. Gradients of parameters are sums over the batch."""
+    """Operands of three and more dimensions, the first of which is the batch, and parameters, which have
+    fewer -> results alike. Gradients of parameters are sums over the batch."""
 
     def operand(shape: Shape, side: str, mark: str) -> list[str]:
         names = [f"{side}{axis}!" for axis in range(len(shape))]
@@ -413,7 +413,6 @@ def fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mappin
         return None
     left = [["t+", "d!"], [], ["t+", "k!"], *([] for _ in range(parameters))]
     left += [["t+", f"a{n}!"] for n in range(len(fillers))]
-    right = [["t", "d!"], ["t", "k!"], *([f"r{n}!", f"c{n}!"] for n in range(len(outputs) - 2))]
-    for n, shape in enumerate(outputs[2:], 2):
-        right[n] = [f"r{n}x{axis}!" for axis in range(len(shape))]
+    right = [["t", "d!"], ["t", "k!"]]
+    right += [[f"r{n}x{axis}!" for axis in range(len(shape))] for n, shape in enumerate(outputs[2:], 2)]
     return _equation(left, right)

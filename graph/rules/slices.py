@@ -4,8 +4,8 @@ step t = 3")
 
 A *dimension slice index* is a formula of the device (row r, column c), the step t and the phase; a
 *primitive* is the set of these formulas for a few bits of the device's number; a `Partition` is a sequence of
-primitives. Communication is not part of a primitive, but follows from comparing slices: the shifts of tiles
-between steps, the sums of partial results, and the transfers of tensors between phases.
+primitives. Communication follows from comparing slices: the shifts of tiles between steps, the sums of
+partial results, and the transfers of tensors between phases.
 
     B batch    M rows    N features in, summed over in the forward    K features out
     O[B, M, K] = I[B, M, N] W[N, K]
@@ -123,10 +123,9 @@ def home_square(k: int, skewed: str) -> Primitive:
     """P(2^k x 2^k) in which every phase begins with the tiles that a device keeps between the phases: its
     *home*. Not in the slides.
 
-    As in `square` there are no collectives and no replicas. In the slides a phase begins with the tiles that
-    the one before ended with, so that weights travel on and dW has to follow them; here a phase ends with
-    tiles that are thrown away, so nothing has to be aligned and backward and gradient may take turns. For it,
-    a device keeps its first tile of dO through the backward.
+    In the slides a phase begins with the tiles that the one before ended with, so that weights travel on and
+    dW has to follow them; here a phase ends with tiles that are thrown away, so nothing has to be aligned and
+    backward and gradient may take turns. For it, a device keeps its first tile of dO through the backward.
 
     Args: skewed: "n" or "k", the dimension of which device (r, c) begins with slice r + c; of the other one
         with slice c. The result of a layer skewed in k lies where one skewed in n begins, and the other way
@@ -184,23 +183,17 @@ class Partition:
         """The tiles of all devices."""
         if not dimensions:
             return ((),) * self.devices
-        return tuple(zip(*(self._slices_at(phase, d, t % self.steps) for d in dimensions), strict=True))
-
-    @cached_property
-    def _slice_cache(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
-        return {}
-
-    def _slices_at(self, phase: str, dimension: str, t: int) -> tuple[int, ...]:
-        """The slices of all devices; cached."""
-        key = phase, dimension, t
-        if key not in self._slice_cache:
-            every = (self.slice(phase, dimension, device, t) for device in range(self.devices))
-            self._slice_cache[key] = tuple(every)
-        return self._slice_cache[key]
+        return tuple(zip(*(_slices_at(self, phase, d, t % self.steps) for d in dimensions), strict=True))
 
     def __str__(self) -> str:
         """As in the slides. Example: `{N, P2x2}`."""
         return "{" + ", ".join(map(str, self.primitives)) + "}"
+
+
+@lru_cache(maxsize=100_000)
+def _slices_at(partition: Partition, phase: str, dimension: str, t: int) -> tuple[int, ...]:
+    """The slices of all devices."""
+    return tuple(partition.slice(phase, dimension, device, t) for device in range(partition.devices))
 
 
 @dataclass(frozen=True)
@@ -283,11 +276,7 @@ def begins_at_home(partition: Partition) -> bool:
     """Does every phase of a linear layer begin with tiles that the forward, and for dO the backward, began
     with? Else each begins with those that the phase before ended with."""
     (i, weight), do = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands[0]
-    alignments = (
-        (weight, FORWARD, BACKWARD),
-        (i, FORWARD, GRADIENT),
-        (do, BACKWARD, GRADIENT),
-    )
+    alignments = (weight, FORWARD, BACKWARD), (i, FORWARD, GRADIENT), (do, BACKWARD, GRADIENT)
     return all(
         partition.tiles(before, tensor.dimensions, 0) == partition.tiles(after, tensor.dimensions, 0)
         for tensor, before, after in alignments

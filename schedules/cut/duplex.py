@@ -114,9 +114,8 @@ class _Forms:
         if uncut:
             self.refused = self.refused or _why_refused(program.instructions[min(uncut)])
         # Inputs that no part reads stay whole.
-        outside = [t for t in self.forms if t not in program.producer and t not in self._read]
-        for t in outside:
-            del self.forms[t]
+        unread = self.forms.keys() - program.producer.keys() - self._read
+        self.forms = {t: form for t, form in self.forms.items() if t not in unread}
 
     def _is_in_parts(self, tensor: str) -> bool:
         form = self.forms.get(tensor, WHOLE)
@@ -156,8 +155,7 @@ class _Forms:
         )
 
     def _fits(self, instruction: Instruction, way: tuple[Form, ...]) -> bool:
-        operands = (*instruction.inputs, *instruction.outputs)
-        shapes = (self.program.tensors[t].shape for t in operands)
+        shapes = (self.program.tensors[t].shape for t in (*instruction.inputs, *instruction.outputs))
         lines_up = all(
             form.dimension is None or shape[form.dimension] % self._batch == 0
             for shape, form in zip(shapes, way, strict=True)
@@ -170,7 +168,9 @@ class _Forms:
         if tensor in self.program.parameter_set or form == PARTIAL:
             return required == WHOLE
         if form == CARRIED and required == WHOLE:
-            return self._is_any_part(tensor)
+            # Has it no meaning outside its part (an unused seed), or is it passed from part to part?
+            rule = rule_for(self.program.instructions[self.program.producer[tensor]])
+            return rule is not None and not rule.carries
         if form.is_made_in_parts and tensor in self.program.producer:
             return required == form
         if tensor in self.inputs:
@@ -178,11 +178,6 @@ class _Forms:
         if form.is_cut:  # whole, and already sliced for an earlier reader
             return required == form.of_reader
         return required == WHOLE or (required.is_cut and tensor not in self._read_whole)
-
-    def _is_any_part(self, tensor: str) -> bool:
-        """Is it without meaning outside its part (an unused seed), rather than passed from part to part?"""
-        rule = rule_for(self.program.instructions[self.program.producer[tensor]])
-        return rule is not None and not rule.carries
 
 
 def _why_refused(instruction: Instruction) -> UserError | None:

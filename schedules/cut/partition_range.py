@@ -3,13 +3,11 @@
     T(n) = min over i < n and k <= K of T(i) + P(i, n, k)
 
 where T(n) is the best time of the first n instructions and P(i, n, k) that of instructions i to n as a
-pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over
-ranges up to a longest one (iota), and up to a most number of parts (rho).
+pipeline of k parts (section 5.3). It runs over groups of consecutive instructions instead of single ones
+(gamma), over ranges up to a longest one (iota), and up to a most number of parts (rho).
 
-P(i, n, k) is the time of the pipeline (Lancet, section 5.3).
-
-It is simulated by `schedules.time.simulate`: a part of an instruction starts when its inputs are ready and
-the preceding instruction on the same resource has ended, in stage order. The time includes a launch for every
+P is simulated by `schedules.time.simulate`: a part of an instruction starts when its inputs are ready and the
+preceding instruction on the same resource has ended, in stage order. The time includes a launch for every
 part, and the reassembly of the tensors that are read after the range.
 
 Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,
@@ -52,10 +50,11 @@ class PipelineCosts:
         self._parts_ms: dict[tuple[object, ...], float] = {}
 
     def milliseconds(self, first: int, last: int, parts: int) -> float:
-        """P(first, last, parts); infinite if the range cannot be cut into that many parts. parts=1: uncut."""
+        """P(first, last, parts) of positions first..last (both included), with reassembly; infinite if the
+        range cannot be cut into that many parts. parts=1: uncut."""
         key = self.inference.structure(first, last), self._costs[first : last + 1], parts
         if key not in self._simulated_ms:
-            self._simulated_ms[key] = self._simulate(first, last, parts)
+            self._simulated_ms[key] = self._pipeline_ms(first, last, parts)
         return self._simulated_ms[key]
 
     def cut(self, first: int, last: int, parts: int) -> PartitionRange:
@@ -63,16 +62,12 @@ class PipelineCosts:
         names = self.program.instructions[first].name, self.program.instructions[last].name
         forms = self.inference.forms(first, last)
         assert forms is not None, f"{names}: chosen, and cannot be cut"
-        return PartitionRange(*names, parts, dict(forms))
+        return PartitionRange(*names, parts, forms)
 
-    def _simulate(self, first: int, last: int, parts: int) -> float:
+    def _pipeline_ms(self, first: int, last: int, parts: int) -> float:
         forms = self.inference.forms(first, last) if parts > 1 else {}
         if forms is None or not can_be_cut(self.program.tensors, forms, parts):
             return IMPOSSIBLE
-        return self._pipeline_ms(first, last, forms, parts)
-
-    def _pipeline_ms(self, first: int, last: int, forms: Forms, parts: int) -> float:
-        """P(first, last, parts), with reassembly, of positions first..last (both included)."""
         program, instructions = self.program, self.program.instructions
         clock: Clock[tuple[int, int | None]] = Clock()
         positions = range(first, last + 1)
@@ -92,10 +87,8 @@ class PipelineCosts:
             if instructions[i].kind is Kind.COMPUTE:
                 clock.compute((i, part), part_ms[i], after)
             else:
-                # Issued as soon as its inputs are ready (`schedules.order.ordering`), not after its whole
-                # stage.
-                link = link_of(instructions[i])
-                clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
+                # Issued as soon as its inputs are ready, not after its whole stage.
+                clock.send((i, part), part_ms[i], after, link=link_of(instructions[i]), issued_at=0.0)
         clock.catch_up(INFINITY)
         reassembly_ms = sum(
             self.cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
@@ -151,11 +144,7 @@ class PartitionOptions:
         longest_range_ms: float | None = None,
     ) -> PartitionOptions:
         """What is given; where None, LANCET_RHO (parts), LANCET_GAMMA, LANCET_IOTA (milliseconds); else the
-        default.
-
-        Raises:
-            UserError: a variable that counts is not a number, or out of range.
-        """
+        default. Raises: UserError: a variable that counts is not a number, or out of range."""
         if most_parts is None:
             most_parts = _number("LANCET_RHO", int, cls.most_parts)
         if group_ms is None:
@@ -234,9 +223,9 @@ def whole_forward(
 ) -> PartitionRange | None:
     """One range with every all-to-all of the forward pass in it; None where there is no valid one.
 
-    The dynamic program chains ranges one behind the other, each no longer than from one MoE layer to the
-    next: whatever the link has left at the end of one range waits for nothing of the next one. One range
-    for all keeps the link busy throughout. It is tried for few layers only: its parts are many.
+    The dynamic program chains ranges, each no longer than from one MoE layer to the next: what the link has
+    left at the end of one range waits for nothing of the next one. One range for all keeps the link busy
+    throughout. It is tried for few layers only: its parts are many.
     """
     program = costs.program
     length = forward_length(program)

@@ -3,17 +3,14 @@
 Parts run in pipeline order (Lancet, section 5.3). `schedules.rewrite.cut` does the partitioning, on the
 graph.
 
-Axis inference gives the form, and the axis of the cut, of every tensor in a range (Lancet, section 5.2). A
-constraint satisfaction problem over the rule table: one variable per tensor, so that a tensor has the same
-form wherever it is used, and one table constraint per instruction. Chosen is the solution that cuts most
-instructions; among equals, the one with the leading axes. A dynamic program finds it: walking along
-the range, it keeps the best choice for each way in which the tensors that later instructions read may be cut.
-These are few, since the rules of an op allow few: at most 3 for GPT-2, hundreds among the masks and rotations
+Axis inference gives the form of every tensor in a range (Lancet, section 5.2), a constraint satisfaction
+problem over the rule table: a tensor has the same form wherever it is used, and each instruction is cut as
+its rule allows. Chosen is the solution that cuts most instructions; among equals, the one with the leading
+axes. A dynamic program finds it: walking along the range, it keeps the best choice for each way in which the
+tensors that later instructions read may be cut: at most 3 for GPT-2, hundreds among the masks and rotations
 of some transformers models, of which the best are followed (DeepSeek-V3 with 2 layers: planned in 11 s, else
-in 97 s). CP-SAT gives the same answers in three
-times the time (886 ranges, OR-tools 9.15, 2 CPU cores, 2026-11-26).
-
-Ranges of the same structure (the layers of a model) share one solution.
+in 97 s). CP-SAT gives the same answers in three times the time (886 ranges, OR-tools 9.15, 2 CPU cores,
+2026-11-26). Ranges of the same structure (the layers of a model) share one solution.
 """
 
 from __future__ import annotations
@@ -21,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx
+
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.part_instruction import is_cut, part_name, reads_whole, reassembly
 from lancet_kernels.graph.ops import rule_for
-from lancet_kernels.graph.program import Instruction, Kind, Program, connected
+from lancet_kernels.graph.program import Instruction, Kind, Program
 from lancet_kernels.graph.rules.rules import (
     CARRIED,
     IRREGULAR,
@@ -52,7 +51,6 @@ class AxisInference:
         self._numbers: dict[tuple, int] = {}
         self._structures: dict[tuple[int, int], int] = {}
         self._solutions: dict[int, tuple[Form, ...] | None] = {}
-        self._by_range: dict[tuple[int, int], dict[str, Form] | None] = {}
 
     def structure(self, first: int, last: int) -> int:
         """A number that stands for the structure of positions first..last (both included)."""
@@ -63,24 +61,20 @@ class AxisInference:
         return self._structures[key]
 
     def forms(self, first: int, last: int) -> Forms | None:
-        """The forms of all tensors in positions first..last (both included) that are not whole, or None.
+        """The forms of all tensors in positions first..last (both included) that are not whole.
 
         None: the range has no all-to-all, or one of its all-to-alls cannot be cut because of an op without a
         rule or a gate that needs the whole batch.
         """
-        key = first, last
-        if key not in self._by_range:
-            structure = self.structure(first, last)
-            inside = self.program.instructions[first : last + 1]
-            tensors = list(dict.fromkeys(t for i in inside for t in (*i.inputs, *i.outputs)))
-            if structure not in self._solutions:
-                self._solutions[structure] = self._solve(first, last, tensors)
-            solution = self._solutions[structure]
-            self._by_range[key] = None
-            if solution is not None:
-                forms = zip(tensors, solution, strict=True)
-                self._by_range[key] = {t: form for t, form in forms if form != WHOLE}
-        return self._by_range[key]
+        structure = self.structure(first, last)
+        inside = self.program.instructions[first : last + 1]
+        tensors = list(dict.fromkeys(t for i in inside for t in (*i.inputs, *i.outputs)))
+        if structure not in self._solutions:
+            self._solutions[structure] = self._solve(first, last, tensors)
+        solution = self._solutions[structure]
+        if solution is None:
+            return None
+        return {t: form for t, form in zip(tensors, solution, strict=True) if form != WHOLE}
 
     def _solve(self, first: int, last: int, tensors: list[str]) -> tuple[Form, ...] | None:
         tables = self._tables(first, last)
@@ -128,8 +122,7 @@ class AxisInference:
         return *instruction.inputs, *instruction.outputs
 
     def _possible(self, tensor: str, is_inside: bool) -> list[Form]:
-        """The possible forms of a tensor: parameters are whole; tensors from before the range are whole or
-        cut."""
+        """The forms of a tensor: parameters are whole; those from before the range are whole or cut."""
         if tensor in self.program.parameter_set:
             return [WHOLE]
         cuts = [WHOLE, WINDOW, *map(cut_along, range(len(self.program.tensors[tensor].shape)))]
@@ -139,14 +132,14 @@ class AxisInference:
         """The cut tensors that are connected to an all-to-all through other cut tensors; cutting the rest
         would not help overlap. Example: the transpose of a weight that is read only after the range.
         """
-        cut_tensors = [t for t, form in forms.items() if form != WHOLE]
-        seeds, edges = set(), []
+        graph, seeds = networkx.Graph(), set()
         for instruction in self.program.instructions[first : last + 1]:
-            cut = [t for t in (*instruction.inputs, *instruction.outputs) if t in cut_tensors]
-            edges += [(cut[0], t) for t in cut[1:]]
+            operands = (*instruction.inputs, *instruction.outputs)
+            cut = [t for t in operands if forms[t] != WHOLE]
+            networkx.add_star(graph, cut)
             if instruction.kind is Kind.ALL_TO_ALL:
                 seeds.update(cut)
-        groups = connected(cut_tensors, edges)
+        groups = networkx.connected_components(graph)
         return {t for group in groups if not seeds.isdisjoint(group) for t in group}
 
     def _tables(self, first: int, last: int) -> dict[int, list[tuple[Form, ...]]] | None:
@@ -187,7 +180,7 @@ def _signature(program: Program, first: int, last: int) -> tuple:
     """The structure of a range, without names.
 
     Ranges with equal signatures have the same ops, shapes, attributes and data flow, and the same tensors are
-    read after them; what they cost, and measured times, may differ.
+    read after them; costs may differ.
     """
     number: dict[str, int] = {}
     rows = []
@@ -207,8 +200,8 @@ def _signature(program: Program, first: int, last: int) -> tuple:
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included), cut into `parts`; `forms` has the form of every tensor
-    that is not whole in a part."""
+    """Instructions first..last (names, both included), cut into `parts`; forms: of tensors that are not whole
+    in a part."""
 
     first: str
     last: str

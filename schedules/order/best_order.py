@@ -1,7 +1,5 @@
 """The fastest order of a Program within a memory limit: all scheduling methods are simulated, the best one
-wins.
-
-The result is never predicted to be slower than Algorithm 1 or than the original order.
+wins, so it is never predicted to be slower than Algorithm 1 or than the original order.
 
 Local search then moves its instructions one by one, as long as the simulated step gets no longer.
 
@@ -60,8 +58,7 @@ class LocalSearch:
         for place, i in enumerate(order):
             self.place[i] = place
         self.iteration_ms = run(program, ms, order).iteration_ms
-        communicates = [instruction.kind.is_communication for instruction in program.instructions]
-        self.follows = [sends or not ms[i] for i, sends in enumerate(communicates)]
+        self.follows = [x.kind.is_communication or not ms[i] for i, x in enumerate(program.instructions)]
         """Messages and what takes no time: they follow what completes them."""
         self.movable = [i for i, follows in enumerate(self.follows) if not follows]
         self.random = random.Random(0)
@@ -77,13 +74,11 @@ class LocalSearch:
                 break
             (i,) = self.random.choices(self.movable, cum_weights=weights)
             before = self.iteration_ms
-            self._try(*(self._earlier if self.random.random() < 0.5 else self._later)(i, self._span()))
+            direction = self._earlier if self.random.random() < 0.5 else self._later
+            self._try(*direction(i, 1 + int(self.random.expovariate(1 / (SPAN * len(self.order))))))
             if self.iteration_ms < before:
                 shorter_at = move
         return self.order
-
-    def _span(self) -> int:
-        return 1 + int(self.random.expovariate(1 / (SPAN * len(self.order))))
 
     def _earlier(self, i: int, span: int) -> tuple[int, list[int]]:
         """(place, instructions from there on): i is `span` places earlier, behind what it needs."""
@@ -188,10 +183,10 @@ class OrderSearch:
         """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
 
         Under a memory limit, list schedules are made for one limit after the other, from the original peak up
-        to the given limit, each from the best order so far: what remains of an order that is good already
-        leaves more room than what remains of the original one. Every candidate of a tighter limit counts for
-        a wider one, so that more memory is never worse. The search ends at the limit that the fastest order
-        without one keeps to, or where no order is faster (`lower_bound_ms`).
+        to the given limit, each from the best order so far, the rest of which leaves more room than that of
+        the original one. Every candidate of a tighter limit counts for a wider one, so that more memory is
+        never worse. The search ends at the limit that the fastest order without one keeps to, or where no
+        order is faster (`lower_bound_ms`).
 
         If even the original order exceeds the memory limit, the limit is the peak of the original order.
 

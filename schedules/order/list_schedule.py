@@ -3,12 +3,11 @@ which moves weight gradients only.
 
 Whenever compute is idle, the ready instruction with the longest path to the end of the program runs.
 Instructions that no all-to-all depends on (weight gradients, optimizer steps, the reassembly of activations
-for the backward pass) are fillers: they run when nothing else is ready, which is exactly while an all-to-all
-is exposed; the filler that fits the gap best goes first. A message is sent when the link is about to become
-idle, the one with the longest path first; gradient all-reduces only when no other message is ready.
+for the backward pass) are fillers: they run when nothing else is ready, while an all-to-all is exposed; the
+filler that fits the gap best goes first. A message is sent when the link is about to become idle, the one
+with the longest path first; gradient all-reduces only when no other message is ready.
 
-Under a memory limit a `MemoryBudget` must admit each instruction: after any instruction that it admits, the
-remaining ones can run in the Program's own order within the limit. Messages that read only parameters
+Under a memory limit a `MemoryBudget` must admit each instruction. Messages that read only parameters
 (all-gathers) are then sent shortly before they are needed, because gathering early takes memory that deferred
 instructions could use.
 """
@@ -16,9 +15,9 @@ instructions could use.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -128,53 +127,6 @@ class Work:
         return latest
 
 
-class Fillers:
-    """The ready fillers, in each order in which one is asked for. Args: oldest_first: as in `Policy`."""
-
-    def __init__(self, ms: Sequence[float], priority: Sequence[float], oldest_first: bool) -> None:
-        self._ms, self._priority, self._oldest_first = ms, priority, oldest_first
-        self._by_age: list[int] = []
-        self._by_path: list[tuple[float, int]] = []
-        self._shorter: list[tuple[float, int]] = []
-        self._longer: list[tuple[float, int]] = []
-
-    def __iter__(self) -> Iterator[int]:
-        """Oldest first."""
-        return iter(self._by_age)
-
-    def _queues(self, i: int) -> Iterator[tuple[list, object]]:
-        yield self._by_age, i
-        yield self._by_path, (-self._priority[i], i)
-        if not self._oldest_first:
-            yield self._longer, (self._ms[i], i)
-            yield self._shorter, (-self._ms[i], i)
-
-    def add(self, i: int) -> None:
-        for queue, entry in self._queues(i):
-            insort(queue, entry)
-
-    def discard(self, i: int) -> None:
-        for queue, entry in self._queues(i):
-            place = bisect_left(queue, entry)
-            if place == len(queue) or queue[place] != entry:
-                return
-            del queue[place]
-
-    def by_path(self) -> Iterator[int]:
-        """Longest path to the end first."""
-        return (i for _, i in self._by_path)
-
-    def by_fit(self, gap: float) -> Iterator[int]:
-        """Oldest first, or those whose time is nearest to the gap."""
-        if self._oldest_first:
-            return iter(self._by_age)
-        longer = bisect_left(self._longer, (gap, -1))
-        shorter = bisect_right(self._shorter, (-gap, len(self._ms)))
-        above = ((ms - gap, i) for ms, i in islice(self._longer, longer, None))
-        below = ((gap + minus_ms, i) for minus_ms, i in islice(self._shorter, shorter, None))
-        return (i for _, i in heapq.merge(above, below))
-
-
 class ListScheduler:
     """Simulates compute and links forward in time, and chooses the next instruction at each step."""
 
@@ -189,7 +141,8 @@ class ListScheduler:
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.dependencies = Ready(self.program)
         self.ready: list[tuple[float, int]] = []
-        self.fillers = Fillers(self.ms, self.priority, policy.oldest_first)
+        self.fillers: list[int] = []
+        """Those that are ready, the oldest first."""
         self.messages: list[tuple[float, int]] = []
         self.sums: deque[int] = deque()
         self.order: list[int] = []
@@ -204,7 +157,10 @@ class ListScheduler:
     def schedule(self) -> list[int]:
         self._make_ready(self.dependencies.at_first)
         while len(self.order) < len(self.program):
-            self._receive()
+            self.clock.catch_up()
+            for message in self.clock.sent[self.arrived :]:
+                self._make_ready(self.dependencies.done(message))
+            self.arrived = len(self.clock.sent)
             if len(self.order) == len(self.program):
                 break  # nothing but what is free was behind the last message
             i = self._next_compute()
@@ -219,13 +175,6 @@ class ListScheduler:
             else:
                 self._issue_first()
         return self.order
-
-    def _receive(self) -> None:
-        """Mark the messages that have arrived by now as done."""
-        self.clock.catch_up()
-        while self.arrived < len(self.clock.sent):
-            self._done(self.clock.sent[self.arrived])
-            self.arrived += 1
 
     def _make_ready(self, starts: Iterable[int]) -> None:
         """Queue what is ready; what is free is issued at once, with all that is free behind it."""
@@ -247,7 +196,7 @@ class ListScheduler:
         elif i in self.work.link_of:
             self.sums.append(i)
         elif self.work.is_filler[i]:
-            self.fillers.add(i)
+            insort(self.fillers, i)
         else:
             heapq.heappush(self.ready, (-self.priority[i], i))
 
@@ -257,15 +206,12 @@ class ListScheduler:
         if self.budget is not None:
             self.budget.issue(i)
 
-    def _done(self, i: int) -> None:
-        self._make_ready(self.dependencies.done(i))
-
     def _compute(self, i: int) -> None:
         self._issue(i)
         self.clock.compute(i, self.ms[i], ())
         if self.work.is_main[i]:
             self.main_ms += self.ms[i]
-        self._done(i)
+        self._make_ready(self.dependencies.done(i))
 
     def _send(self, i: int) -> None:
         self._issue(i)
@@ -289,16 +235,7 @@ class ListScheduler:
 
     def _next_message(self, moment: float) -> int | None:
         """The most urgent message that may be sent; without one, a gradient all-reduce."""
-        aside: list[tuple[float, int]] = []
-        message = None
-        while self.messages and message is None and len(aside) < self.MOST_TRIES:
-            entry = heapq.heappop(self.messages)
-            if self._may_go(entry[1], moment):
-                message = entry[1]
-            else:
-                aside.append(entry)
-        for entry in aside:
-            heapq.heappush(self.messages, entry)
+        message = self._first_of(self.messages, lambda i: self._may_go(i, moment))
         if message is None and self.sums and self._may_go(self.sums[0], moment):
             message = self.sums.popleft()
         return message
@@ -312,8 +249,7 @@ class ListScheduler:
         return self.budget is None or self.budget.admits(i)
 
     def _issue_first(self) -> None:
-        """No message is in flight and no candidate was chosen: issue the next instruction in program
-        order."""
+        """Without a message in flight or a candidate, issue the next instruction in program order."""
         i = self._first()
         assert self.dependencies.is_ready(i), "the first remaining instruction depends only on earlier ones"
         self._take(i)
@@ -329,9 +265,9 @@ class ListScheduler:
 
     def _take(self, i: int) -> int:
         """Remove an instruction from the queue that it waits in, and return it."""
-        self.fillers.discard(i)
-        if i in self.sums:
-            self.sums.remove(i)
+        for queue in (self.fillers, self.sums):
+            if i in queue:
+                queue.remove(i)
         for heap in (self.ready, self.messages):
             if (-self.priority[i], i) in heap:
                 heap.remove((-self.priority[i], i))
@@ -339,24 +275,24 @@ class ListScheduler:
         return i
 
     def _next_compute(self) -> int | None:
-        if self.ready:
-            urgent = self._most_urgent()
-            return self._make_room() if urgent is None else urgent
-        return self._filler_for_gap()
+        if not self.ready:
+            return self._filler_for_gap()
+        urgent = self._first_of(self.ready, lambda i: self.budget is None or self.budget.admits(i))
+        return self._make_room() if urgent is None else urgent
 
-    def _most_urgent(self) -> int | None:
-        """The instruction with the longest path among those that the memory budget admits."""
+    def _first_of(self, heap: list[tuple[float, int]], may_go: Callable[[int], bool]) -> int | None:
+        """Take the instruction with the longest path of those that may go, if it is among the first few."""
         aside: list[tuple[float, int]] = []
-        urgent = None
-        while self.ready and urgent is None and len(aside) < self.MOST_TRIES:
-            entry = heapq.heappop(self.ready)
-            if self.budget is None or self.budget.admits(entry[1]):
-                urgent = entry[1]
+        found = None
+        while heap and found is None and len(aside) < self.MOST_TRIES:
+            entry = heapq.heappop(heap)
+            if may_go(entry[1]):
+                found = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
-            heapq.heappush(self.ready, entry)
-        return urgent
+            heapq.heappush(heap, entry)
+        return found
 
     def _make_room(self) -> int | None:
         """A filler that frees memory, or the first remaining instruction; None: wait for a message."""
@@ -365,7 +301,7 @@ class ListScheduler:
         freeing = (i for i in self.fillers if budget.frees(i) > 0)
         for i in islice(freeing, self.MOST_TRIES):
             if budget.admits(i):
-                self.fillers.discard(i)
+                self.fillers.remove(i)
                 return i
         first = self._first()
         if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
@@ -374,17 +310,18 @@ class ListScheduler:
 
     def _filler_for_gap(self) -> int | None:
         """The filler that best fits the time until the next message arrives."""
-        until = self.clock.busy_until
-        if until == INFINITY:
-            candidates = self.fillers.by_path()
+        candidates: Iterable[int] = self.fillers
+        if self.clock.busy_until == INFINITY:
+            candidates = sorted(candidates, key=lambda i: -self.priority[i])
         else:
-            gap = until - self.clock.now
+            gap = self.clock.busy_until - self.clock.now
             most = self.policy.refuse_beyond * gap
-            by_fit = self.fillers.by_fit(gap)
-            candidates = (i for i in by_fit if self.ms[i] <= most or not self._later(i))
+            if not self.policy.oldest_first:
+                candidates = sorted(candidates, key=lambda i: abs(self.ms[i] - gap))
+            candidates = (i for i in candidates if self.ms[i] <= most or not self._later(i))
         for i in islice(candidates, self.MOST_TRIES):
             if self.budget is None or self.budget.admits(i):
-                self.fillers.discard(i)
+                self.fillers.remove(i)
                 return i
         return None
 

@@ -1,31 +1,22 @@
 """Topological orders of a Program: which instructions are ready, the valid order by a given key, and one with
-its messages issued early.
-
-Also moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
+its messages issued early. Also moves instructions that nothing waits for out of the way:
 
 `read_late`: views of what messages bring stand right before the first instruction that reads them. A
 schedule places a view where its message arrives in the simulation. Where a real collective takes longer,
-everything behind the view would stand still. What was sent stays in memory until the view.
+everything behind the view would stand still.
 
-`sink_statistics`: statistics move to the end of the forward pass and constants to its start, so that ranges
-can be cut.
-
-Statistics are instructions that no later all-to-all depends on, such as the sums of the router losses, which
-read the gate's results for the whole batch. In their original place they would break a range into two.
-
-Constants are vectors computed from scalars alone (the positions for a keyed gate or dropout). A part reads
-its slice of them, so they must be computed before the range.
-
-Behind the last all-to-all, instructions that do not depend on it move too, right before their first reader:
-so a range can continue up to the model's head. The order of all other instructions is unchanged.
+`sink_statistics`: so that ranges can be cut, statistics move to the end of the forward pass and constants to
+its start. Statistics are instructions that no later all-to-all depends on, such as the sums of the router
+losses, which read the gate's results for the whole batch and would break a range into two. Constants are
+vectors computed from scalars alone (the positions for a keyed gate or dropout), of which a part reads its
+slice. Behind the last all-to-all, instructions that do not depend on it move right before their first reader,
+so that a range can continue up to the model's head.
 
 Which weight gradients overlap which all-to-all? (Lancet, section 4.) *Labelling* (4.1): a dW may overlap an
-all-to-all if no directed path connects them, in either direction. *Scheduling* (4.2, Algorithm 1): for each
-all-to-all in order, repeatedly choose the unused dW whose time fits its remaining time best, until it is
-covered; then place every chosen dW right behind its all-to-all.
-
-A dW moves together with the transpose before it and the cast behind it, as one `Unit`. Its gradient
-all-reduce and the optimizer follow by their dependencies. Details beyond the paper:
+all-to-all if no directed path connects them. *Scheduling* (4.2, Algorithm 1): for each all-to-all in order,
+repeatedly choose the unused dW whose time fits its remaining time best, until it is covered; then place every
+chosen dW right behind its all-to-all. A dW moves together with the transpose before it and the cast behind
+it, as one `Unit`. Details beyond the paper:
 
 - Computation after an all-to-all that does not depend on it already overlaps it; its time is subtracted.
 - If other computation already overlaps an all-to-all, a unit more than twice as long as the remaining time is
@@ -34,33 +25,27 @@ all-reduce and the optimizer follow by their dependencies. Details beyond the pa
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import and_
 from typing import Any
 
+import networkx
 import numpy as np
 
 from lancet_kernels.graph.costs.costs import collective_of
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, bitset, connected
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, bitset
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 
 class Ready:
-    """Tracks which instructions are ready, as others are done.
+    """Tracks which instructions are ready, as others are done."""
 
-    Args: chains: sequences of positions that keep their order, in addition to the dependencies.
-    """
-
-    def __init__(self, program: Program, chains: Iterable[Sequence[int]] = ()) -> None:
-        self._dependents: Sequence[Sequence[int]] = program.dependents
+    def __init__(self, program: Program) -> None:
+        self._dependents = program.dependents
         self._missing = [len(before) for before in program.dependencies]
-        self._next: dict[int, list[int]] = {}
-        for chain in chains:
-            for before, after in pairwise(chain):
-                self._next.setdefault(before, []).append(after)
-                self._missing[after] += 1
         self.at_first = [i for i, missing in enumerate(self._missing) if not missing]
 
     def is_ready(self, i: int) -> bool:
@@ -69,7 +54,7 @@ class Ready:
 
     def done(self, i: int) -> Iterator[int]:
         """Mark i as done. -> the positions that become ready by that."""
-        for j in (*self._dependents[i], *self._next.get(i, ())):
+        for j in self._dependents[i]:
             self._missing[j] -= 1
             if not self._missing[j]:
                 yield j
@@ -79,19 +64,15 @@ def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequen
     """The valid order in which the next instruction is always the ready one with the smallest key.
 
     Args:
-        key: of a position. chains: as in `Ready`; together with the dependencies they must be acyclic.
+        key: of a position. chains: sequences of positions that keep their order; together with the
+            dependencies they must be acyclic.
     """
-    ready = Ready(program, chains)
-    heap = [(key(i), i) for i in ready.at_first]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, i = heapq.heappop(heap)
-        order.append(i)
-        for j in ready.done(i):
-            heapq.heappush(heap, (key(j), j))
-    assert len(order) == len(program), "chains and dependencies must be acyclic"
-    return order
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(program)))
+    graph.add_edges_from((j, i) for i, before in enumerate(program.dependencies) for j in before)
+    for chain in chains:
+        graph.add_edges_from(pairwise(chain))
+    return list(networkx.lexicographical_topological_sort(graph, key))
 
 
 def issue_early(program: Program, order: Sequence[int], *, fixed: Collection[str] = ()) -> list[int]:
@@ -257,11 +238,8 @@ def weight_gradients(program: Program) -> list[int]:
             continue
         if program.descendants[i] & all_to_alls:
             continue
-        readers = (program.instructions[j] for j in program.dependents[i])
-        if all(
-            is_gradient[program.index[r.name]] or sums_gradients(r) or r.phase is Phase.OPTIMIZER
-            for r in readers
-        ):
+        readers = ((j, program.instructions[j]) for j in program.dependents[i])
+        if all(is_gradient[j] or sums_gradients(r) or r.phase is Phase.OPTIMIZER for j, r in readers):
             is_gradient[i] = True
             positions.append(i)
     return positions[::-1]
@@ -289,12 +267,12 @@ def units(program: Program, ms: Sequence[float]) -> list[Unit]:
     """Overlappable weight gradients; those connected by edges form one unit, with the intersection of their
     labels."""
     labels = overlappable(program)
-    edges = ((i, j) for i in labels for j in program.dependencies[i] if j in labels)
+    graph = networkx.Graph()
+    graph.add_nodes_from(labels)
+    graph.add_edges_from((i, j) for i in labels for j in program.dependencies[i] if j in labels)
     result = []
-    for positions in map(sorted, connected(labels, edges)):
-        shared = labels[positions[0]]
-        for i in positions[1:]:
-            shared &= labels[i]
+    for positions in map(sorted, networkx.connected_components(graph)):
+        shared = reduce(and_, (labels[i] for i in positions))
         if shared:
             result.append(Unit(tuple(positions), sum(ms[i] for i in positions), shared))
     return result

@@ -1,7 +1,7 @@
 """Applies a planned order to an fx graph.
 
-    reorder(graph, order)       puts the nodes into the order of the plan, forward before backward
-    place(graph, order)         the same for a graph in which forward and backward may mix
+    place(graph, order)         puts the nodes into the order of the plan
+    reorder(graph, order)       the same, forward before backward
     wait_late(graph)            puts each `wait_tensor` right before its first reader
     start_early_wait_late(gm)   the same, our own collectives split into start and wait; sums wait until due
 
@@ -181,11 +181,8 @@ def issued_order(graph: fx.Graph) -> list[str]:
 
 
 def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
-    """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
-
-    Raises: UserError if `order` is not a permutation of the instructions, has an instruction before one of
-    its inputs, or a forward instruction after a backward one.
-    """
+    """As `place`, of a graph that is to be split. Raises: UserError also for a forward instruction after a
+    backward one."""
     forward = forward_nodes(list(graph.nodes))
     in_graph = {node.name: node for node in graph.nodes}
     nodes = [in_graph[name] for name in order if name in in_graph]
@@ -225,7 +222,12 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
         elements = with_elements(node)
         reordered += elements
         available.update(elements)
-    _check_draws(graph, reordered)  # 3
+    present_draws, planned_draws = (filter(draws_random_numbers, nodes) for nodes in (graph.nodes, reordered))
+    for first, early in zip(present_draws, planned_draws, strict=True):  # 3
+        if first is not early:
+            raise _invalid_order(
+                f"{early.name} before {first.name}", f"{first.name} first: both draw random numbers"
+            )
     cursor = graph._root
     for node in reordered:
         cursor.append(node)
@@ -236,15 +238,6 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
 
 def _invalid_order(got: str, expected: str) -> UserError:
     return UserError("order of a plan", got=got, expected=expected, do="plan again for this graph")
-
-
-def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
-    """Raise UserError if the order of ops that draw random numbers changes."""
-    present = [node.name for node in graph.nodes if draws_random_numbers(node)]
-    planned = [node.name for node in reordered if draws_random_numbers(node)]
-    for first, early in zip(present, planned, strict=True):
-        if first != early:
-            raise _invalid_order(f"{early} before {first}", f"{first} first: both draw random numbers")
 
 
 def start_early_wait_late(
@@ -279,8 +272,7 @@ def start_early_wait_late(
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
     """Replace one of our collectives by its start, and the wait before its first reader."""
-    name, elements = node.name, with_elements(node)[1:]
-    start = facts_of(node).start
+    name, start = node.name, facts_of(node).start
     assert start is not None
     with graph.inserting_before(node):
         pending = graph.call_function(start, node.args, node.kwargs)
@@ -291,7 +283,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     result.name = name
-    _place_late(graph, result, elements)
+    _place_late(graph, result)
 
 
 def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:
@@ -304,11 +296,11 @@ def wait_late(graph: fx.Graph, blocking: Collection[str] = ()) -> None:
         while start.target is operator.getitem:
             start = start.args[0]
         if start.name not in blocking:
-            _place_late(graph, node, with_elements(node)[1:])
+            _place_late(graph, node)
 
 
-def _place_late(graph: fx.Graph, node: fx.Node, elements: Sequence[fx.Node]) -> None:
+def _place_late(graph: fx.Graph, node: fx.Node) -> None:
     """Move a wait with the elements of its result before the first reader of any of them."""
     first = min(readers(node), default=graph.output_node())
-    for each in (node, *elements):
+    for each in with_elements(node):
         first.prepend(each)

@@ -126,9 +126,8 @@ def insert_all_reduces(
         group = group_of_parameter[parameter_of_output[i]]
         return i, value.dtype, group, value.numel() * value.element_size()
 
-    in_order = sorted(summed, key=results.__getitem__)
     inserter = Inserter(graph, {replica_group: "replica"})
-    gradients = [finished(i) for i in in_order]
+    gradients = [finished(i) for i in sorted(summed, key=results.__getitem__)]
     bucket_bytes = bucket_bytes_of(sum(size for *_, size in gradients))
     for group, bucket in cut_into_buckets(gradients, bucket_bytes):
         summands, parameters = [results[i] for i in bucket], [parameter_of_output[i] for i in bucket]
@@ -143,8 +142,8 @@ def insert_all_reduces(
 
 
 def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
-    """Divide the gradients of all parameters of a joint graph: the backward is linear in the gradients of its
-    results, which are mostly one number, so these are divided. Gradients of inputs stay as they are."""
+    """Divide the gradients of all parameters of a joint graph, by dividing those of its results, mostly one
+    number: the backward is linear. Gradients of inputs stay as they are."""
     if divide_by == 1:
         return
     graph, output = module.graph, module.graph.output_node()

@@ -6,9 +6,9 @@ into k = 2 parts, becomes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the requested order), and one node that reassembles the parts
     of a tensor wherever an instruction outside the parts reads it.
 
-The form of a tensor (`graph.rules.rules`) says which slice of it a part has; the rule of an op
-(`graph.rules.rules`) says which of its arguments differ between parts. After the gate, rows are irregular:
-each part has its own counts, its own exchange of counts and its own rows.
+The form of a tensor says which slice of it a part has; the rule of an op, which of its arguments differ
+between parts (`graph.rules.rules`). After the gate, rows are irregular: each part has its own counts, its own
+exchange of counts and its own rows.
 
 Contract:
 
@@ -19,8 +19,7 @@ Contract:
 5. The original instructions are gone.
 6. If a range cannot be cut, CutError says why; the graph is then of no use.
 
-A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program, in
-which the slices, counts and rows of parts and the reassembly are instructions like all others.
+A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ def cut_range(
     Args:
         order: of the parts of all its instructions.
         forms: of all their tensors that are not whole.
-        values: cache of fake results. Nodes then share their `meta["val"]`, from which passes of torch, which
-            ours are not, would conclude that they share storage. None: each node gets its own.
-        empty_parts: the last parts may have no elements: a batch that is smaller than the one that was
-            planned is cut into as many parts, because its collectives must be those of the plan.
+        values: cache of fake results. Nodes then share their `meta["val"]`, from which passes of torch would
+            conclude that they share storage. None: each node gets its own.
+        empty_parts: the last parts may have no elements: a batch smaller than the one that was planned is cut
+            into as many parts, because its collectives must be those of the plan.
     Raises: CutError.
     """
     _Cutter(graph, {name for name, _ in order}, parts, forms, values, empty_parts).run(order)
@@ -118,15 +117,9 @@ class _Cutter:
             if node not in self.routing_nodes and any_made_in_parts(forms, tensor_names(node))
         ]
         self.parts = Parts(
-            graph,
-            self.in_parts,
-            forms,
-            parts,
-            routings,
-            values,
-            lambda node: self.reassembly.whole(node),
-            empty_parts,
-        )
+            graph, self.in_parts, forms, parts, routings, values,
+            lambda node: self.reassembly.whole(node), empty_parts,
+        )  # fmt: skip
         self.reassembly = Reassembly(self.parts)
 
     def run(self, order: Order) -> None:
@@ -143,10 +136,11 @@ class _Cutter:
                 for node, part in ordered:  # 2
                     if part is None:
                         self._move(node, end)
-                    else:
-                        self.parts.copy(node, part)
-                        if part + 1 == count:
-                            self._add_summands(node)  # 3
+                        continue
+                    self.parts.copy(node, part)
+                    for element in with_elements(node) if part + 1 == count else ():
+                        if self.parts.form(element) == PARTIAL and element.users and tensor_names(element):
+                            self.reassembly.whole(element)  # 3
                 rows = {routing.row: routing for routing in self.parts.routings}.values()
                 replacements = [r for routing in rows for r in self.reassembly.merged_rows(routing)]
                 replacements += [r for node in self.in_parts for r in self.reassembly.replacements(node)]
@@ -178,12 +172,6 @@ class _Cutter:
                 raise refuse(f"{node.name}, which is not cut but reads {source.name}", "parts of it")
         for element in with_elements(node):
             end.prepend(element)
-
-    def _add_summands(self, node: fx.Node) -> None:
-        """Add the summands of a node, if it has any."""
-        for element in with_elements(node):
-            if self.parts.form(element) == PARTIAL and element.users and tensor_names(element):
-                self.reassembly.whole(element)
 
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
@@ -251,7 +239,8 @@ class Reassembly:
             total = parts[0]
             for other in parts[1:]:
                 total = self.parts.call(aten.add.Tensor, (total, other), {}, name)
-            if self._is_mean_of_sums(node, element):
+            reduction = rule_of(node).reduction_argument
+            if reduction and argument(node, reduction) == MEAN and element.args[1] == 0:
                 weight = self.whole(element_of(node, 1))
                 total = self.parts.call(aten.div.Tensor, (total, weight), {}, f"{element.name}_mean")
             return total
@@ -268,10 +257,6 @@ class Reassembly:
         raise refuse(
             f"{element.name}, whole in every part, read after the range", "tensors that can be reassembled"
         )
-
-    def _is_mean_of_sums(self, node: fx.Node, element: fx.Node) -> bool:
-        name = rule_of(node).reduction_argument
-        return bool(name) and argument(node, name) == MEAN and element.args[1] == 0
 
     def _count_of(self, node: fx.Node) -> fx.Node:
         """The counts of the rows that an op returns."""

@@ -1,10 +1,7 @@
 """One part of an instruction in an fx graph: its node, its slice of the operands, its rows and counts.
 
 A part reads the parts of partitioned tensors, slices of tensors from outside the range, and the complete sums
-of partial tensors. After the gate each part has its own counts, its own exchange of counts and its own rows.
-
-First what a node says about it: its rule, the form and the shape of its results, the layout of its rows.
-`CutError` is raised wherever a range cannot be cut.
+of partial tensors. `CutError` is raised wherever a range cannot be cut.
 """
 
 from __future__ import annotations
@@ -232,9 +229,10 @@ class Parts:
     def rows_and_counts(self, routing: Routing, part: int) -> tuple[fx.Node, fx.Node]:
         """The nodes of a part's row_TK and counts[W, E_l]."""
         if routing not in self._rows_and_counts[part]:
-            args = (self.part(routing.expert, part), self.part(routing.slot, part), routing.num_experts)
+            expert, slot = self.part(routing.expert, part), self.part(routing.slot, part)
+            args = expert, slot, routing.num_experts, routing.capacity
             name = f"{routing.dispatch.name}_rows_part{part}"
-            both = self.call(lancet.part_rows.default, (*args, routing.capacity), {}, name)
+            both = self.call(lancet.part_rows.default, args, {}, name)
             row = self.call(operator.getitem, (both, 0), {}, f"{name}_row")
             count = self.call(operator.getitem, (both, 1), {}, f"{name}_count")
             shape = shape_of(routing.count)

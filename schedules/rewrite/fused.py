@@ -2,13 +2,12 @@
 
 An overlap group is an MoE layer: its all-to-alls and the computation that hides them, which is its own expert
 GEMMs (forward, dgrad, wgrad) and, in the backward launch, weight gradients of other layers. On streams, a
-collective runs beside GEMM kernels, and is exposed where it is longer than these. Fused, GEMM tiles and puts
-share one launch. A step has all its layers fused that can be, or none: whatever is faster as a whole.
+collective runs beside GEMM kernels; fused, GEMM tiles and puts share one launch. A step has all its layers
+fused that can be, or none: whatever is faster as a whole.
 
 A weight gradient becomes a filler of the launch if most of its time is hidden there. The longest is tried
-first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams.
-
-Layers are fused before the step is cut. A launch can then be cut into one for each copy of the step (duplex).
+first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams. Layers are fused
+before the step is cut; a launch can then be cut into one for each copy of the step (duplex).
 
 The ops of a layer in a captured graph (biases and the gradient of the gate weights are optional):
 
@@ -161,11 +160,6 @@ def _reader(node: fx.Node, op: str) -> fx.Node:
     return reader
 
 
-def is_weight_gradient(node: fx.Node) -> bool:
-    """Is it `mm(t(dy), x)`, which launches can compute?"""
-    return op_name(node) == "aten.mm" and op_name(node.args[0]) == "aten.t"
-
-
 def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]:
     """Weight gradients of other layers that the layer's backward launch can compute as fillers.
 
@@ -179,9 +173,12 @@ def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]
         inputs = set(pending.pop().all_input_nodes) - needed
         needed |= inputs
         pending += inputs
-    before = takewhile(lambda node: node not in backward, graph.nodes)
-    gradients = filter(is_weight_gradient, before)
-    return [node for node in gradients if node not in needed and node.meta["val"].dtype == dtype]
+    return [
+        node
+        for node in takewhile(lambda node: node not in backward, graph.nodes)
+        if op_name(node) == "aten.mm" and op_name(node.args[0]) == "aten.t"  # mm(t(dy), x)
+        if node not in needed and node.meta["val"].dtype == dtype
+    ]
 
 
 CHOICES = ("auto", "fused", "streams")

@@ -124,8 +124,6 @@ class _Sharding(Inserter):
         self._behind = []
         return node
 
-    # What both directions use.
-
     def _gathered(self, shard: fx.Node, dim: int, group: str) -> fx.Node:
         """The shards of all ranks along a dimension."""
         shape, ranks = list(shard.meta["val"].shape), group_size(group)

@@ -160,9 +160,7 @@ def walk(step: AnyStep, plan: Plan, passes: Sequence[Pass]) -> AnyStep:
     left_out = set(filter(None, os.environ.get(WITHOUT_PASSES, "").split(",")))
     for name in left_out:
         check_name(f"pass in {WITHOUT_PASSES}", name, PASSES)
-    for rewrite in passes:
-        if rewrite.__name__ in left_out:
-            continue
+    for rewrite in (one for one in passes if one.__name__ not in left_out):
         before = _text(step)
         step = cast("AnyStep", rewrite(step, plan))
         if _log.isEnabledFor(logging.DEBUG):
@@ -182,35 +180,24 @@ def _text(step: Step) -> list[str]:
 
 
 def shard_parameters(step: Step, _plan: Plan) -> Step:
-    """What FSDP shards is gathered and reduce-scattered (`gathers`).
-
-    1. Without shards nothing changes.
-    2. A placeholder of a sharded parameter is a shard, gathered once per unit and phase before it is read.
-    3. Its gradient among the outputs is the shard of the sum over the ranks.
-    """
+    """What FSDP shards is gathered and reduce-scattered (`gathers`); without shards nothing changes."""
     if step.sums is None or (shards := step.sums.shards) is None:
-        return step  # 1
-    insert_gathers(step.module, shards, step.sums.parameter_of_output)  # 2, 3
+        return step
+    insert_gathers(step.module, shards, step.sums.parameter_of_output)
     return replace(step)
 
 
 def sum_gradients(step: Step, _plan: Plan) -> Step:
-    """Gradients are those of the loss of all ranks (`buckets`).
+    """Gradients are those of the loss of all ranks (`buckets`); without `sums` nothing changes.
 
-    1. Without `sums` nothing changes.
-    2. Gradients of parameters are divided, those of inputs are not.
-    3. Those that are summed over a group are so in buckets, in the order in which the backward computes them.
+    1. Gradients of parameters are divided, those of inputs are not.
+    2. Those that are summed over a group are so in buckets, in the order in which the backward computes them.
     """
-    if step.sums is None:
-        return step  # 1
-    buckets.divide_gradients(step.module, step.sums.divide_by)  # 2
-    if step.sums.group_of_parameter:  # 3
-        buckets.insert_all_reduces(
-            step.module,
-            step.sums.parameter_of_output,
-            step.sums.group_of_parameter,
-            step.sums.replica_group,
-        )
+    if (sums := step.sums) is None:
+        return step
+    buckets.divide_gradients(step.module, sums.divide_by)  # 1
+    if groups := sums.group_of_parameter:  # 2
+        buckets.insert_all_reduces(step.module, sums.parameter_of_output, groups, sums.replica_group)
     return replace(step)
 
 
@@ -221,17 +208,13 @@ def sink_statistics(step: Step, _plan: Plan) -> Step:
 
 
 def fuse(step: Step, plan: Plan) -> Step:
-    """The layers that are to be fused are persistent launches (`rewrite.fused`).
-
-    1. Without such a layer nothing changes.
-    2. A forward and a backward launch stand in a copy of the graph for the ops of each layer.
-    3. It has no costs yet.
-    """
+    """The layers that are to be fused are persistent launches (`rewrite.fused`): a forward and a backward one
+    stand in a copy of the graph, which has no costs yet. Without such a layer nothing changes."""
     if not any(group.fused for group in plan.fused):
-        return step  # 1
+        return step
     module = copy_of(step.module)
-    lower(module, plan.fused, step.context_of_layer)  # 2
-    return replace(step, module=module, timed=None)  # 3
+    lower(module, plan.fused, step.context_of_layer)
+    return replace(step, module=module, timed=None)
 
 
 # What the plan says.
@@ -240,28 +223,24 @@ def fuse(step: Step, plan: Plan) -> Step:
 def cut(step: Step, plan: Plan) -> Step:
     """The ranges are cut into parts (`rewrite.cut`).
 
-    1. The plan is one for this program.
-    2. The graph is a copy of the very one that was simulated, or measured.
-    3. Of other sizes there was none: it is cut here, with parts that may be empty.
+    1. The graph is a copy of the very one that was simulated, or measured.
+    2. Of other sizes there was none: it is cut here, with parts that may be empty.
     """
-    plan.check(step.program)  # 1
+    plan.check(step.program)
     if plan.ranges and not step.other_sizes:
-        return replace(step, module=copy_of(module_of(step.module, step.cutter.graph(plan.ranges))))  # 2
+        return replace(step, module=copy_of(module_of(step.module, step.cutter.graph(plan.ranges))))  # 1
     module = copy_of(step.module)
-    cut_ranges(module.graph, step.program, plan.ranges, empty_parts=step.other_sizes)  # 3
+    cut_ranges(module.graph, step.program, plan.ranges, empty_parts=step.other_sizes)  # 2
     return replace(step, module=module)
 
 
 def order(step: Step, plan: Plan) -> Step:
-    """The instructions are in the order of the plan (`apply`).
-
-    1. Of other sizes, the steps of joins that are new stand before their last one, missing ones nowhere.
-    2. No instruction is before one that it reads; in a graph to be split the forward is before the backward.
-    """
+    """The instructions are in the order of the plan (`apply`). Of other sizes, steps of joins that are new
+    stand before their last one, missing ones nowhere."""
     graph, names = step.module.graph, plan.order
     if step.other_sizes:
-        names = tuple(with_joins(names, instruction_order(graph)))  # 1
-    (place if step.forward_outputs is None else reorder)(graph, names)  # 2
+        names = tuple(with_joins(names, instruction_order(graph)))
+    (place if step.forward_outputs is None else reorder)(graph, names)
     step.module.recompile()
     return replace(step)
 
@@ -276,12 +255,9 @@ def split(step: Step, _plan: Plan) -> Step:
 
 
 def start_early_wait_late(step: Step, plan: Plan) -> Step:
-    """Collectives start at their places, and who reads their results waits for them (`apply`).
-
-    1. Those that the plan lets block are waited for at once.
-    2. A sum of gradients may be left to a later backward.
-    """
-    for graph in step.graphs:  # 1, 2
+    """Collectives start at their places, and who reads their results waits for them (`apply`). Those that the
+    plan lets block are waited for at once; a sum of gradients may be left to a later backward."""
+    for graph in step.graphs:
         apply.start_early_wait_late(graph, plan.blocking, step.context_of_sum)
     return step
 
@@ -315,10 +291,8 @@ PASSES = tuple(one.__name__ for one in (*CAPTURED, fuse, *PLANNED, *RUNNING, wai
 
 
 def check_halves(planned: Sequence[str], halves: Sequence[Sequence[str]]) -> None:
-    """Forward, then backward run the planned instructions in the planned order.
-
-    Instructions whose results nothing reads may be missing: torch drops them.
-    """
+    """Forward, then backward run the planned instructions in the planned order, perhaps without those whose
+    results nothing reads: torch drops them."""
     ran = [name for half in halves for name in half]
     place = {name: i for i, name in enumerate(planned)}
     for name, times in Counter(ran).items():

@@ -3,13 +3,12 @@ saves.
 
 A storage is allocated when its producer is issued, and freed after the last instruction that reads or writes
 it, as a caching allocator does. Program inputs (parameters, optimizer state) and outputs are never freed. A
-deferred weight gradient keeps the activations that it reads alive. A message allocates its result when it is
-issued, and keeps its send buffer until its first reader waits for it.
+message allocates its result when it is issued, and keeps its send buffer until its first reader waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,8 +43,7 @@ class Recomputation:
         if not recomputed:
             return None
         ms = {i.name: cost(i, program.tensors) for i in recomputed}
-        moved = [i.name for i in recomputed if i.kind.is_communication]
-        link_ms, peak = sum(ms[name] for name in moved), peak_memory(program)
+        link_ms, peak = sum(ms[i.name] for i in recomputed if i.kind.is_communication), peak_memory(program)
         return cls(
             len(recomputed),
             sum(i.kind is Kind.ALL_TO_ALL for i in recomputed),
@@ -155,40 +153,25 @@ class Storages:
 
         Args: place: of each position in the order.
         """
+        (storages, positions), (buffers, senders), (messages, readers) = self._pairs
         last = np.full(len(self.bytes), -1, dtype=np.int64)
-        storages, positions = self._touched_pairs
         np.maximum.at(last, storages, place[positions])
-        messages, readers = self._reader_pairs
         first_reader = np.full(len(place), -1, dtype=np.int64)
         first_reader[messages] = len(place)
         np.minimum.at(first_reader, messages, place[readers])
-        storages, positions = self._held_pairs
-        np.maximum.at(last, storages, first_reader[positions])
+        np.maximum.at(last, buffers, first_reader[senders])
         return last
 
     @cached_property
-    def _touched_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(storage, position) of everything that is touched and freed some time."""
-        return self._pairs(self.touched)
-
-    @cached_property
-    def _held_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(storage, position of the message) of all send buffers that are freed some time."""
-        return self._pairs(self.held)
-
-    @cached_property
-    def _reader_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(position of a message, position of what waits for it)."""
-        dependents = self.program.dependents
-        return _columns((i, j) for i, held in enumerate(self.held) if held for j in dependents[i])
-
-    def _pairs(self, by_position: list[set[int]]) -> tuple[np.ndarray, np.ndarray]:
-        return _columns((s, i) for i, storages in enumerate(by_position) for s in storages - self.permanent)
-
-
-def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    first, second = np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T
-    return first, second
+    def _pairs(self) -> list[np.ndarray]:
+        """As two rows each: (storage, position) of all that is touched and freed some time; (storage,
+        message) of send buffers that are freed; (message, what waits for it)."""
+        touched, held = (
+            [(s, i) for i, storages in enumerate(of) for s in storages - self.permanent]
+            for of in (self.touched, self.held)
+        )
+        readers = [(i, j) for i, of in enumerate(self.held) if of for j in self.program.dependents[i]]
+        return [np.array(pairs, dtype=np.int64).reshape(-1, 2).T for pairs in (touched, held, readers)]
 
 
 def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:

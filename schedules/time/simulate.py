@@ -1,18 +1,15 @@
 """Simulates an ordered Program: when does each instruction start and end?
 
-Compute runs in program order; each instruction starts when the one before it and its inputs are done. A
-message is issued at its place in the order, and overlaps the computation that follows.
-
 Example: A (compute 2) feeds X (all-to-all 3); B (compute 1) is independent; C (compute 1) needs X. In the
 order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 (3 to 5) are exposed.
 
-The clock of all predictions: a discrete-event simulation of one compute resource and of links.
+The clock of all predictions is a discrete-event simulation of one compute resource and of links.
 
-Compute runs instructions in the order in which they are passed to it. A message starts on its link once it is
-issued (the computation before it is done), its inputs are ready, and the link is idle. A message in flight is
-never interrupted. When a link becomes idle, the ready message with the highest priority is next; messages of
-equal priority keep their order of issue. Gradient all-reduces have the lowest priority: they wait for all
-other messages, but one in flight delays messages that become ready meanwhile.
+Compute runs in the given order; an instruction starts when the one before it and its inputs are done. A
+message starts on its link once it is issued (the computation before it is done), its inputs are ready, and
+the link is idle. A message in flight is never interrupted. When a link becomes idle, the ready message with
+the highest priority is next; messages of equal priority keep their order of issue. Gradient all-reduces wait
+for all other messages, but one in flight delays messages that become ready meanwhile.
 
 Example, one link: R (all-reduce, 5 ms) issued at 1, X (all-to-all, 2 ms) at 3: R 1-6, X 6-8. With S
 (all-reduce) issued at 2, too: X goes before S.
@@ -144,8 +141,8 @@ class Clock(Generic[Key]):
         return len(self.sent) == len(self._messages)
 
     def _step(self, until: float) -> bool:
-        """Process the next event of any link: a message arrives (at `until` or before), or starts (before
-        `until`). -> was there an event?"""
+        """Process the next event: a message arrives (at `until` or before), or starts (before `until`).
+        -> was there one?"""
         first, first_link, first_queue = INFINITY, None, None
         quiet_until = INFINITY
         for link in self._links.values():
@@ -166,26 +163,20 @@ class Clock(Generic[Key]):
             return False
         self._quiet_until = -INFINITY
         if first_queue is None:
-            self._arrive(first_link)
+            assert first_link.in_flight is not None
+            self.end[first_link.in_flight] = first_link.free_at = first
+            self.sent.append(first_link.in_flight)
+            first_link.in_flight, first_link.until = None, INFINITY
         else:
             key = first_queue.popleft()
             self.start[key] = first
             first_link.in_flight, first_link.until = key, first + self._messages[key].ms
         return True
 
-    def _arrive(self, link: _Link[Key]) -> None:
-        assert link.in_flight is not None
-        self.end[link.in_flight] = link.free_at = link.until
-        self.sent.append(link.in_flight)
-        link.in_flight, link.until = None, INFINITY
-
     def _ready_at(self, key: Key) -> float:
         """When a message can start if its link is idle; infinite while one of its inputs has not ended."""
         message = self._messages[key]
-        ready = message.issued_at
-        for k in message.after:
-            ready = max(ready, self.end.get(k, INFINITY))
-        return ready
+        return max([message.issued_at, *(self.end.get(k, INFINITY) for k in message.after)])
 
 
 @dataclass(frozen=True)
@@ -202,8 +193,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end by position in the Program; the simulated order; its messages, in the order in which they
-    arrived.
+    """Start and end by position; the simulated order; its messages, in the order in which they arrived.
 
     Of several microbatches that share sums of gradients: of the last one, which sums. before: of each of the
     others, as many as `others`.
@@ -397,12 +387,8 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
 
 
 def lower_bound_ms(program: Program, ms: Sequence[float]) -> float:
-    """max(compute, each link, critical path), in milliseconds, for durations by position; the mean of it over
-    microbatches.
-
-    No order is faster: compute is one resource and each link another, and the instructions on a path of
-    dependencies run one after the other. Perhaps none is as fast.
-    """
+    """max(compute, each link, critical path), for milliseconds by position; its mean over microbatches. No
+    order is faster: compute is one resource and each link another. Perhaps none is as fast."""
     *before, last = (_lower_bound_ms(program, one) for one in _by_microbatch(program, ms))
     return (last + (program.microbatches - 1) * sum(before)) / program.microbatches
 

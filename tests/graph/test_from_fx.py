@@ -60,14 +60,11 @@ def test_a_linear_layer_by_hand():
     for i in program.instructions:
         by_op.setdefault(i.op, []).append(i)
     (forward,) = by_op["aten.addmm"]
-    assert forward.phase is Phase.FORWARD
-    assert forward.kind is Kind.COMPUTE
-    assert forward.flops == 2 * T * D * F
+    assert (forward.phase, forward.kind, forward.flops) == (Phase.FORWARD, Kind.COMPUTE, 2 * T * D * F)
     assert forward.bytes == ITEM * (F + T * D + D * F + T * F)
     gradients = by_op["aten.mm"]
-    assert {i.flops for i in gradients} == {2 * T * D * F}
-    assert {i.phase for i in gradients} == {Phase.BACKWARD}
-    assert {i.bytes for i in gradients} == {ITEM * (T * F + F * D + T * D)}
+    costs = Phase.BACKWARD, 2 * T * D * F, ITEM * (T * F + F * D + T * D)
+    assert {(i.phase, i.flops, i.bytes) for i in gradients} == {costs}
     shapes = {program.tensors[i.outputs[0]].shape for i in gradients}
     assert shapes == {(T, D), (F, D)} or shapes == {(T, D), (D, F)}
     for view in by_op["aten.t"]:
@@ -90,16 +87,17 @@ def test_functional_collectives():
     module = b.module(y, done, b.call(collectives.wait_tensor.default, gathered))
 
     program = program_from_fx(module, name="by hand")
+    # A start and its wait are one instruction.
     kinds = {i.name: i.kind for i in program.instructions}
-    assert kinds[sent.name] is Kind.ALL_TO_ALL
-    assert kinds[reduced.name] is Kind.ALL_REDUCE
-    assert kinds[gathered.name] is Kind.OTHER_COMMUNICATION
-    assert kinds[y.name] is Kind.COMPUTE
+    assert kinds == {
+        sent.name: Kind.ALL_TO_ALL,
+        y.name: Kind.COMPUTE,
+        reduced.name: Kind.ALL_REDUCE,
+        gathered.name: Kind.OTHER_COMMUNICATION,
+    }
     at = program.index
     assert program.instructions[at[sent.name]].bytes == ITEM * 4 * D
     assert program.instructions[at[gathered.name]].bytes == ITEM * 2 * 4 * D
-    # A start and its wait are one instruction.
-    assert arrived.name not in kinds
     assert program.instructions[at[y.name]].inputs == (sent.name, w.name)
     assert all(i.phase is Phase.FORWARD for i in program.instructions)
     assert program.inputs == ("x", "w")

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lancet_kernels import ops
 from lancet_kernels.graph.from_fx import host_waits, op_name
 
+lancet = torch.ops.lancet
 X, MASK, INDEX = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tensor([1, 2])
 ROWS, COUNT = torch.zeros(4, 5), torch.tensor([[1, 3]])
 
@@ -36,19 +37,11 @@ def waiting(function: Callable, *inputs: Tensor) -> list[str]:
         (lambda m: m.nonzero(), [MASK], ["aten.nonzero"]),
         (lambda i: torch.bincount(i), [INDEX], ["aten.bincount"]),
         (lambda x, m: x.masked_select(m), [X, MASK], ["aten.masked_select"]),
-        (lambda b, c: torch.ops.lancet.all_to_all(b, c, c, "", True), [ROWS, COUNT], []),
-        (torch.ops.lancet.grouped_gemm_dw, [ROWS, ROWS, COUNT], ["lancet.grouped_gemm_dw"]),
-        (torch.ops.lancet.grouped_gemm_dw, [ROWS[:, :4].repeat(1, 2).bfloat16()] * 2 + [COUNT], []),
-        (
-            lambda b, c: torch.ops.lancet.merge_parts([b, b], [c, c], True),
-            [ROWS, COUNT],
-            ["lancet.merge_parts"],
-        ),
-        (
-            lambda b, c: torch.ops.lancet.window_rows(b, c, 0, 2, True),
-            [ROWS, COUNT],
-            ["lancet.window_rows"],
-        ),
+        (lambda b, c: lancet.all_to_all(b, c, c, "", True), [ROWS, COUNT], []),
+        (lancet.grouped_gemm_dw, [ROWS, ROWS, COUNT], ["lancet.grouped_gemm_dw"]),
+        (lancet.grouped_gemm_dw, [ROWS[:, :4].repeat(1, 2).bfloat16()] * 2 + [COUNT], []),
+        (lambda b, c: lancet.merge_parts([b, b], [c, c], True), [ROWS, COUNT], ["lancet.merge_parts"]),
+        (lambda b, c: lancet.window_rows(b, c, 0, 2, True), [ROWS, COUNT], ["lancet.window_rows"]),
     ],
 )
 def test_ops(function: Callable, inputs: list[Tensor], expected: list[str]) -> None:
@@ -56,7 +49,7 @@ def test_ops(function: Callable, inputs: list[Tensor], expected: list[str]) -> N
 
 
 def test_between_ranks_sizes_are_asked_for() -> None:
-    module = make_fx(lambda b, c: torch.ops.lancet.all_to_all(b, c, c, "", True))(ROWS, COUNT)
+    module = make_fx(lambda b, c: lancet.all_to_all(b, c, c, "", True))(ROWS, COUNT)
     (node,) = [n for n in module.graph.nodes if op_name(n) == "lancet.all_to_all"]
     node.args = (*node.args[:3], "some group", *node.args[4:])
     assert host_waits(module.graph) == [node.name]

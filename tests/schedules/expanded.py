@@ -36,14 +36,7 @@ def expand(program: Program, ranges: Sequence[PartitionRange]) -> Program:
         _expand_range(program, first, last, cut, instructions, tensors)
         done = last + 1
     instructions += program.instructions[done:]
-    used = {t for i in instructions for t in (*i.inputs, *i.outputs, *i.mutates)}
-    used |= {*program.inputs, *program.outputs}
-    for t in list(used):
-        while (storage := tensors[t].alias_of) is not None:
-            t = storage
-            used.add(t)
-    kept = {t: spec for t, spec in tensors.items() if t in used}
-    return replace(program, instructions=tuple(instructions), tensors=kept)
+    return replace(program, instructions=tuple(instructions), tensors=tensors)
 
 
 def _expand_range(
@@ -54,12 +47,8 @@ def _expand_range(
     instructions: list[Instruction],
     tensors: dict[str, TensorSpec],
 ) -> None:
-    in_parts = {
-        t
-        for i in range(first, last + 1)
-        for t in program.instructions[i].outputs
-        if cut.forms.get(t, WHOLE).is_made_in_parts
-    }
+    outputs = {t for i in program.instructions[first : last + 1] for t in i.outputs}
+    in_parts = {t for t in outputs if cut.forms.get(t, WHOLE).is_made_in_parts}
     sliced = {t for t in cut.forms if t not in in_parts}
     joined = reassembled(program, first, last, cut.forms)
     whole: set[str] = set()

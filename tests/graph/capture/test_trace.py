@@ -12,6 +12,8 @@ from lancet_kernels.graph.capture.trace import announce_layers, layer_name, trac
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
 
+ALL_TO_ALL = torch.ops.lancet.all_to_all.default
+
 
 def stack(path: str) -> dict:
     return {"1": ("L['self']", object), "2": (f"L['self'].{path}", object)}
@@ -21,28 +23,21 @@ def graph_of_two_layers() -> fx.GraphModule:
     """all_to_all of layer a, again, of b, and one of a's backward."""
     graph = fx.Graph()
     rows, count = graph.placeholder("rows"), graph.placeholder("count")
-    for key, path in (
-        ("nn_module_stack", "blocks.0.a"),
-        ("nn_module_stack", "blocks.0.a"),
-        ("nn_module_stack", "blocks.1.b"),
-        ("fwd_nn_module_stack", "blocks.0.a"),
-    ):
-        rows = graph.call_function(torch.ops.lancet.all_to_all.default, (rows, count, count, "", True))
-        rows.meta[key] = stack(path)
+    for path in ("blocks.0.a", "blocks.0.a", "blocks.1.b", "blocks.0.a"):
+        rows = graph.call_function(ALL_TO_ALL, (rows, count, count, "", True))
+        rows.meta["nn_module_stack"] = stack(path)
+    rows.meta["fwd_nn_module_stack"] = rows.meta.pop("nn_module_stack")
     graph.output(rows)
     return fx.GraphModule({}, graph)
 
 
 def test_a_layer_is_announced_where_it_changes():
     module = graph_of_two_layers()
-    assert [layer_name(n) for n in module.graph.nodes if n.op == "call_function"][1:3] == [
-        "blocks.0.a",
-        "blocks.1.b",
-    ]
+    names = [layer_name(n) for n in module.graph.find_nodes(op="call_function", target=ALL_TO_ALL)]
+    assert names == ["blocks.0.a", "blocks.0.a", "blocks.1.b", "blocks.0.a"]
     announce_layers(module, in_pieces=False)
-    calls = [
-        n.args[0] if n.target is enter_layer else "op" for n in module.graph.nodes if n.op == "call_function"
-    ]
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    calls = [n.args[0] if n.target is enter_layer else "op" for n in calls]
     assert calls == ["blocks.0.a", "op", "op", "blocks.1.b", "op", "blocks.0.a", "op"]
 
 

@@ -31,14 +31,14 @@ from lancet_kernels.graph.rules.slices import (
 from tests.grids import few_of
 
 I, W, O = Operand("I", ("m", "n")), Operand("W", ("n", "k")), Operand("O", ("m", "k"))  # noqa: E741
-ALIGNMENTS = {
-    "W, forward to backward": (W, (FORWARD, -1), (BACKWARD, 0), False),
-    "W, backward to forward": (W, (BACKWARD, -1), (FORWARD, 0), True),
-    "dO, backward to gradient": (O, (BACKWARD, -1), (GRADIENT, 0), False),
-    "I, forward to gradient": (I, (FORWARD, -1), (GRADIENT, 0), False),
-    "dW, gradient to forward": (W, (GRADIENT, -1), (FORWARD, 0), False),
-}
-"""Tensor, from where, to where, and whether tiles travel for it (slides: "W from right")."""
+ALIGNMENTS = [
+    (W, FORWARD, BACKWARD, False),
+    (W, BACKWARD, FORWARD, True),
+    (O, BACKWARD, GRADIENT, False),
+    (I, FORWARD, GRADIENT, False),
+    (W, GRADIENT, FORWARD, False),
+]
+"""Tensor (or gradient), end of which phase, begin of which; do tiles travel (slides: "W from right")?"""
 
 
 def collective_free(partition: Partition) -> bool:
@@ -63,8 +63,8 @@ def free_of_replicas(partition: Partition) -> bool:
 
 def aligned(partition: Partition) -> bool:
     return all(
-        moves(hand_over(partition, tensor, before, after)) == travels
-        for tensor, before, after, travels in ALIGNMENTS.values()
+        moves(hand_over(partition, tensor, (before, -1), (after, 0))) == travels
+        for tensor, before, after, travels in ALIGNMENTS
     )
 
 
@@ -143,11 +143,12 @@ def mutant(primitive: Primitive, phase: str, dimension: str, change: dict[str, i
 
 def hands_over_without_a_move(first: Partition, second: Partition) -> bool:
     """O of a layer lies where I of the next one begins, and dI of that where dO of the first one begins."""
-    ends = {phase: LINEAR[phase].result.dimensions for phase in (FORWARD, BACKWARD)}
-    begins = {phase: LINEAR[phase].operands[0].dimensions for phase in (FORWARD, BACKWARD)}
-    return first.tiles(FORWARD, ends[FORWARD], -1) == second.tiles(
-        FORWARD, begins[FORWARD], 0
-    ) and second.tiles(BACKWARD, ends[BACKWARD], -1) == first.tiles(BACKWARD, begins[BACKWARD], 0)
+    ways = (FORWARD, first, second), (BACKWARD, second, first)
+    return all(
+        one.tiles(phase, LINEAR[phase].result.dimensions, -1)
+        == other.tiles(phase, LINEAR[phase].operands[0].dimensions, 0)
+        for phase, one, other in ways
+    )
 
 
 def holds_at_home(partition: Partition, other: Partition) -> bool:
@@ -232,13 +233,6 @@ def moved(tiles: list[Array], sources: tuple[int, ...]) -> list[Array]:
     return [tiles[source] for source in sources]
 
 
-def handed_over(
-    tiles: list[Array], tensor: Operand, partition: Partition, before: tuple[str, int], after: tuple[str, int]
-) -> list[Array]:
-    """The tiles of one phase's step as another one wants them."""
-    return moved(tiles, hand_over(partition, tensor, before, after))
-
-
 def run_phase(
     partition: Partition, product: Product, operands: list[list[Array]]
 ) -> tuple[list[Array], list[list[Array]]]:
@@ -316,24 +310,19 @@ def test_emulated_devices_get_the_product(partition: Partition) -> None:
     home = i_tiles, w_tiles
     o_tiles, last = run_phase(partition, LINEAR[FORWARD], [i_tiles, w_tiles])
     i_tiles, w_tiles = last if kept else home
-    w_tiles = handed_over(w_tiles, operand_w, partition, (FORWARD, kept), (BACKWARD, 0))
+    w_tiles = moved(w_tiles, hand_over(partition, operand_w, (FORWARD, kept), (BACKWARD, 0)))
     do_tiles = tiles_of(do, operand_do, partition, BACKWARD)
     di_tiles, (last_do_tiles, w_tiles) = run_phase(partition, LINEAR[BACKWARD], [do_tiles, w_tiles])
-    do_tiles = handed_over(
-        last_do_tiles if kept else do_tiles, operand_do, partition, (BACKWARD, kept), (GRADIENT, 0)
-    )
-    i_tiles = handed_over(i_tiles, operand_i, partition, (FORWARD, kept), (GRADIENT, 0))
+    do_tiles = last_do_tiles if kept else do_tiles
+    do_tiles = moved(do_tiles, hand_over(partition, operand_do, (BACKWARD, kept), (GRADIENT, 0)))
+    i_tiles = moved(i_tiles, hand_over(partition, operand_i, (FORWARD, kept), (GRADIENT, 0)))
     dw_tiles, _ = run_phase(partition, LINEAR[GRADIENT], [i_tiles, do_tiles])
-    w_tiles = handed_over(w_tiles, operand_w, partition, (BACKWARD, -1), (FORWARD, 0))
+    w_tiles = moved(w_tiles, hand_over(partition, operand_w, (BACKWARD, -1), (FORWARD, 0)))
 
-    results = {p: LINEAR[p].result for p in PHASES}
-    o = assembled(o_tiles, do, results[FORWARD], partition, FORWARD, -1)
-    di = assembled(di_tiles, i, results[BACKWARD], partition, BACKWARD, -1)
-    dw = assembled(dw_tiles, w, results[GRADIENT], partition, GRADIENT, -1)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    np.testing.assert_allclose(o, i @ w, **close)
-    np.testing.assert_allclose(di, do @ w.T, **close)
-    np.testing.assert_allclose(dw, np.einsum("bmn,bmk->nk", i, do), **close)
+    results = (o_tiles, i @ w), (di_tiles, do @ w.T), (dw_tiles, np.einsum("bmn,bmk->nk", i, do))
+    for phase, (tiles, expected) in zip(PHASES, results, strict=True):
+        found = assembled(tiles, expected, LINEAR[phase].result, partition, phase, -1)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     # The next forward finds the weight where it was.
     for tile, expected in zip(w_tiles, tiles_of(w, operand_w, partition, FORWARD), strict=True):
         np.testing.assert_array_equal(tile, expected)
@@ -342,18 +331,13 @@ def test_emulated_devices_get_the_product(partition: Partition) -> None:
 def test_what_splits_have_to_sum_and_replicate() -> None:
     """Slides: a cut of N leaves partial O, a cut of K partial dI, of B and M partial dW; the operand without
     the dimension is on both devices."""
-    expected = {
-        "b": (GRADIENT, "W"),
-        "m": (GRADIENT, "W"),
-        "n": (FORWARD, "dO"),
-        "k": (BACKWARD, "I"),
-    }
+    expected = {"b": (GRADIENT, "W"), "m": (GRADIENT, "W"), "n": (FORWARD, "O"), "k": (BACKWARD, "I")}
     for dimension, (summing, copied) in expected.items():
         partition = Partition((split(dimension),))
         for phase, product in LINEAR.items():
             assert all_reduces(partition, product) == (((0, 1),) if phase == summing else ())
             for tensor in (*product.operands, product.result):
-                is_copied = tensor.name.removeprefix("d") == copied.removeprefix("d")
+                is_copied = tensor.name.removeprefix("d") == copied
                 assert replicas(partition, phase, tensor) == (2 if is_copied else 1)
 
 

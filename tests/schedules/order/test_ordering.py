@@ -48,8 +48,12 @@ def with_views(made: Program) -> Program:
     return Program(made.name, tuple(instructions), tensors, made.inputs, made.outputs)
 
 
+def names_of(p, positions):
+    return [p.instructions[i].name for i in positions]
+
+
 def names(p: Program, order: list[int]) -> str:
-    return " ".join(p.instructions[i].name for i in order)
+    return " ".join(names_of(p, order))
 
 
 STEP = with_views(program("A c f 1", "X a f 2 A", "B c f 1 A", "C c f 1 B", "D c f 1 X C"))
@@ -98,10 +102,6 @@ def test_any_order_stays_valid_and_within_the_limit(p, random, room):
         if p.instructions[i].op == VIEW and p.dependents[i]:
             between = range(place[i] + 1, min(place[j] for j in p.dependents[i]))
             assert all(p.instructions[j].op == VIEW for j in place if place[j] in between)
-
-
-def names_of(p, positions):
-    return [p.instructions[i].name for i in positions]
 
 
 def test_labels_by_absence_of_paths():

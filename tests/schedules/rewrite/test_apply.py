@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.errors import UserError
@@ -34,33 +33,22 @@ aten, lancet = torch.ops.aten, torch.ops.lancet
 
 
 def layer() -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """a = x + 1;  s = all_to_all(a);  b = x * 2;  first, second = split(b);  c = first - second;
-    d = s + 3;  -> d, c."""
+    """A graph with nodes of these names, p0 and p1 the elements of a pair; and inputs."""
+
+    def step(x, counts):
+        a = x + 1.0
+        s = lancet.all_to_all(a, counts, counts, "", True)
+        b = x * 2.0
+        p0, p1 = b.split(2, 1)
+        c = p0 - p1
+        return s + 3.0, c
+
     values = torch.randn(5, 4), torch.tensor([[2, 3]])
-    graph, mode = fx.Graph(), FakeTensorMode()
-
-    def known(node: fx.Node, value: object, name: str) -> fx.Node:
-        node.meta["val"], node.name = value, name
-        return node
-
-    x = known(graph.placeholder("x"), mode.from_tensor(values[0]), "x")
-    counts = known(graph.placeholder("counts"), mode.from_tensor(values[1]), "counts")
-
-    def call(name: str, target, *args) -> fx.Node:
-        with mode:
-            value = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return known(graph.call_function(target, args), value, name)
-
-    a = call("a", aten.add.Tensor, x, 1.0)
-    s = call("s", lancet.all_to_all.default, a, counts, counts, "", True)
-    b = call("b", aten.mul.Tensor, x, 2.0)
-    pair = call("pair", aten.split.Tensor, b, 2, 1)
-    c = call(
-        "c", aten.sub.Tensor, call("p0", operator.getitem, pair, 0), call("p1", operator.getitem, pair, 1)
-    )
-    d = call("d", aten.add.Tensor, s, 3.0)
-    graph.output((d, c))
-    return fx.GraphModule(nn.Module(), graph), values
+    module = make_fx(step)(*values)
+    for node, name in zip(module.graph.nodes, "x counts a s b pair p0 p1 c d".split(), strict=False):
+        node.name = name
+    module.recompile()
+    return module, values
 
 
 def names(graph: fx.Graph) -> list[str]:

@@ -78,10 +78,7 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
 def test_a_half_that_runs_in_another_order_is_an_error(halves, said):
     with pytest.raises(AssertionError, match=said):
         check_halves("abcd", halves)
-
-
-def test_what_nobody_reads_may_be_missing_from_a_half():
-    check_halves("abcd", [["a"], ["c", "d"]])
+    check_halves("abcd", [["a"], ["c", "d"]])  # nobody reads b
 
 
 LOGGER = "lancet_kernels.schedules.rewrite.walk"
