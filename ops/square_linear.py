@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.ops.comm.collectives import all_reduce, start_sum
-from lancet_kernels.ops.comm.link_group import Here, Started
+from lancet_kernels.ops.comm.link_group import Pending
 from lancet_kernels.ops.comm.redistribute import shift, start_shift
 
 Sources = tuple[int, ...]
@@ -118,7 +118,7 @@ def _sums(
         captured graph.
     Raises: CommunicationError.
     """
-    started: dict[str, Started[list[Tensor]]] = {what: Here([tile]) for what, (tile, _) in operands.items()}
+    started = {what: Pending.here([tile]) for what, (tile, _) in operands.items()}
     sources = [steps for _, steps in operands.values()]
     total: Tensor | None = None
     for t in range(len(sources[0]) + 1):
@@ -138,20 +138,20 @@ def _sums(
 
 def _travelling(
     tile: Tensor, sources: Sources, group: str, name: str, after: Tensor | None
-) -> Started[list[Tensor]]:
+) -> Pending[list[Tensor]]:
     """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart."""
     if tuple(sources) == tuple(range(len(sources))):
-        return Here([tile])
+        return Pending.here([tile])
     if torch.compiler.is_compiling():
-        return Here(shift([tile], list(sources), group, name, after))
+        return Pending.here(shift([tile], list(sources), group, name, after))
     return start_shift([tile], sources, group, name)
 
 
-def _start_sum(summand: Tensor, group: str) -> Started[Tensor]:
+def _start_sum(summand: Tensor, group: str) -> Pending[Tensor]:
     """An all-reduce in two halves, like a shift; nothing where the tensor is complete."""
     if not group:
-        return Here(summand)
+        return Pending.here(summand)
     if torch.compiler.is_compiling():
-        return Here(all_reduce(summand, group))
+        return Pending.here(all_reduce(summand, group))
     total = summand.clone(memory_format=torch.contiguous_format)
     return start_sum(total, group, lambda: total)

@@ -1,5 +1,5 @@
-"""What a Mixture-of-Experts layer computes, once more and differently: whole arrays of one process, plain
-torch, float64, no code of the library.
+"""What gates and a Mixture-of-Experts layer compute, once more and differently: in loops, whole arrays of one
+process, plain torch. Only the names and options of gates, and their sigmoid, are the library's.
 
 T  tokens      E  experts      K  choices per token      C  capacity      D  width      F  hidden width
 
@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.moe.gate import Gate, sigmoid
+from lancet_kernels.ops.moe.gates import BatchPrioritized, ExpertChoice, GShard, Sigmoid, parse_gate
+from tests.ops.op_cases import Routing
+
 MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def make_tokens(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def splitmix(value: int) -> int:
     """The published generator (public domain, S. Vigna), in Python's integers."""
-    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = (value + GOLDEN) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
@@ -101,55 +106,71 @@ def drawn(key: int, experts: int, top_k: int) -> list[int]:
     return sorted(range(experts), key=lambda e: (-signed[e], e))[:top_k]
 
 
-def _best(scores: list[float], top_k: int) -> list[int]:
-    return sorted(range(len(scores)), key=lambda e: (-scores[e], e))[:top_k]
+def naive_choice(
+    gate: Gate, logits_E: Tensor | None, key: int, bias_E: Tensor, top_k: int
+) -> tuple[list[int], Tensor]:
+    """The experts of a token, best first and of equal ones the lower, and their weights [K]."""
+    if logits_E is None:
+        return drawn(key + gate.seed * GOLDEN, len(bias_E), top_k), torch.full((top_k,), 1 / top_k)
+    by_sigmoid = isinstance(gate, Sigmoid)
+    score_E = sigmoid(logits_E) if by_sigmoid else torch.softmax(logits_E, 0)
+    ranked_E = score_E + bias_E.to(score_E.dtype) if by_sigmoid else logits_E
+    groups, size = getattr(gate, "groups", 1), len(logits_E) // getattr(gate, "groups", 1)
+    of_group = [g.sort().values[-2:].sum() if by_sigmoid else g.max() for g in ranked_E.split(size)]
+    allowed = sorted(range(groups), key=lambda g: (-of_group[g].item(), g))[: getattr(gate, "top_groups", 1)]
+    candidates = [e for e in range(len(logits_E)) if e // size in allowed]
+    chosen = sorted(candidates, key=lambda e: (-ranked_E[e].item(), e))[:top_k]
+    after = getattr(gate, "softmax", "before") == "after"
+    weight_K = torch.softmax(logits_E[chosen], 0) if after else score_E[chosen]
+    if isinstance(gate, GShard) or getattr(gate, "renormalize", False):
+        weight_K = weight_K / weight_K.sum()
+    return chosen, weight_K * getattr(gate, "scale", 1.0)
 
 
-def _sigmoid_choice(scores: list[float], top_k: int, groups: int, top_groups: int) -> list[int]:
-    size = len(scores) // groups
-    of_group = [sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
-    allowed = _best(of_group, top_groups)
-    return _best([s if e // size in allowed else -math.inf for e, s in enumerate(scores)], top_k)
+def naive_gate(
+    gate: Gate,
+    logits_TE: Tensor | None,
+    key_T: Tensor | None,
+    used_E: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    capacity: int,
+) -> Routing:
+    """Slots token by token; where choices have priority (GShard, batch-prioritized), choice by choice."""
+    if isinstance(gate, ExpertChoice):
+        return naive_expert_choice(logits_TE, capacity)
+    rows = [None] * len(key_T) if logits_TE is None else logits_TE
+    keys = [0] * len(rows) if key_T is None else key_T.tolist()
+    choices = [naive_choice(gate, row, key, bias_E, top_k) for row, key in zip(rows, keys, strict=True)]
+    if not choices:
+        nothing, dtype = used_E.new_zeros(0, top_k), torch.float32 if logits_TE is None else logits_TE.dtype
+        return Routing(nothing, nothing, nothing.to(dtype), used_E)
+    experts, weight_TK = [chosen for chosen, _ in choices], torch.stack([weight_K for _, weight_K in choices])
+    tokens, used = list(range(len(choices))), used_E.tolist()
+    if isinstance(gate, BatchPrioritized):
+        importance_T = (weight_TK.amax(1) if gate.importance == "max" else weight_TK.sum(1)).tolist()
+        tokens.sort(key=lambda t: (-importance_T[t], t))
+    if isinstance(gate, GShard | BatchPrioritized):
+        order = [(t, k) for k in range(top_k) for t in tokens]
+    else:
+        order = [(t, k) for t in tokens for k in range(top_k)]
+    slot_TK = used_E.new_zeros(len(tokens), top_k)
+    for t, k in order:
+        slot_TK[t, k] = used[experts[t][k]]
+        used[experts[t][k]] += 1
+    return Routing(torch.tensor(experts), slot_TK, weight_TK, torch.tensor(used))
 
 
-def choose(case: Case, logits: Tensor | None, keys: list[int]) -> list[tuple[int, int]]:
-    """(token, expert) of every assignment of one rank, by falling priority."""
-    tokens, K = range(case.tokens), case.top_k
-    if logits is None:
-        return [(t, e) for t in tokens for e in drawn(keys[t], case.experts, K)]
-    rows = logits.tolist()
-    if case.gate == "sigmoid":
-        groups = case.options.get("groups", 1), case.options.get("top_groups", 1)
-        scores = [[1 / (1 + math.exp(-value)) for value in row] for row in rows]
-        return [(t, e) for t in tokens for e in _sigmoid_choice(scores[t], K, *groups)]
-    probability = torch.softmax(logits, -1).tolist()
-    if case.gate == "expert-choice":
-        column = [[probability[t][e] for t in tokens] for e in range(case.experts)]
-        return [
-            (t, e) for e in range(case.experts) for t in _best(column[e], min(case.capacity, case.tokens))
-        ]
-    chosen = [_best(row, K) for row in rows]
-    if case.gate in ("switch", "topk"):
-        return [(t, e) for t in tokens for e in chosen[t]]
-    order = list(tokens)
-    if case.gate == "batch-prioritized":
-        largest = case.options.get("importance", "max") == "max"
-        importance = [sum(probability[t][e] for e in chosen[t][: 1 if largest else K]) for t in tokens]
-        order = _best(importance, case.tokens)
-    return [(t, chosen[t][k]) for k in range(K) for t in order]
-
-
-def choice_weight(case: Case, logits: Tensor | None, t: int, e: int, chosen: list[int]) -> Tensor | float:
-    """What expert e's output for token t is multiplied with; `chosen`: all experts of the token."""
-    if logits is None:
-        return 1 / case.top_k
-    score = torch.sigmoid(logits[t]) if case.gate == "sigmoid" else torch.softmax(logits[t], 0)
-    renormalized = {
-        "gshard": True,
-        "sigmoid": case.options.get("renormalize", True),
-        "topk": case.options.get("renormalize", False) or case.options.get("softmax") == "after",
-    }.get(case.gate, False)
-    return score[e] / (score[chosen].sum() if renormalized else 1) * case.options.get("scale", 1.0)
+def naive_expert_choice(logits_TE: Tensor, capacity: int) -> Routing:
+    """One expert after the other."""
+    num_tokens, num_experts = logits_TE.shape
+    probability_TE = torch.softmax(logits_TE, -1)
+    slot_TE = torch.full((num_tokens, num_experts), capacity)
+    for e, probability_T in enumerate(probability_TE.T.tolist()):
+        best = sorted(range(num_tokens), key=lambda t: (-probability_T[t], t))[:capacity]
+        slot_TE[best, e] = torch.arange(len(best))
+    expert_TE = torch.arange(num_experts).repeat(num_tokens, 1)
+    return Routing(expert_TE, slot_TE, probability_TE, torch.full((num_experts,), min(capacity, num_tokens)))
 
 
 def feed_forward(x: Tensor, up: Tensor, down: Tensor, up_bias, down_bias, activation: str) -> Tensor:
@@ -170,47 +191,31 @@ def forward(case: Case, parameters: dict[str, Tensor], x_WTD: Tensor, ids_WT: Te
     out = {key: [] for key in ("y", "assigned", "kept", "probability", "logsumexp2")}
     for rank, x in enumerate(x_WTD):
         logits = x @ parameters["router"].T if "router" in parameters else None
-        if case.gate == "hash":
-            keys = ids_WT[rank].tolist()
-        else:
-            keys = [rank * case.tokens + t + case.step * 2**40 for t in range(case.tokens)]
-        y, assigned, kept = _through_experts(case, parameters, x, choose(case, logits, keys), logits)
+        index_T = rank * case.tokens + torch.arange(case.tokens) + case.step * 2**40
+        key_T = ids_WT[rank] if case.gate == "hash" else index_T
+        nothing_E = torch.zeros(case.experts, dtype=torch.int64)
+        routing = naive_gate(
+            parse_gate(case.spec), logits, key_T, nothing_E, nothing_E, case.top_k, case.capacity
+        )
+        kept_TK = routing.slot_TK < case.capacity
+        y = torch.zeros_like(x)
+        for e in range(case.experts):
+            token, choice = ((routing.expert_TK == e) & kept_TK).nonzero(as_tuple=True)
+            expert = [parameters.get(f"experts.{e}.{name}") for name in ("w1", "w2", "b1", "b2")]
+            rows = routing.weight_TK[token, choice, None] * feed_forward(x[token], *expert, case.activation)
+            y = y.index_add(0, token, rows.to(y.dtype))
         if case.shared is not None:
             names = ("shared_up.weight", "shared_down.weight", "shared_up.bias", "shared_down.bias")
             up, down, up_bias, down_bias = (parameters.get(name) for name in names)
             y = y + feed_forward(x, up.T, down.T, up_bias, down_bias, case.activation)
         out["y"].append(y)
-        out["assigned"].append(assigned)
-        out["kept"].append(kept)
+        out["assigned"].append(routing.used_E)
+        out["kept"].append(routing.expert_TK[kept_TK].bincount(minlength=case.experts))
         if logits is not None:
             scores = torch.sigmoid(logits) if case.gate == "sigmoid" else logits.exp()
             out["probability"].append((scores / scores.sum(-1, keepdim=True)).mean(0))
             out["logsumexp2"].append(logits.exp().sum(-1).log().square().mean())
     return {key: torch.stack(values) for key, values in out.items() if values}
-
-
-def _through_experts(case: Case, parameters, x: Tensor, assignments, logits) -> tuple[Tensor, Tensor, Tensor]:
-    """-> y [T, D], assigned [E], kept [E] of one rank."""
-    assigned = torch.zeros(case.experts, dtype=torch.int64)
-    kept = torch.zeros(case.experts, dtype=torch.int64)
-    tokens_of, weights_of = [[] for _ in range(case.experts)], [[] for _ in range(case.experts)]
-    chosen = {t: [e for token, e in assignments if token == t] for t in range(case.tokens)}
-    for t, e in assignments:
-        assigned[e] += 1
-        if kept[e] < case.capacity:
-            kept[e] += 1
-            tokens_of[e].append(t)
-            weights_of[e].append(choice_weight(case, logits, t, e, chosen[t]))
-    # An expert without tokens still has part in the result, with a zero gradient.
-    y = torch.zeros_like(x) + 0 * sum(p.sum() for p in parameters.values())
-    for e in range(case.experts):
-        if tokens_of[e]:
-            names = ("w1", "w2", "b1", "b2")
-            expert = [parameters.get(f"experts.{e}.{name}") for name in names]
-            weight = torch.stack([torch.as_tensor(w, dtype=x.dtype) for w in weights_of[e]])
-            rows = weight[:, None] * feed_forward(x[tokens_of[e]], *expert, case.activation)
-            y = y.index_add(0, torch.tensor(tokens_of[e]), rows)
-    return y, assigned, kept
 
 
 def forward_and_backward(case: Case) -> dict[str, Tensor]:

@@ -63,12 +63,9 @@ def check_sizes(
     for what, value in sizes.items():
         if not is_number(value, Integral):
             raise UserError(what, got=repr(value), expected="a whole number", do="give an int")
-        if value < 1 and what in ("d_model", "d_ff", "num_experts"):
-            raise UserError(what, got=value, expected="at least 1", do="give a positive size")
-    if shared_d_ff is not None and shared_d_ff < 1:
-        raise UserError(
-            "shared_expert_d_ff", got=shared_d_ff, expected="at least 1 or None", do="leave it out"
-        )
+        if value < 1 and what != "top_k":
+            optional = " or None" if what == "shared_expert_d_ff" else ""
+            raise UserError(what, got=value, expected=f"at least 1{optional}", do="give a positive size")
     gate.check(num_experts, top_k)
 
 
@@ -166,13 +163,6 @@ def check_input(
             expected="bool, or integers that are 1 for a token and 0 for padding",
             do="give the attention_mask of the tokenizer",
         )
-    if mask is not None and mask.numel() != x.shape[:-1].numel():
-        raise UserError(
-            "mask of MoELayer",
-            got=f"shape {list(mask.shape)}",
-            expected=list(x.shape[:-1]),
-            do="give one flag per token",
-        )
     if token_ids is not None and token_ids.dtype not in (torch.int64, torch.int32):
         raise UserError(
             "token_ids of MoELayer",
@@ -180,13 +170,16 @@ def check_input(
             expected="int64 or int32",
             do="give the ids that the embedding gets",
         )
-    if token_ids is not None and token_ids.shape != x.shape[:-1]:
-        raise UserError(
-            "token_ids of MoELayer",
-            got=f"shape {list(token_ids.shape)}",
-            expected=list(x.shape[:-1]),
-            do="give one id per token",
-        )
+    shape = x.shape[:-1]
+    for what, value, each in (("mask", mask, "flag"), ("token_ids", token_ids, "id")):
+        # A mask may lie otherwise.
+        if value is not None and value.shape != shape and (what != "mask" or value.numel() != shape.numel()):
+            raise UserError(
+                f"{what} of MoELayer",
+                got=f"shape {list(value.shape)}",
+                expected=list(shape),
+                do=f"give one {each} per token",
+            )
 
 
 def check_data_parallel(layer: ShardedExperts) -> None:

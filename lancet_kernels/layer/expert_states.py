@@ -151,27 +151,24 @@ def save_as_shards(layer: ShardedExperts) -> None:
     a row for each expert of all ranks; where one rank has all, as they are. Whole tensors load, too."""
     layer.layers.add(layer)
     layer.register_state_dict_post_hook(_with_shards)
-    layer.register_load_state_dict_pre_hook(_with_own_rows)
+    layer.register_load_state_dict_pre_hook(_with_own)
 
 
-def _with_shards(layer: ShardedExperts, state_dict: State, prefix: str, _metadata: object) -> None:
-    for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
-        value = state_dict[prefix + name]
-        _check_rows(layer, value, prefix + name)
-        state_dict[prefix + name] = _never_pickled(prefix + name, _as_shard(value, tensor, Place(layer)))
-
-
-def _with_own_rows(layer: ShardedExperts, state_dict: State, prefix: str, *_: object) -> None:
-    for name, tensor in layer.expert_tensors().items() if layer.expert_group else ():
+def _with_shards(module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
+    """Shards refuse to be pickled (`torch.save`): a file has one rank's."""
+    for name, tensor, place in _placed(module):
         if (key := prefix + name) in state_dict:
-            state_dict[key] = _own(state_dict[key], tensor, Place(layer))
+            if not place.of_adapter:
+                _check_rows(place.layer, state_dict[key], key)
+            shard = state_dict[key] = _as_shard(state_dict[key], tensor, place)
+            if isinstance(shard, DTensor):
+                shard.__reduce_ex__ = partial(_refuse_pickle, key)  # type: ignore[method-assign]
 
 
-def _never_pickled(name: str, value: object) -> object:
-    """The value, which refuses to be pickled (`torch.save`) if it is a shard: a file has one rank's."""
-    if isinstance(value, DTensor):
-        value.__reduce_ex__ = partial(_refuse_pickle, name)  # type: ignore[method-assign]
-    return value
+def _with_own(module: nn.Module, state_dict: State, prefix: str, *_: object) -> None:
+    for name, tensor, place in _placed(module):
+        if (key := prefix + name) in state_dict:
+            state_dict[key] = _own(state_dict[key], tensor, place)
 
 
 # Processes of this rank may get them: `async_save` has one.
@@ -278,17 +275,22 @@ def tensors_around(adapter: nn.Module) -> dict[str, Tensor]:
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     """Name, tensor and place of all parameters and buffers of adapters around the layers of a model."""
     for path, module in model.named_modules():
-        for name, tensor, place in _around(module):
-            yield f"{path}.{name}" if path else name, tensor, place
+        for name, tensor, place in _placed(module):
+            if place.of_adapter:
+                yield f"{path}.{name}" if path else name, tensor, place
 
 
-def _around(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
-    """The same of one adapter; of any other module, and where one rank has all experts, nothing."""
+def _placed(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
+    """The same of one adapter, or of the experts of a layer; of any other module, and where one rank has all
+    experts, nothing."""
     layer, adapted = layer_below(module), getattr(module, "parameter_name", "")
-    if layer is module or not isinstance(layer, ShardedExperts) or adapted not in layer.expert_names():
-        return
     # Experts that transformers has divided are in no state dict of ours.
-    if layer not in ShardedExperts.layers or not layer.expert_group:
+    if not isinstance(layer, ShardedExperts) or layer not in layer.layers or not layer.expert_group:
+        return
+    if layer is module:
+        yield from ((name, tensor, Place(layer)) for name, tensor in layer.expert_tensors().items())
+        return
+    if adapted not in layer.expert_names():
         return
     # PEFT takes a parameter of two dimensions for one matrix, whose adapter belongs to all of its rows.
     is_by_expert = getattr(layer, adapted).dim() == 3
@@ -316,16 +318,8 @@ class _Adapter:
     def __setstate__(self, module: nn.Module) -> None:
         self.__init__(module)  # type: ignore[misc]
 
-    def __call__(self, module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
-        for name, tensor, place in _around(module):
-            if (key := prefix + name) in state_dict:
-                state_dict[key] = _never_pickled(key, _as_shard(state_dict[key], tensor, place))
-
-
-def _with_own_adapters(module: nn.Module, state_dict: State, prefix: str, *_: object) -> None:
-    for name, tensor, place in _around(module):
-        if (key := prefix + name) in state_dict:
-            state_dict[key] = _own(state_dict[key], tensor, place)
+    def __call__(self, module: nn.Module, state_dict: State, prefix: str, metadata: object) -> None:
+        _with_shards(module, state_dict, prefix, metadata)
 
 
 def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -334,7 +328,7 @@ def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> Non
         return
     if not any(isinstance(hook, _Adapter) for hook in module._state_dict_hooks.values()):
         module.register_state_dict_post_hook(_Adapter(module))
-        module.register_load_state_dict_pre_hook(_with_own_adapters)
+        module.register_load_state_dict_pre_hook(_with_own)
 
 
 register_module_module_registration_hook(_is_put_around)
@@ -359,16 +353,13 @@ def _places(optimizer: Optimizer) -> dict[Tensor, Place]:
     """By parameter, the places of all that an optimizer updates of experts; where one rank has all experts,
     none."""
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    places = {
-        parameter: Place(layer)
-        for layer in ShardedExperts.layers
-        if layer.expert_group
-        for parameter in layer.expert_tensors().values()
+    adapters = [module for adapter in _Adapter.adapters if (module := adapter.module()) is not None]
+    return {
+        tensor: place
+        for module in (*ShardedExperts.layers, *adapters)
+        for _, tensor, place in _placed(module)
+        if tensor in given
     }
-    for adapter in _Adapter.adapters:
-        if (module := adapter.module()) is not None:
-            places |= {tensor: place for _, tensor, place in _around(module)}
-    return {parameter: place for parameter, place in places.items() if parameter in given}
 
 
 def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:

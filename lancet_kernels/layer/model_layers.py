@@ -1,11 +1,11 @@
 """The MoE layers of a model: their parameters, groups, training step, losses and counts of routing; and
-dropout of the same step, whose mask does not depend on how a batch is cut or on how many ranks it lies.
+dropout of the same step.
 
 T  tokens on this rank      D  features
 
-torch's dropout takes numbers from a sequence, so they depend on what was drawn before: a plan may neither
-cut it into parts nor move it past another random op. Here a number depends only on seed, call site,
-training step, token of the global batch, and feature (`ops.random`).
+torch's dropout takes numbers from a sequence: a plan may neither cut it into parts nor move it past another
+random op. Here a number depends only on seed, call site, training step, token of the global batch, and
+feature (`ops.random`), so the mask depends neither on how a batch is cut nor on how many ranks it lies.
 
 Counts of routing say how many tokens a run's routers send to each expert: the file for predictions with that
 routing (`lancet plan --hf ... --routing counts.json`), and how much more than the mean the busiest rank gets.

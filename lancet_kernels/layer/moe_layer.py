@@ -4,29 +4,26 @@ T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts 
 D  d_model                  F  d_ff                 K  top_k      C  capacity
 
 `CheckpointedRun`: what a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when
-the block runs again in the backward.
-
-A router need not choose twice alike: equal scores, products whose sums are taken in another order, noise that
-is drawn anew. Other choices in the second run are other rows, whose gradients belong to another function. So
-the choices of the first run are kept, 4 bytes each, as a plan keeps them (`graph.capture.captured_graph`); of
-gates whose slots follow from logits, the slots, too.
+the block runs again in the backward. A router need not choose twice alike: equal scores, sums taken in
+another order, noise that is drawn anew. Other choices in the second run are other rows, whose gradients
+belong to another function. So the choices of the first run are kept, 4 bytes each, as a plan keeps them
+(`graph.capture.captured_graph`); of gates whose slots follow from logits, the slots, too.
 
 torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the
-stack of Python's frames (torch 2.11 to 2.13):
+stack of Python's frames (torch 2.11 to 2.13), a walk over 35 of which takes 7 us (2-core CPU, 2026-11-26):
 
     use_reentrant   first run                                        second run
     True            `CheckpointFunction.forward` with its `ctx`      `CheckpointFunction.backward` with it
     False           `checkpoint` with its `_CheckpointFrame`         its `unpack_hook` with it
 
-What is kept lies on that object, and is freed with the graph of autograd. A walk over 35 frames takes 7 us
-(2-core CPU, 2026-11-26). Blocks of other implementations of checkpointing (DeepSpeed's, say) are not known.
+What is kept lies on that object, and is freed with the graph of autograd. Blocks of other implementations of
+checkpointing (DeepSpeed's, say) are not known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -72,17 +69,15 @@ class CheckpointedRun:
 
     def repeats(self, layer: nn.Module) -> bool:
         """Is it a second run, and did the layer keep something in the first?"""
-        return self.again is not None and layer in (getattr(self.again, _KEPT, None) or {})
+        return layer in getattr(self.again, _KEPT, {})
 
     def as_at_first(self, layer: nn.Module, value: T) -> T:
         """The value, or in a second run what stood in its place in the first one."""
-        if self.again is not None:
-            kept = getattr(self.again, _KEPT, None) or {}
+        if self.repeats(layer):
+            kept = getattr(self.again, _KEPT)
             # Each backward runs a block again once, from its start.
             this_time = layer, torch._C._current_graph_task_id()
-            if layer in kept and this_time not in kept:
-                kept[this_time] = iter(kept[layer])
-            value = next(kept.get(this_time, iter(())), value)
+            value = next(kept.setdefault(this_time, iter(kept[layer])), value)
         for block in self.first:
             if not hasattr(block, _KEPT):
                 setattr(block, _KEPT, {})
@@ -95,7 +90,12 @@ def checkpointed_run(x: Tensor) -> CheckpointedRun | None:
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return None
     first: list[Any] = []
-    for name, values in _frames_of_checkpoint():
+    frame = sys._getframe()
+    while frame.f_back is not None:  # the innermost first
+        frame = frame.f_back
+        if frame.f_code.co_filename != _FILE:
+            continue
+        name, values = frame.f_code.co_name, frame.f_locals
         if name == "backward":
             return CheckpointedRun(first, values.get("ctx"))
         if name == "unpack_hook":
@@ -105,15 +105,6 @@ def checkpointed_run(x: Tensor) -> CheckpointedRun | None:
         elif name == "checkpoint" and "gen" in values:
             first.append(values["gen"].gi_frame.f_locals["new_frame"])
     return CheckpointedRun(first, None) if first else None
-
-
-def _frames_of_checkpoint() -> Iterator[tuple[str, Any]]:
-    """Functions of torch.utils.checkpoint on the stack, the innermost first, with their local variables."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == _FILE:
-            yield frame.f_code.co_name, frame.f_locals
-        frame = frame.f_back
 
 
 class MoELayer(ExpertLayer, ExpertsByGlobalId):
@@ -135,8 +126,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `groups` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
-            for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
-            overlap, runs grouped GEMMs.
+            for proof not speed); every pass is collective, and one rank, which has nothing to overlap, runs
+            grouped GEMMs.
         timeout, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer (None: as
             the group's collectives); the most tokens of any pass on a rank, for which memory is allocated
             once (None: those of the first pass; a larger one allocates anew, on all ranks at the same pass);
@@ -148,25 +139,20 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
             the same experts). None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
-    Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
-    kind) only the layer's input is kept, and no memory for received rows is held until the backward.
+    Memory of a fused layer, and what it sends: see `LayerExchange`. Activation checkpointing (either kind)
+    keeps the layer's input and the choices of each token (`CheckpointedRun`), so that the second run routes
+    as the first did, and holds no memory for received rows until the backward.
 
-    Activation checkpointing keeps the choices of each token (`CheckpointedRun`): the second run routes as the
-    first did, whatever the router gives.
-
-    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
-    Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
-    no side effect. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors: nothing is
+    stored on the module. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
     and add ``losses.balance.mean()`` to the loss with your coefficient.
 
     Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position is used as the
-    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`), so recomputing
-    a step gives the same routing.
+    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`).
 
-    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
-    ``experts.7.w1``, as views of the parameters, and what an optimizer keeps of them are DTensors in its
-    ``state_dict()``. So torch.distributed.checkpoint saves each expert once and loads it at any number of
-    ranks.
+    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids, ``experts.7.w1``,
+    as views of the parameters, and what an optimizer keeps of them are DTensors in its ``state_dict()``. So
+    torch.distributed.checkpoint saves each expert once and loads it at any number of ranks.
     """
 
     correction_bias: Tensor | None

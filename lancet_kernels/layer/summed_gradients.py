@@ -29,7 +29,7 @@ from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.layer.gradients import as_backward_finishes, gradient_groups
 from lancet_kernels.ops.comm.collectives import Accumulation, cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
-from lancet_kernels.ops.comm.link_group import Started
+from lancet_kernels.ops.comm.link_group import Pending
 from lancet_kernels.ops.comm.waiting import waiting
 
 
@@ -241,8 +241,7 @@ class SummedModule(nn.Module):
     """A module whose gradients are summed over the ranks while backward runs.
 
     Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
-    its floating-point numbers in another order than the run it continues; and it would not use an emulated
-    link. Here the parameters alone say what the buckets are.
+    in another order than the run it continues; and it would not use an emulated link.
 
     Args: divide_by: as of `PlannedSums`. bucket_bytes: larger buckets use the wire better, smaller ones start
         earlier.
@@ -288,7 +287,7 @@ class _EarlySums:
     def __init__(self, planned: PlannedSums) -> None:
         self._planned, self._buckets = planned, planned._buckets
         self.given: list[Sequence[Tensor | None] | None] = [None] * len(self._buckets)
-        self._started: list[Started[list[Tensor]]] = []
+        self._started: list[Pending[list[Tensor]]] = []
         self._lacks: list[bool] = []
         self._tensors: list[list[Tensor]] = []
 

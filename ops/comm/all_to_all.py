@@ -4,17 +4,15 @@
     W  ranks, L experts each    R  rows received          D  width
 
 `exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
-and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
-are sorted by rank before it and by local expert after it; on the way back it is the reverse. Its
-adjoint is itself, with the counts swapped and the direction reversed.
+and both backward passes need no second exchange. `all_to_all` is phase two; its adjoint is itself, with the
+counts swapped and the direction reversed. `start_exchange_counts` and `start_all_to_all` do the same in two
+steps, so that computation runs in between: other ranks answer an exchange of counts only when they come to
+it.
 
-`start_exchange_counts` and `start_all_to_all` do the same in two steps, so that computation runs in between:
-other ranks answer an exchange of counts only when they come to it.
-
-Where rows lie. A row is one kept choice of one token; nothing else is stored per expert. Rows to send, [S,
-D]: by global expert e = w * L + l, then slot. What goes to one rank is one block. Rows received, [R, D]: by
-local expert, then source rank, then slot. An expert's rows are one block, a group of a grouped GEMM. Every
-offset is a prefix sum of counts [W, L].
+Where rows lie. Rows to send, [S, D]: by global expert e = w * L + l, then slot; what goes to one rank is one
+block. Rows received, [R, D]: by local expert, then source rank, then slot; an expert's rows are one block, a
+group of a grouped GEMM. Every offset is a prefix sum of counts [W, L]. On the way to the experts, rows are
+sorted by rank before the all-to-all and by local expert behind it; on the way back it is the reverse.
 
 Sizes in graphs. How many rows there are depends on the routing, so ops that make rows cannot say it when a
 graph is traced. Two answers:
@@ -23,8 +21,8 @@ graph is traced. Two answers:
   to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
 - Where a plan is made for the graph (`graph.capture.capture`), it is the number of rows of an evenly
   spread, dropless batch (`ops.base.Now`): a planner needs numbers, and the partitioner and the runtime of
-  AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are
-  exact when the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
+  AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. So nothing
+  in a graph may take a number of rows as an argument and trust it.
 
 On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most
 rows that there can be, ops read the counts on the device, and what lies behind the last row is never read.
@@ -33,7 +31,6 @@ rows that there can be, ops read the counts on the device, and what lies behind 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -43,7 +40,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.base import now, op
 from lancet_kernels.ops.comm.groups import counts_group, group_of
-from lancet_kernels.ops.comm.link_group import Here, LinkWork, Pending, Started, apart, link_group_of
+from lancet_kernels.ops.comm.link_group import LinkWork, Pending, apart, link_group_of
 from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
 
 DROPPED = -1
@@ -77,21 +74,17 @@ def segments(count_WL: Tensor, by_expert: bool) -> list[int]:
 
 def expert_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
     """Rows by rank, then expert -> by expert, then rank. The rows themselves where that is the same."""
-    return _transpose_segments(rows_RD, count_WL.tolist())
+    ranks, local_experts = count_WL.shape
+    if ranks <= 1 or local_experts <= 1:
+        return rows_RD
+    counts = count_WL.flatten().tolist()
+    pieces = rows_RD[: sum(counts)].split(counts)
+    return torch.cat([piece for e in range(local_experts) for piece in pieces[e::local_experts]])
 
 
 def rank_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
     """Rows by expert, then rank -> by rank, then expert. The rows themselves where that is the same."""
-    return _transpose_segments(rows_RD, count_WL.T.tolist())
-
-
-def _transpose_segments(rows_RD: Tensor, count_AB: Sequence[Sequence[int]]) -> Tensor:
-    """Rows by a, then b -> by b, then a."""
-    inner = len(count_AB[0]) if count_AB else 0
-    if len(count_AB) <= 1 or inner <= 1:
-        return rows_RD
-    pieces = rows_RD[: sum(map(sum, count_AB))].split([n for row in count_AB for n in row])
-    return torch.cat([piece for b in range(inner) for piece in pieces[b::inner]])
+    return expert_major(rows_RD, count_WL.T)
 
 
 # A number by which it is known, width, dtype, experts per rank, a number for the layer, whether a plan runs.
@@ -103,14 +96,14 @@ _MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Started[Tensor]:
+def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Pending[Tensor]:
     """Start to tell every rank how many rows it gets for each of its experts.
 
     Args: as of `exchange_counts`, whose call in a graph this one takes the place of.
     """
     (ranks, local_experts), layer = count_WL.shape, current_layer()
     if not group:
-        return Here(_counted(count_WL, layer))
+        return Pending.here(_counted(count_WL, layer))
     values = [
         _COUNTS,
         width,
@@ -202,14 +195,14 @@ def start_all_to_all(
     group: str,
     to_experts: bool,
     num_rows: int | None = None,
-) -> Started[Tensor]:
+) -> Pending[Tensor]:
     """Start to send rows, which must not change until `wait`.
 
     Args: as of `all_to_all`, whose call in a graph this one takes the place of, with the same arguments.
     """
     if not group:
         # With one rank, both sides have the same order.
-        return Here(rows_SD)
+        return Pending.here(rows_SD)
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
     # On a device that did not know the number of rows, the tensor may have more rows than needed.
     sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)]

@@ -64,6 +64,7 @@ _SAME_SIZES = {
 }
 """By method of a process group: the collective, and the argument that is as large on all ranks."""
 _TO_EACH = ("alltoall_base", "alltoall", "all_to_all_single")
+_OF_TWO = ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Order:
         self.last: dict[str, _Entered] = {}
         self.store = dist.PrefixStore("lancet_check", store)
 
-    def enter(self, op: str, sent: list[int], received: list[int], pair: Sequence[int] = ()) -> _Entered:
+    def enter(self, op: str, sent: list[int], received: list[int], pair: Sequence[int]) -> _Entered:
         """Put a record, and compare it with those that are there.
 
         Args: pair: the places of sender and receiver, where it is no collective of all. Raises: UserError.
@@ -162,7 +163,7 @@ class _Entered:
 
         Raises: UserError, CommunicationError.
         """
-        begin, pause_s, told = time.monotonic(), 1e-4, False
+        order, begin, pause_s, told = self.order, time.monotonic(), 1e-4, False
         self.compare()
         while self.missing and not work.is_completed():
             waited_s = time.monotonic() - begin
@@ -171,7 +172,8 @@ class _Entered:
                     "they have not entered it", missing=sorted(self.missing), timed_out=True
                 )
             if not told:
-                self._tell_that_it_waits()
+                waits = [order.name, self.record.number, order.ranks, self.record.label]
+                _waits_of(order.ranks[order.place], json.dumps(waits))
                 told = True
             if waited_s > MUTUAL_S:
                 self.refuse_waiting_for_each_other()
@@ -179,12 +181,7 @@ class _Entered:
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             self.compare()
         if told:
-            _waits_of(self.order.ranks[self.order.place], "")
-
-    def _tell_that_it_waits(self) -> None:
-        order, record = self.order, self.record
-        waits = [order.name, record.number, order.ranks, record.label]
-        _waits_of(order.ranks[order.place], json.dumps(waits))
+            _waits_of(order.ranks[order.place], "")
 
     def refuse_waiting_for_each_other(self) -> None:
         """Raise UserError if a rank that is missing waits for this one, in a collective of another group."""
@@ -207,7 +204,7 @@ class CheckedWork(dist.Work):
     """
 
     def __init__(
-        self, work: dist.Work, group: dist.ProcessGroup, entered: _Entered, is_message: bool = False
+        self, work: dist.Work, group: dist.ProcessGroup, entered: _Entered, is_message: bool
     ) -> None:
         super().__init__()
         self._work, self._group, self._entered, self._is_message = work, group, entered, is_message
@@ -300,19 +297,27 @@ def _of_rows(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int]:
     return [row * n for n in rows]
 
 
-def _sizes(group: dist.ProcessGroup, name: str, given: Sequence[Any]) -> tuple[str, list[int], list[int]]:
-    """The collective, and bytes sent and received. Args: name: of a method. given: its arguments."""
+def _sizes(
+    group: dist.ProcessGroup, name: str, given: Sequence[Any]
+) -> tuple[str, list[int], list[int], Sequence[int]]:
+    """The collective, bytes sent and received, and of a message the places of sender and receiver.
+
+    Args: name: of a method. given: its arguments.
+    """
     if name == "barrier":
-        return name, [0], [0]
+        return name, [0], [0], ()
+    if name in _OF_TWO:
+        size, pair = [_bytes(given[0])], (group.rank(), given[1])
+        return "message", size, size, pair if name == "send" else pair[::-1]
     if name in _SAME_SIZES:
         op, position = _SAME_SIZES[name]
         size = [_bytes(given[position])]
-        return op, size, size
+        return op, size, size, ()
     received, sent = given[:2]
     if name == "alltoall":
-        return "all_to_all", [*map(_bytes, sent)], [*map(_bytes, received)]
+        return "all_to_all", [*map(_bytes, sent)], [*map(_bytes, received)], ()
     receive, send = given[2:4]
-    return "all_to_all", _of_rows(sent, send, group.size()), _of_rows(received, receive, group.size())
+    return "all_to_all", _of_rows(sent, send, group.size()), _of_rows(received, receive, group.size()), ()
 
 
 def _checked(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.Work | None]:
@@ -324,31 +329,16 @@ def _checked(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.
         entered = order.enter(*_sizes(group, name, [*given, *by_name.values()]))
         work = method(group, *given, **by_name)
         # None: several are started together.
-        return work if work is None else CheckedWork(work, group, entered)
-
-    return start
-
-
-def _checked_message(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    @functools.wraps(method)
-    def start(group: dist.ProcessGroup, tensors: list[Tensor], place: int, tag: int) -> dist.Work:
-        order = _order_of(group)
-        if order is None:
-            return method(group, tensors, place, tag)
-        pair = (order.place, place) if name == "send" else (place, order.place)
-        size = [_bytes(tensors)]
-        entered = order.enter("message", size, size, pair)
-        return CheckedWork(method(group, tensors, place, tag), group, entered, is_message=True)
+        return work if work is None else CheckedWork(work, group, entered, is_message=name in _OF_TWO)
 
     return start
 
 
 def install() -> None:
     """Compare collectives from here on, in this process; call it once."""
-    of_all, of_two = (*_SAME_SIZES, *_TO_EACH, "barrier"), ("send", "recv")
-    for name in (*of_all, *of_two):
+    for name in (*_SAME_SIZES, *_TO_EACH, *_OF_TWO, "barrier"):
         if (method := getattr(dist.ProcessGroup, name, None)) is not None:
-            start = _checked(name, method) if name in of_all else _checked_message(name, method)
+            start = _checked(name, method)
             # By this name pybind knows that a call comes from here, and is not for a method of Python.
             start.__code__ = start.__code__.replace(co_name=name)
             setattr(dist.ProcessGroup, name, start)

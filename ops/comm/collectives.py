@@ -6,13 +6,11 @@ buffer of that size: the same bucket gives the same bits in every step.
 
 Gradients of several microbatches are summed over the ranks once. Without sums, a backward leaves the
 gradients of this rank: what is whole on every rank in `.grad`, and what FSDP shards in a `GradientSum`, since
-`.grad` has room for a shard only. The next backward with sums adds them before it sums over the ranks.
+`.grad` has room for a shard only. The next backward with sums adds them before it sums over the ranks. A
+gradient that is in `.grad` before the first of them is summed already: it is set aside, and the sum added.
 
     backward 1    .grad = a                 held = A          (gradients of this rank)
     backward 2    .grad = sum(a + b)        .grad = this rank's shard of sum(A + B)
-
-A gradient that is in `.grad` before the first of them is summed already: it is set aside, and the sum is
-added to it.
 
 Sharded models (HiDup, section 4.1): W ranks; the shard of the rank in place w is slice w of W equal ones.
 
@@ -24,13 +22,12 @@ Sharded models (HiDup, section 4.1): W ranks; the shard of the rank in place w i
     take_shard          [.., n, ..] -> [.., n/W, ..] (local)           place_shard: zeros around it (local)
 
 The gradient of a shard is a shard, of a summand the whole, and of a whole tensor a summand: every rank knows
-what its own readers add to it. Only what the model returns is different: every rank goes on with the same
-value, so its gradient is whole (`gradient_is_whole`), and nothing is communicated for it: a rank takes its
-slice of a gathered result's, and everything of an all-reduced one's. `share_gradient` is for results that
-were whole already.
+what its own readers add to it. Only with what the model returns every rank goes on alike, so its gradient is
+whole (`gradient_is_whole`), and nothing is communicated for it: a rank takes its slice of a gathered
+result's, and everything of an all-reduced one's. `share_gradient` is for results that were whole already.
 
 The first four are torch's functional collectives with their waits, and copies that bring slices together; a
-traced graph has these, for the gradients, too. Groups go by the names from `group_name`.
+traced graph has these, for the gradients, too.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.base import context_of, op
 from lancet_kernels.ops.comm.groups import group_rank, group_size
-from lancet_kernels.ops.comm.link_group import Here, Pending, Result, Started, link_group, link_group_of
+from lancet_kernels.ops.comm.link_group import Pending, Result, link_group, link_group_of
 
 Gradient = TypeVar("Gradient")
 
@@ -71,13 +68,13 @@ def cut_into_buckets(
     return buckets
 
 
-def start_all_reduce(gradients: list[Tensor], group: str) -> Started[list[Tensor]]:
+def start_all_reduce(gradients: list[Tensor], group: str) -> Pending[list[Tensor]]:
     """Start to sum a bucket over the ranks of the group (a name from `group_name`). The sums come in the
     order of the bucket; they are views of one buffer."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     pieces = flat.split([gradient.numel() for gradient in gradients])
     sums = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
-    return start_sum(flat, group, lambda: sums) if group else Here(sums)
+    return start_sum(flat, group, lambda: sums) if group else Pending.here(sums)
 
 
 def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pending[Result]:

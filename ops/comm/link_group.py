@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, Union, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,28 +32,22 @@ Result = TypeVar("Result")
 
 @dataclass
 class Pending(Generic[Result]):
-    """A collective under way. finish: makes the result of what has arrived."""
+    """A collective under way. work: None: nothing comes from another rank. finish: makes the result of what
+    has arrived."""
 
-    work: LinkWork
+    work: LinkWork | None
     finish: Callable[[], Result]
+
+    @classmethod
+    def here(cls, result: Result) -> Pending[Result]:
+        """The same where nothing travels."""
+        return cls(None, lambda: result)
 
     def wait(self) -> Result:
         """The result. Bounded by the process group's timeout. Raises: CommunicationError."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.finish()
-
-
-@dataclass
-class Here(Generic[Result]):
-    """The same where nothing comes from another rank."""
-
-    result: Result
-
-    def wait(self) -> Result:
-        return self.result
-
-
-Started = Union[Pending[Result], Here[Result]]  # noqa: UP007  Python 3.10 cannot subscript the other form
 
 
 def apart(result: Tensor, given: Tensor) -> Tensor:

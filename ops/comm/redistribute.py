@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.ops.comm.link_group import Here, LinkWork, Pending, Started, apart, link_group_of
+from lancet_kernels.ops.comm.link_group import LinkWork, Pending, apart, link_group_of
 from lancet_kernels.ops.comm.waiting import waiting
 
 
@@ -46,23 +46,30 @@ class _Works:
 
 def start_shift(
     tiles: list[Tensor], source_of: Sequence[int], group: str, what: str = "", after: Tensor | None = None
-) -> Started[list[Tensor]]:
+) -> Pending[list[Tensor]]:
     """Begin to send tiles, which must stay as they are until `wait`.
 
     Args: group: a name from `group_name`. what: travels, for the message if a rank stays away.
         after: a tensor before which the shift must not begin in a captured graph; it is not sent.
     Raises: UserError (source_of is no permutation), CommunicationError.
     """
-    _check_permutation(source_of, group)
+    ranks = group_size(group)
+    if sorted(source_of) != list(range(ranks)):
+        raise UserError(
+            "sources of a shift",
+            got=list(source_of),
+            expected=f"each of the {ranks} places of the group once",
+            do="let every rank send to one rank and receive from one",
+        )
     if not group:
-        return Here(tiles)
+        return Pending.here(tiles)
     process_group, what = group_of(group), f"shift of {what}" if what else "shift"
     rank = process_group.rank()
     source, target = source_of[rank], list(source_of).index(rank)
     is_cuda = tiles[0].is_cuda
     if source == rank:
         link.skip_shift(process_group)
-        return Here(tiles)
+        return Pending.here(tiles)
     sent = [tile.contiguous() for tile in tiles]
     received = [torch.empty_like(tile) for tile in sent]
     size = sum(tile.nbytes for tile in sent)
@@ -106,17 +113,6 @@ def check_alike(own: str, group: str, device: torch.device, what: str, do: str) 
                 expected="the same on every rank",
                 do=do,
             )
-
-
-def _check_permutation(source_of: Sequence[int], group: str) -> None:
-    ranks = group_size(group)
-    if sorted(source_of) != list(range(ranks)):
-        raise UserError(
-            "sources of a shift",
-            got=list(source_of),
-            expected=f"each of the {ranks} places of the group once",
-            do="let every rank send to one rank and receive from one",
-        )
 
 
 @torch.library.custom_op("lancet::shift", mutates_args=())
@@ -246,12 +242,14 @@ def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
     rank = group_rank(group)
     result, height, width = plan.result_of(x, rank)
 
-    def source(piece: Piece) -> Tensor:
-        return _cut(x, piece, plan.held[rank], height, width)
+    def cut(tile: Tensor, piece: Piece, box: Box) -> Tensor:
+        """The piece as a view of the tile that fills the box."""
+        (r0, _), (c0, _) = box
+        rows = slice((piece.rows[0] - r0) * height, (piece.rows[1] - r0) * height)
+        return tile[rows, (piece.columns[0] - c0) * width : (piece.columns[1] - c0) * width]
 
-    def target(piece: Piece) -> Tensor:
-        return _cut(result, piece, plan.needed[rank], height, width)
-
+    source = partial(cut, x, box=plan.held[rank])
+    target = partial(cut, result, box=plan.needed[rank])
     for piece in plan.pieces:
         if piece.source == piece.target == rank:
             target(piece).copy_(source(piece))
@@ -271,13 +269,6 @@ def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
         for piece, values in zip(coming, arrived.split([n for n in receive if n]), strict=True):
             target(piece).copy_(values.view(target(piece).shape))
     return result
-
-
-def _cut(tile: Tensor, piece: Piece, box: Box, height: int, width: int) -> Tensor:
-    """The piece as a view of the tile that fills `box`."""
-    (r0, _), (c0, _) = box
-    rows = slice((piece.rows[0] - r0) * height, (piece.rows[1] - r0) * height)
-    return tile[rows, (piece.columns[0] - c0) * width : (piece.columns[1] - c0) * width]
 
 
 def _redistributed(x: Tensor, there: str, back: str, group: str, what: str) -> Tensor:

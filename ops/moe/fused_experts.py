@@ -10,11 +10,10 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 
 A forward pass keeps the rows that it received in its exchange until its backward: as many as came, of the
 room that the passes of an exchange have together. Layers of one size share the exchanges: a pass takes one
-that can take one more, and only where none can, another one is made. So there is room for as many passes as
-wait for their backward at once: one for each layer, or those of one exchange under activation checkpointing.
-All ranks run the same passes in the same order, and so take the same ones. Exchanges are made for the most
-tokens: how many there are, and how they are routed, may change from step to step and from rank to rank, and
-nothing is made or agreed upon for it.
+that can take one more, and only where none can, another one is made. All ranks run the same passes in the
+same order, and so take the same ones. Exchanges are made for the most tokens: how many there are, and how
+they are routed, may change from step to step and from rank to rank, and nothing is made or agreed upon for
+it.
 """
 
 from __future__ import annotations
@@ -205,7 +204,6 @@ class LayerExchange:
             ONE_PASS_FACTOR times in one, or FEW_ROWS. A pass that needs more raises UserError on every rank.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
-        config: tiles and grid of the launches; None: a default for the device.
 
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R
     rows received at most in a pass (receive_factor * S, by default 8 * S; never more than the worst case,
@@ -218,8 +216,7 @@ class LayerExchange:
 
     besides 4 bytes for each row received, 28 for each choice (of the routing) and some words for each tile.
     The first exchange has room for 2 passes or more, each further one for 6: made when so many have waited
-    for their backward at once. Under activation checkpointing the first is all. A pass takes what came of its
-    exchange's room, where no other one lies (`schedule.py`). It keeps no rows to send.
+    for their backward at once. Under activation checkpointing the first is all.
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 
@@ -238,7 +235,6 @@ class LayerExchange:
     max_tokens: int | None = None
     receive_factor: float | None = None
     timeout_s: float | None = None
-    config: OverlapConfig | None = None
     _shared: dict[tuple, tuple[FusedMemory, SharedExchanges, OverlapConfig]] = field(
         default_factory=dict, init=False
     )
@@ -275,7 +271,7 @@ class LayerExchange:
                 "do in this pass; set max_tokens to create them once",
                 current_layer() or "a fused layer", num_tokens, before[1].sizes["send_rows"] // num_choices,
             )  # fmt: skip
-        config = self.config or default_overlap_config(
+        config = default_overlap_config(
             self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
         )
         send_rows, worst = self._most_rows(memory.memory, num_tokens, num_choices, capacity)

@@ -1,27 +1,22 @@
 """The interface of gates: the contract that every routing rule of this library keeps.
 
-    T  tokens on this rank            K  choices per token
+    T  tokens on this rank            K  choices per token, N = T * K
     E  experts in all                 C  capacity: most tokens this rank may send to one expert
 
 A gate maps ``(logits[T, E], used[E])`` to ``(expert[T, K], slot[T, K], weight[T, K], used'[E])``.
 ``slot[t, k]`` is the row that choice takes in its expert's buffer; ``slot >= C`` means dropped.
-``used`` counts the assignments that earlier parts of the same batch made, dropped ones included, so
-that calling a *partitionable* gate part by part, passing ``used`` on, gives exactly the slots of one
-call on the whole batch (Lancet, section 2.3: capacity passing).
+``used`` counts the assignments of earlier parts of the same batch, dropped ones included: a *partitionable*
+gate that is called part by part gives exactly the slots of one call on the whole batch (Lancet, section 2.3:
+capacity passing).
 
-A gate is a frozen dataclass; ``str(gate)`` is its spec, for example ``topk(renormalize=True)``, and
-`lancet_kernels.ops.moe.gates.parse_gate` reads it back. Ops and checkpoints carry the spec, not the object.
+A gate is a frozen dataclass; ``str(gate)`` is its spec, for example ``topk(renormalize=True)``, which ops and
+checkpoints carry, and `lancet_kernels.ops.moe.gates.parse_gate` reads back.
 
-Weights are made of scores (`Gate.weights`). Normalized scores are computed as the softmax of the log-scores,
-which is the same and has no zero to divide by where all scores of a token underflow. The log-score of the
-softmax is the logit itself (up to a constant that cancels), so "softmax after selection" is the normalized
-case.
+Normalized scores are the softmax of the log-scores, which has no zero to divide by where all scores of a
+token underflow. The log-score of the softmax is the logit itself (up to a constant that cancels), so "softmax
+after selection" is the normalized case.
 
-Assigns a slot to each choice, in a given order of priority.
-
-T tokens, K choices per token, N = T * K choices, E experts
-
-`real`: which of them belong to tokens that are no padding; None: all. Padding gets `NO_SLOT` and counts for
+`real`: which choices belong to tokens that are no padding; None: all. Padding gets `NO_SLOT` and counts for
 no expert, as if the batch did not have it.
 """
 
@@ -151,6 +146,8 @@ class Gate:
     key: ClassVar[str | None] = None
     """What `key_T` holds: "token" (token ids) or "index" (global token index); None: no key."""
     score: ClassVar[str] = "softmax"
+    only_top_k: ClassVar[int | None] = None
+    """The one top_k that it can choose; None: any."""
 
     @property
     def normalized(self) -> bool:
@@ -189,6 +186,13 @@ class Gate:
                 got=top_k,
                 expected=f"1 to num_experts ({num_experts})",
                 do="lower top_k or add experts",
+            )
+        if self.only_top_k is not None and top_k != self.only_top_k:
+            raise UserError(
+                f"top_k of gate {self.name}",
+                got=top_k,
+                expected=self.only_top_k,
+                do=f"set top_k={self.only_top_k}, or use gate='topk'",
             )
 
     def check_capacity_factor(self, capacity_factor: float | None) -> None:

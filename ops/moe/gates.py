@@ -1,24 +1,19 @@
 """The gates by name, and how a gate's spec is read.
 
-Partitionable are those that decide token by token, with token-order priority.
+Partitionable are those that decide token by token, with token-order priority: not GShard's top-2,
+batch-prioritized routing and expert choice.
 
 Switch: Fedus et al. 2022. Top-k: Shazeer et al. 2017, Mixtral (softmax after selection), and Qwen's
 renormalized softmax. Sigmoid: DeepSeek-V3 (2024, section 2.1.2), with a correction bias.
 
-Group-limited selection: experts lie in `groups` equal groups, and a token chooses among those of its best
-`top_groups` alone. DeepSeek-V2 (2024, section 2.2.2) rates a group by its best expert, DeepSeek-V3 by the
-sum of its two best.
+Group-limited selection: a token chooses among the experts of its best `top_groups` of `groups` equal groups,
+of S = E / groups experts each. DeepSeek-V2 (2024, section 2.2.2) rates a group by its best expert,
+DeepSeek-V3 by the sum of its two best.
 
-T  tokens      E  experts in `groups` groups of S = E / groups
-
-Hash and random gates compute routing from a key instead of learning it. Each (key, expert) pair gets a 64-bit
-number from a counter (`ops.random`), and a token goes to the k experts with the largest numbers, however the
-batch was cut. Hash (Roller et al. 2021) keys by token id: a token of the vocabulary always meets the same
-experts. Random (Zuo et al. 2022, Chen et al. 2023) keys by the global index of the token in the step's batch,
-mixed with the step.
-
-Gates that decide from the whole batch, and so are not partitionable: GShard's top-2, batch-prioritized
-routing, expert choice.
+Hash and random gates compute routing from a key. Each (key, expert) pair gets a 64-bit number from a counter
+(`ops.random`), and a token goes to the k experts with the largest numbers, however the batch was cut. Hash
+(Roller et al. 2021) keys by token id: a token of the vocabulary always meets the same experts. Random (Zuo et
+al. 2022, Chen et al. 2023) keys by the global index of the token in the step's batch, mixed with the step.
 """
 
 from __future__ import annotations
@@ -43,11 +38,7 @@ class Switch(Gate):
     """The largest logit of each token; its softmax probability is the weight."""
 
     name: ClassVar[str] = "switch"
-
-    def check(self, num_experts: int, top_k: int) -> None:
-        super().check(num_experts, top_k)
-        if top_k != 1:
-            raise UserError("top_k of gate switch", got=top_k, expected=1, do="use gate='topk' for more")
+    only_top_k: ClassVar[int | None] = 1
 
 
 class _GroupLimited(Gate):
@@ -189,14 +180,8 @@ class GShard(Gate):
 
     name: ClassVar[str] = "gshard"
     partitionable: ClassVar[bool] = False
+    only_top_k: ClassVar[int | None] = 2
     normalized = True
-
-    def check(self, num_experts: int, top_k: int) -> None:
-        super().check(num_experts, top_k)
-        if top_k != 2:
-            raise UserError(
-                "top_k of gate gshard", got=top_k, expected=2, do="set top_k=2, or use gate='topk'"
-            )
 
     def assign_slots(self, logits_TE, expert_TK, used_E, capacity, real_T1=None) -> tuple[Tensor, Tensor]:
         return slots_in_choice_order(expert_TK, used_E, real_T1)

@@ -3,14 +3,12 @@
     T  tokens on this rank      D  width      E  experts in all
     K  choices per token        C  capacity
 
-The GEMM of the logits does not copy all tokens to float32. A product of two 16-bit numbers is exact in
-float32, so what counts is that sums are float32. A few thousand tokens are converted at a time, in the
-forward and again in the backward, which saves the tokens as they are: 2 T D bytes that other ops save anyway,
-where linear(x.float(), w.float()) saves 4 T D more.
+A product of two 16-bit numbers is exact in float32, so what counts is that sums of the logits' GEMM are
+float32. A few thousand tokens are converted at a time, in the backward again: the tokens are saved as they
+are, 2 T D bytes that other ops save anyway, where linear(x.float(), w.float()) saves 4 T D more.
 
-Experts, slots and weights come from one op for all gates; `spec` names the gate and its options (see
-ops/moe/gate.py). They are results of one op, because the planner moves and cuts a gate as a whole. To route
-part by part, pass the result `used'` of a part as `used` of the next.
+Experts, slots and weights come from one op for all gates, because the planner moves and cuts a gate as a
+whole. To route part by part, pass the result `used'` of a part as `used` of the next.
 
 Losses depend on the whole batch. Load balance (Switch, Fedus et al. 2022, equation 4): E * sum_e f_e * P_e,
 with f_e the share of assignments that went to expert e (dropped ones included) and P_e the mean router
@@ -146,7 +144,7 @@ def _backward(ctx, _grad_expert, _grad_slot, grad_weight_TK, _grad_used):
 gate.register_autograd(_backward, setup_context=_setup_context)
 
 
-@op("lancet::assign_slots")
+@op("lancet::assign_slots", is_own_fake=True)
 def assign_slots(expert_TK: Tensor, used_E: Tensor, real_T1: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Slots of choices that a router outside of this library has made, by order of tokens.
 
@@ -156,12 +154,6 @@ def assign_slots(expert_TK: Tensor, used_E: Tensor, real_T1: Tensor | None = Non
     Returns: slot_TK int64 (>= the capacity: dropped), used'_E int64.
     """
     return slots_in_token_order(expert_TK, used_E, real_T1)
-
-
-@assign_slots.register_fake
-def _(expert_TK, used_E, real_T1=None):
-    contiguous = torch.contiguous_format
-    return torch.empty_like(expert_TK, memory_format=contiguous), torch.empty_like(used_E)
 
 
 class RoutingSums(NamedTuple):

@@ -6,14 +6,18 @@ example shrinks to a small shape quickly and is printed as a few numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
+from lancet_kernels.ops.moe.gate import Gate
+from lancet_kernels.ops.moe.gates import BatchPrioritized, GShard, Hash, Random, Sigmoid, Switch, TopK
 from tests.examples import examples
 
 QUICK = examples(200)
@@ -62,6 +66,28 @@ def logits_cases(draw: st.DrawFn) -> Tensor:
     )
 
 
+def draw_gate(draw: Callable[[st.SearchStrategy], Any], kind: type[Gate], experts: int) -> tuple[Gate, int]:
+    """A gate of this kind for so many experts, with its options, and a K that it allows."""
+    top_k = draw(st.integers(1, experts))
+    if kind in (Hash, Random):
+        return kind(seed=draw(st.integers(-5, 2**64))), top_k
+    if kind is BatchPrioritized:
+        return kind(draw(st.sampled_from(["max", "sum"]))), top_k
+    if kind not in (TopK, Sigmoid):
+        assume(kind is not GShard or experts > 1)
+        return kind(), {Switch: 1, GShard: 2}.get(kind, top_k)
+    groups = draw(st.sampled_from([g for g in range(1, experts + 1) if experts % g == 0]))
+    options = {
+        "groups": groups,
+        "top_groups": draw(st.integers(-(-top_k * groups // experts), groups)),
+        "renormalize": draw(st.booleans()),
+        "scale": draw(st.sampled_from([1.0, 2.5])),
+    }
+    if kind is TopK:
+        options["softmax"] = draw(st.sampled_from(["before", "after"]))
+    return kind(**options), top_k
+
+
 def used_before(experts: int, seed: int) -> Tensor:
     """Assignments of imaginary earlier parts, int64 [E]."""
     return torch.randint(0, 5, (experts,), generator=generator(seed))
@@ -84,19 +110,10 @@ def assert_same_routing(actual: Routing, expected: Routing, rtol: float = 0.0) -
         assert torch.equal(actual.weight_TK, expected.weight_TK)
 
 
-def reference_routing(naive: tuple[Tensor, ...], dtype: torch.dtype) -> Routing:
-    """The result of a `naive_*` gate in the dtypes of the op; without tokens it has no rows to infer from."""
-    return Routing(naive[0].long(), naive[1].long(), naive[2].to(dtype), naive[3])
-
-
-def empty_routing(used_E: Tensor, num_choices: int, dtype: torch.dtype) -> Routing:
-    """What every gate gives for no tokens."""
-    nothing = torch.zeros(0, num_choices, dtype=torch.int64)
-    return Routing(nothing, nothing, torch.zeros(0, num_choices, dtype=dtype), used_E)
-
-
-def weight_rtol(logits: Tensor) -> float:
+def weight_rtol(logits: Tensor | None) -> float:
     """Rounding of exp(x): its argument is off by an eps of x, and a few operations more."""
+    if logits is None:
+        return 0.0
     largest = float(logits.abs().max()) if logits.numel() else 0.0
     return (8 + 2 * largest) * torch.finfo(logits.dtype).eps
 

@@ -19,7 +19,7 @@ from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchan
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.symmetric import SharedMemory
 from lancet_kernels.ops.moe import fused_experts, fused_passes
-from lancet_kernels.ops.moe.fused_experts import LayerExchange, SharedExchanges
+from lancet_kernels.ops.moe.fused_experts import LayerExchange, LayerMemory, SharedExchanges
 from tests.grids import few_of
 from tests.refusals import refusal
 
@@ -261,37 +261,35 @@ def test_a_copy_is_a_layer_of_its_own(pool) -> None:
     pool.run(copied)
 
 
-def memory_kept(options: dict) -> dict[str, int]:
-    """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
-    layer = MoELayer(16, 24, 4, backend="fused", max_tokens=200, top_k=2, gate="topk", **options)
+def memory_kept(options: dict) -> tuple[LayerMemory, dict[str, int]]:
+    """What a layer says of its memory, and bytes that a pass keeps."""
+    first, second = (
+        MoELayer(16, 24, 4, backend="fused", max_tokens=200, top_k=2, gate="topk", **options)
+        for _ in range(2)
+    )
+    with pytest.raises(UserError, match="memory of a fused layer: got no pass yet"):
+        first.memory()
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     x = torch.ones(9, 16, requires_grad=True)
-    parameters = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    parameters = {parameter.data_ptr() for parameter in first.parameters()} | {x.data_ptr()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x)
-    ((_, shared, _),) = layer.exchange._shared.values()
-    (forward,), backward = shared.forward, shared.backward
+        y = first(x)
     (waiting,) = fused_passes._passes.values()
-    sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
     found = {
-        "rows": sizes(forward.rows),
-        "shared": sizes(backward.rows, backward.buffers.results),
-        "alike": forward.buffers is backward.buffers,
-        "kept": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
-        "words": sum(r.local.nbytes for r in (forward.arrived, forward.returned, forward.row_weights)),
-        "routing": sum(
-            getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
-            for field in fields(waiting.routing)
-        ),
+        "kept": sum(t.nbytes for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
+        "routing": sum(getattr(waiting.routing, each.name).nbytes for each in fields(waiting.routing)),
         "saved by autograd": sum(size for at, size in kept.items() if at not in parameters),
     }
     y.sum().backward()
-    return found
+    memory = first.memory()
+    second(x).sum().backward()
+    assert first.memory() == memory, "a second layer takes nothing more while no pass waits"
+    return memory, found
 
 
 @pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
@@ -302,15 +300,18 @@ def test_memory_is_as_documented(pool, options) -> None:
     received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
     room = math.ceil(2 * 1.25 * sent)
     wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
-    for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
-        assert found["rows"] == 4 * room * width
-        assert found["shared"] == 4 * (received + sent) * width
-        assert found["alike"]
+    for memory, found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
+        # Two passes, a backward, and rows that come back.
+        assert memory[2:] == (2, room, received)
+        assert memory.while_running == 4 * received * (wide + hidden)
+        rows = 4 * (room * (width + wide) + (received + sent) * width)
+        assert rows <= memory.shared < rows + 4 * room * width
+        said = f"passes that wait for their backward with {room} rows together, {received} at most in one"
+        assert f"for 2 {said}" in str(memory)
         assert found["kept"] == 4 * room * wide
         assert found["routing"] <= 28 * 9 * choices + 100
         # Of the gate and of the router; no rows.
         assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
-        assert found["words"] <= found["rows"]
 
 
 class Blocks(nn.Module):
@@ -400,31 +401,6 @@ def test_what_is_refused() -> None:
         MoELayer(16, 24, 2, backend="fused", dtype=torch.float64)(torch.ones(3, 16, dtype=torch.float64))
     with pytest.raises(UserError, match="one of torch, fused"):
         MoELayer(16, 24, 2, backend="fast")
-
-
-def memory_on_rank() -> None:
-    layer = MoELayer(
-        16, 24, 4, backend="fused", activation="swiglu", capacity_factor=None, receive_factor=1.5
-    )
-    with pytest.raises(UserError, match="memory of a fused layer: got no pass yet"):
-        layer.memory()
-    layer(torch.randn(10, 16)).sum().backward()
-    memory = layer.memory()
-    # One choice of each token; float32; two passes, a backward, and 10 rows that come back.
-    assert (memory.passes, memory.room, memory.receive_rows) == (2, 30, 15)
-    assert memory.while_running == 15 * (48 + 24) * 4
-    rows = (30 * (16 + 48) + (15 + 10) * 16) * 4
-    assert rows <= memory.shared < rows + 4000
-    assert "for 2 passes that wait for their backward with 30 rows together, 15 at most in one" in str(memory)
-    MoELayer(16, 24, 4, backend="fused", activation="swiglu", capacity_factor=None, receive_factor=1.5)(
-        torch.randn(10, 16)
-    ).sum().backward()
-    assert layer.memory() == memory, "a second layer takes nothing more while no pass waits"
-
-
-@pytest.mark.long
-def test_a_layer_says_what_memory_it_takes(pool):
-    pool.run(memory_on_rank)
 
 
 def no_room_on_rank() -> str:

@@ -129,10 +129,10 @@ def test_buckets_start_during_backward(pool):
     assert pool.run(overlap_on_rank) == [[True, True]] * 2
 
 
-def buckets_of(over: dict[nn.Parameter, str], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    cut = cut_into_buckets(as_backward_finishes(over), bucket_bytes)
-    assert all(over[p] == group for group, bucket in cut for p in bucket)
-    return [bucket for _, bucket in cut]
+def cut(over: dict[nn.Parameter, str], bucket_bytes: int) -> list[tuple[str, list[int]]]:
+    """Group and sizes of the parameters of each bucket."""
+    buckets = cut_into_buckets(as_backward_finishes(over), bucket_bytes)
+    return [(group, [p.numel() for p in bucket]) for group, bucket in buckets]
 
 
 def test_cut_into_buckets():
@@ -140,17 +140,12 @@ def test_cut_into_buckets():
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtypes.get(n))) for n in (4, 2, 8, 1, 5)]
     over = dict.fromkeys(parameters, "all")
     # One dtype per bucket; what is of another kind does not close it.
-    assert sizes_of(buckets_of(over, 24)) == [[5, 1], [8], [2, 4]]
-    assert sizes_of(buckets_of(over, 32)) == [[5, 1, 2], [8], [4]]
+    assert cut(over, 24) == [("all", [5, 1]), ("all", [8]), ("all", [2, 4])]
+    assert cut(over, 32) == [("all", [5, 1, 2]), ("all", [8]), ("all", [4])]
+    assert cut(over, 1) == [("all", [n]) for n in (5, 1, 8, 2, 4)]
     over[parameters[1]], over[parameters[3]] = "others", ""
-    assert sizes_of(buckets_of(over, 24)) == [[5, 4], [8], [2]]
-    assert buckets_of({}, 24) == []
-    flat = [p for cut in buckets_of(dict.fromkeys(parameters, "all"), 1) for p in cut]
-    assert all(a is b for a, b in zip(flat, reversed(parameters), strict=True))
-
-
-def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
-    return [[p.numel() for p in bucket] for bucket in buckets]
+    assert cut(over, 24) == [("all", [5, 4]), ("all", [8]), ("others", [2])]
+    assert cut({}, 24) == []
 
 
 def test_gradient_groups():

@@ -50,27 +50,20 @@ def test_bad_layer(name, monkeypatch):
 def test_bad_input():
     layer = MoELayer(4, 8, 4)
     ids = torch.zeros(3, dtype=torch.int64)
-    for x, token_ids, message in [
-        (torch.zeros(3, 5), None, r"input of MoELayer: got shape \[3, 5\], expected \[..., 4\]"),
-        (None, None, "input of MoELayer: got a NoneType, expected a tensor; give"),
-        ([1, 2], None, "input of MoELayer: got a list, expected a tensor"),
-        (torch.zeros(3, 4), [0, 1, 2], "token_ids of MoELayer: got a list, expected a tensor"),
-        (torch.zeros(()), None, r"got shape \[\], expected \[..., 4\]"),
-        (torch.zeros(3, 4, dtype=torch.float64), None, "got torch.float64, expected torch.float32"),
-        (torch.zeros(3, 4, dtype=torch.int64), None, "got torch.int64, expected torch.float32"),
-        (torch.zeros(2, 4), ids, r"token_ids of MoELayer: got shape \[3\], expected \[2\]"),
-        (torch.zeros(3, 4), ids.float(), "token_ids of MoELayer: got torch.float32, expected int64"),
+    for given, message in [
+        ({"x": torch.zeros(3, 5)}, r"input of MoELayer: got shape \[3, 5\], expected \[..., 4\]"),
+        ({"x": None}, "input of MoELayer: got a NoneType, expected a tensor; give"),
+        ({"token_ids": [0, 1, 2]}, "token_ids of MoELayer: got a list, expected a tensor"),
+        ({"x": torch.zeros(())}, r"got shape \[\], expected \[..., 4\]"),
+        ({"x": torch.zeros(3, 4, dtype=torch.float64)}, "got torch.float64, expected torch.float32"),
+        ({"token_ids": ids}, r"token_ids of MoELayer: got shape \[3\], expected \[2\]"),
+        ({"token_ids": ids[:2].float()}, "token_ids of MoELayer: got torch.float32, expected int64"),
+        ({"mask": torch.ones(4)}, "mask of MoELayer: got torch.float32, expected bool"),
+        ({"mask": ids.bool()}, r"mask of MoELayer: got shape \[3\], expected \[2\]"),
+        ({"mask": [1, 1]}, "mask of MoELayer: got a list, expected a tensor"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
-            layer(x, token_ids=token_ids)
-        assert_one_line(caught.value)
-    for mask, message in [
-        (torch.ones(4), "mask of MoELayer: got torch.float32, expected bool"),
-        (torch.ones(3, dtype=torch.bool), r"mask of MoELayer: got shape \[3\], expected \[2\]"),
-        ([1, 1], "mask of MoELayer: got a list, expected a tensor"),
-    ]:
-        with pytest.raises(UserError, match=message) as caught:
-            layer(torch.zeros(2, 4), mask=mask)
+            layer(**{"x": torch.zeros(2, 4)} | given)
         assert_one_line(caught.value)
     y, sums = layer(torch.zeros(3, 4), return_sums=True)
     for wrong, message in [

@@ -14,17 +14,14 @@ GATES = {"topk": 2, "random": 2, "hash": 1, "gshard": 2, "sigmoid": 2}
 
 
 def build_layer(gate: str, capacity_factor: float | None) -> MoELayer:
-    """The same parameters however many ranks there are."""
+    """The same parameters however many ranks there are, with a standard deviation of 1."""
+    torch.manual_seed(5)
     layer = MoELayer(
         D, F, E, top_k=GATES[gate], gate=gate, capacity_factor=capacity_factor, dtype=torch.float64
     )
-    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        if layer.router is not None:
-            layer.router.copy_(torch.randn(E, D, generator=generator, dtype=torch.float64))
-        for weight in (layer.w1, layer.w2):
-            of_all = torch.randn(E, *weight.shape[1:], generator=generator, dtype=torch.float64)
-            weight.copy_(of_all[list(layer.expert_ids())])
+        for parameter in layer.parameters():
+            parameter.mul_(50)
     return layer
 
 

@@ -42,10 +42,8 @@ class Undecided(nn.Module):
         self.to(dtype)
         self.noise, self.noise_again = torch.Generator(), torch.Generator().manual_seed(99)
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(1)
             for w in (self.layer.w1, self.layer.w2):
-                of_all = torch.randn(E, *w.shape[1:], generator=generator, dtype=dtype)
-                w.copy_(of_all[list(self.layer.expert_ids())])
+                w.mul_(50)
 
     def block(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.linear(x))

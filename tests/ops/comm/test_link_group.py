@@ -31,6 +31,8 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 def as_on_the_plain_group() -> list[bool]:
     plain = group_name(None)
+    assert link_group_of(plain) is link_group_of(plain)
+    assert plain_group(link_group(plain)) == plain
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     pairs = [[functional.wait_tensor(started(op, x, g)) for g in (plain, link_group(plain))] for op in OPS]
     return [torch.equal(*pair) for pair in pairs]
@@ -42,15 +44,6 @@ def test_results_are_those_of_the_plain_group(pool):
 
 def test_without_ranks_there_is_no_group():
     assert link_group("") == plain_group("") == ""
-
-
-def one_for_each_group() -> bool:
-    name = group_name(None)
-    return link_group_of(name) is link_group_of(name) and plain_group(link_group(name)) == name
-
-
-def test_a_group_has_one_link_group(pool):
-    assert pool.run(one_for_each_group) == [True] * 2
 
 
 def counted_on_rank() -> list[tuple[int, int, float, float]]:

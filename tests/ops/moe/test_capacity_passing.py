@@ -13,32 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
-from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK
+from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.ops.moe.router import RoutingSums
 from tests.examples import examples
-from tests.ops.op_cases import SEEDS, Routing, assert_same_routing, no_use, skewed_logits
+from tests.ops.op_cases import SEEDS, Routing, assert_same_routing, draw_gate, no_use, skewed_logits
 
 KINDS = ["normal", "ties", "skewed", "one"]
-
-
-@st.composite
-def partitionable_gates(draw: st.DrawFn, experts: int) -> tuple[Gate, int]:
-    """A gate with its options, and a K that it allows."""
-    top_k = draw(st.integers(1, experts))
-    kind = draw(st.sampled_from([Switch, TopK, Sigmoid, Hash, Random]))
-    if kind is Switch:
-        return Switch(), 1
-    if kind in (TopK, Sigmoid):
-        groups = draw(st.sampled_from([g for g in range(1, experts + 1) if experts % g == 0]))
-        size = experts // groups
-        options = {
-            "groups": groups, "top_groups": draw(st.integers(-(-top_k // size), groups)),
-            "renormalize": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5])),
-        }  # fmt: skip
-        if kind is TopK:
-            options["softmax"] = draw(st.sampled_from(["before", "after"]))
-        return kind(**options), top_k
-    return kind(seed=draw(st.integers(-3, 2**63))), top_k
 
 
 class Case:
@@ -46,7 +26,8 @@ class Case:
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.experts = draw(st.integers(1, 16))
-        self.gate, self.top_k = draw(partitionable_gates(self.experts))
+        kind = draw(st.sampled_from([gate for gate in GATES.values() if gate.partitionable]))
+        self.gate, self.top_k = draw_gate(draw, kind, self.experts)
         self.tokens = draw(st.integers(0, 48))
         self.dtype = draw(st.sampled_from([torch.float32, torch.float64]))
         self.kind, self.seed = draw(st.sampled_from(KINDS)), draw(SEEDS)

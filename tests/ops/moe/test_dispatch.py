@@ -19,7 +19,8 @@ from lancet_kernels.kernels.runtime import INTERPRETED
 from lancet_kernels.ops.moe import dispatch
 from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from tests.grids import few_of
-from tests.ops.op_cases import routed_batch, skewed_logits
+from tests.ops.moe.test_gate import gate_args
+from tests.ops.op_cases import routed_batch
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: see the tests marked gpu")
 
@@ -77,15 +78,10 @@ def test_the_guard_sees_what_waits() -> None:
 @pytest.mark.parametrize("kind", few_of(["normal", "ties", "one"]))
 @pytest.mark.parametrize("name", [*GATES, "topk(softmax='after')", "sigmoid(groups=2,top_groups=1)"])
 def test_gate(name: str, kind: str, in_kernels: Callable) -> None:
-    gate = parse_gate(name)
-    experts, tokens = 6, 29
-    top_k = 1 if gate.name == "switch" else 2
-    logits = skewed_logits(kind, tokens, experts, torch.float32, 3) if gate.uses_logits else None
-    key = torch.arange(tokens) * 7 if gate.key else None
-    bias = torch.linspace(-0.2, 0.2, experts) if gate.uses_correction_bias else None
-    # The others take a batch as a whole: no slot is used before.
-    used = torch.arange(experts) % 3 if gate.partitionable else torch.zeros(experts, dtype=torch.int64)
-    expected, found = in_kernels(ops.gate, logits, used, key, bias, name, top_k, 7)
+    logits, used, *rest = gate_args(name, 29, torch.float32, 3, kind)
+    if parse_gate(name).partitionable:  # the others take a batch as a whole: no slot is used before
+        used = torch.arange(len(used)) % 3
+    expected, found = in_kernels(ops.gate, logits, used, *rest)
     for what, one, other in zip(("expert", "slot", "weight", "used"), expected, found, strict=True):
         assert torch.equal(one, other), what
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels import MoELayer, ops
-from lancet_kernels.ops.comm.link_group import Here
+from lancet_kernels.ops.comm.link_group import Pending
 from lancet_kernels.ops.moe import eager_experts as module
 from lancet_kernels.ops.moe.eager_experts import eager_experts, runs_eagerly
 
@@ -23,12 +23,8 @@ def operands(hidden: int, experts: int = E) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def one_by_one(x, expert_TK, weight_TK, w1, w2, activation: str) -> Tensor:
-    slot_TK, count = torch.empty_like(expert_TK), torch.zeros(E, dtype=torch.int64)
-    for t in range(T):
-        for k in range(K):
-            slot_TK[t, k] = count[expert_TK[t, k]]
-            count[expert_TK[t, k]] += 1
-    count_WL = count.view(1, E)
+    slot_TK, count_E = ops.assign_slots(expert_TK, torch.zeros(E, dtype=torch.int64))
+    count_WL = count_E.view(1, E)
     row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
     rows = ops.dispatch(x, row_TK, None, T * K, T * K)
     hidden = ops.expert_activation(ops.grouped_gemm(rows, count_WL, w1, None), count_WL, activation)
@@ -56,14 +52,14 @@ def test_weight_gradients_are_computed_while_rows_travel_back(monkeypatch: pytes
     events: list[str] = []
     start, weight_gradient = module.start_all_to_all, module._times_rows
 
-    class Travelling(Here):
+    class Travelling(Pending):
         def wait(self) -> Tensor:
             events.append("arrived")
             return super().wait()
 
     def logged_start(*call):
         events.append("sent")
-        return Travelling(start(*call).wait())
+        return Travelling.here(start(*call).wait())
 
     def logged_gradient(*call):
         events.append("weight gradient")

@@ -38,9 +38,11 @@ def top_k_of(spec: str) -> int:
     return 1 if spec == "switch" else 2
 
 
-def gate_args(spec: str, tokens: int = 7, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple:
+def gate_args(
+    spec: str, tokens: int = 7, dtype: torch.dtype = torch.float64, seed: int = 0, kind: str = "normal"
+) -> tuple:
     """Arguments of the op for 6 experts and a capacity of 2, which drops some."""
-    logits_TE = None if spec in KEYED else skewed_logits("normal", tokens, 6, dtype, seed)
+    logits_TE = None if spec in KEYED else skewed_logits(kind, tokens, 6, dtype, seed)
     key_T = torch.arange(tokens) if spec in KEYED else None
     bias_E = torch.linspace(-0.2, 0.2, 6) if spec.startswith("sigmoid") else None
     return logits_TE, no_use(6), key_T, bias_E, spec, top_k_of(spec), 2

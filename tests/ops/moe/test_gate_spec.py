@@ -1,13 +1,24 @@
-"""Reading and writing a gate's spec, and what is wrong with one."""
+"""Reading and writing a gate's spec, what is wrong with one, and options that cannot be."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.moe.gates import GATES, Gate, Hash, Sigmoid, TopK, parse_gate
+from lancet_kernels.ops.moe.gates import (
+    GATES,
+    BatchPrioritized,
+    Gate,
+    GShard,
+    Hash,
+    Sigmoid,
+    Switch,
+    TopK,
+    parse_gate,
+)
 from tests.ops.op_cases import QUICK
 
 OPTIONS = {
@@ -80,3 +91,28 @@ def test_wrong_options_of_a_gate_object() -> None:
         Sigmoid(groups="a")
     with pytest.raises(TypeError):
         Sigmoid(4)  # by position it would be the scale
+
+
+@pytest.mark.parametrize(
+    ("gate", "experts", "top_k", "message"),
+    [
+        *((TopK(), 4, top_k, f"got {top_k}, expected 1 to num_experts") for top_k in (0, 5, -1)),
+        (TopK(softmax="between"), 4, 2, "got 'between', expected one of before, after"),
+        (Switch(), 4, 2, "got 2, expected 1"),
+        (GShard(), 4, 1, "got 1, expected 2"),
+        (GShard(), 1, 2, "got 2, expected 1 to num_experts"),
+        (BatchPrioritized(importance="mean"), 4, 2, "got 'mean', expected one of max, sum"),
+        (BatchPrioritized(), 4, 5, "top_k"),
+        (Sigmoid(groups=3), 8, 2, "groups of gate sigmoid: got 3, expected a divisor"),
+        (Sigmoid(groups=0), 8, 2, "groups of gate sigmoid: got 0, expected a divisor"),
+        (Sigmoid(groups=4, top_groups=5), 8, 2, "top_groups of gate sigmoid: got 5"),
+        (Sigmoid(groups=4, top_groups=0), 8, 2, "top_groups of gate sigmoid: got 0"),
+        (Sigmoid(groups=4, top_groups=1), 8, 3, "at least top_k .3. experts"),
+        *((Sigmoid(scale=x), 8, 2, f"scale of gate sigmoid: got {x}") for x in (0.0, math.inf, math.nan)),
+        (Sigmoid(), 8, 9, "top_k"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(gate: Gate, experts: int, top_k: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        gate.check(experts, top_k)

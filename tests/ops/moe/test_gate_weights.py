@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lancet_kernels import ops
 from lancet_kernels.ops.moe.gate import normalized_scores, scores, sigmoid
-from lancet_kernels.ops.moe.gates import Gate
-from tests.ops.op_cases import QUICK, SEEDS, generator
+from lancet_kernels.ops.moe.gates import Gate, Hash, Sigmoid, TopK
+from tests.ops.op_cases import QUICK, SEEDS, generator, no_use
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,26 @@ def test_weights_and_gradient_against_autograd(
 
 def test_without_logits_the_choices_share_equally() -> None:
     expert_TK = torch.zeros(3, 4, dtype=torch.int64)
-    weight_TK = Weighted().weights(None, expert_TK, torch.float64)
+    weight_TK = Hash().weights(None, expert_TK, torch.float64)
     assert weight_TK.tolist() == [[0.25] * 4] * 3
     assert weight_TK.dtype == torch.float64
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+def test_extreme_logits_give_finite_weights(softmax: str) -> None:
+    logits_TE = torch.tensor([[-300.0, 300, 299, -300], [-3e38, -3e38, -3e38, 0]])
+    gate = TopK(softmax=softmax, renormalize=True)
+    _, _, weight_TK, _ = ops.gate(logits_TE, no_use(4), None, None, str(gate), 3, 4)
+    torch.testing.assert_close(weight_TK.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_very_negative_logits_are_finite(dtype: torch.dtype) -> None:
+    """All sigmoids of a token underflow to 0; the ratio is still e : 1, and so is its gradient."""
+    logits_TE = torch.tensor([[-1000.0, -1001]], dtype=dtype, requires_grad=True)
+    expected_TE = torch.softmax(logits_TE, -1)
+    _, _, weight_TK, _ = ops.gate(logits_TE, no_use(2), None, None, "sigmoid", 2, 4)
+    torch.testing.assert_close(weight_TK, expected_TE)
+    grad = torch.autograd.grad(weight_TK[0, 0], logits_TE)[0]
+    torch.testing.assert_close(grad, torch.autograd.grad(expected_TE[0, 0], logits_TE)[0])
+    torch.testing.assert_close(Sigmoid().probabilities(logits_TE), expected_TE)

@@ -87,32 +87,13 @@ def test_against_reference(
     given = [t if t is None or t is count else t.to(dtype) for t in given]
     if gaps:
         given = [t if t is None else with_gaps(t) for t in given]
+    # The allocator hands out memory full of NaN next: experts without rows have gradients of zero.
+    for _ in [torch.full_like(weight, torch.nan, dtype=dtype) for _ in range(8)]:
+        pass
     actual = run_all(*given)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.float32, torch.float16, torch.bfloat16], 0, 3))
-@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(8, 16), (5, 3)]), 1))
-@pytest.mark.parametrize("count", few_of([COUNTS, torch.zeros_like(COUNTS)]))
-def test_experts_without_tokens_have_zero_gradients(
-    dtype: torch.dtype, widths: tuple[int, int], count: Tensor
-) -> None:
-    """Zero, not None and not what memory happened to hold."""
-    x, weight, bias, dy = (t.to(dtype) for t in operands(count, *widths))
-    weight.requires_grad_()
-    bias.requires_grad_()
-    # Freed memory full of NaN is what the allocator hands out next.
-    for _ in [torch.full_like(weight, torch.nan) for _ in range(8)]:
-        pass
-    ops.grouped_gemm(x, count, weight, bias).backward(dy)
-    empty_L = count.sum(0) == 0
-    for parameter in (weight, bias):
-        assert parameter.grad is not None
-        assert torch.isfinite(parameter.grad).all()
-        assert not parameter.grad[empty_L].any()
-        assert all(g.any() for g in parameter.grad[~empty_L])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -95,8 +95,47 @@ def test_rows_through_the_experts_and_back(kind, dtype):
         return through(*given)
 
     exact, here, there = on("cpu", torch.float64), on("cpu", dtype), on("cuda", dtype)
-    for name, right, cpu, gpu in zip(("y", "dweight", "dw1", "dw2", "dx"), exact, here, there, strict=True):
+    assert_as_good_as_the_cpu(("y", "dweight", "dw1", "dw2", "dx"), exact, here, there, dtype)
+
+
+def assert_as_good_as_the_cpu(names, exact, here, there, dtype: torch.dtype) -> None:
+    """Errors are at most three times as large as those of the CPU in the same dtype, and a rounding."""
+    for name, right, cpu, gpu in zip(names, exact, here, there, strict=True):
         scale = right.abs().max()
         allowed = 3 * float((cpu - right).abs().max() / scale) + torch.finfo(dtype).eps + 1e-6
         off = float((gpu.cpu() - right).abs().max() / scale)
         assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
+
+
+COUNTS = torch.tensor([[0, 0, 30, 64], [20, 0, 1, 64]])
+
+
+def grouped_gemms(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """y, dx, dw, dbias, in float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    rows = int(COUNTS.sum())
+    x = randn(rows, 48)
+    weight, bias = randn(4, 48, 72), randn(4, 72)
+    dy = randn(rows, 72)
+    # Values that bfloat16 has too, so that all dtypes start alike.
+    x, weight, bias, dy = (t.bfloat16().to(device, dtype) for t in (x, weight, bias, dy))
+    count = COUNTS.to(device)
+    found = [
+        ops.grouped_gemm(x, count, weight, bias),
+        ops.grouped_gemm_dx(dy, count, weight),
+        ops.grouped_gemm_dw(x, dy, count),
+        ops.grouped_gemm_dbias(dy, count),
+    ]
+    return [t.double().cpu() for t in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_grouped_gemms(dtype):
+    """By torch's grouped_mm and expert by expert."""
+    exact, here, there = (
+        grouped_gemms("cpu", torch.float64),
+        grouped_gemms("cpu", dtype),
+        grouped_gemms("cuda", dtype),
+    )
+    assert_as_good_as_the_cpu(("y", "dx", "dw", "dbias"), exact, here, there, dtype)
