@@ -7,7 +7,8 @@ for the backward pass) are fillers: they run when nothing else is ready, while a
 filler that fits the gap best goes first. A message is sent when the link is about to become idle, the one
 with the longest path first; gradient all-reduces only when no other message is ready.
 
-Under a memory limit a `MemoryBudget` must admit each instruction. Messages that read only parameters
+Under a memory limit a `MemoryBudget` must admit each instruction: after any instruction that it admits, the
+remaining ones can run in the Program's own order within the limit. Messages that read only parameters
 (all-gathers) are then sent shortly before they are needed, because gathering early takes memory that deferred
 instructions could use.
 """
@@ -15,9 +16,9 @@ instructions could use.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -127,6 +128,53 @@ class Work:
         return latest
 
 
+class Fillers:
+    """The ready fillers, in each order in which one is asked for. Args: oldest_first: as in `Policy`."""
+
+    def __init__(self, ms: Sequence[float], priority: Sequence[float], oldest_first: bool) -> None:
+        self._ms, self._priority, self._oldest_first = ms, priority, oldest_first
+        self._by_age: list[int] = []
+        self._by_path: list[tuple[float, int]] = []
+        self._shorter: list[tuple[float, int]] = []
+        self._longer: list[tuple[float, int]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        """Oldest first."""
+        return iter(self._by_age)
+
+    def _queues(self, i: int) -> Iterator[tuple[list, object]]:
+        yield self._by_age, i
+        yield self._by_path, (-self._priority[i], i)
+        if not self._oldest_first:
+            yield self._longer, (self._ms[i], i)
+            yield self._shorter, (-self._ms[i], i)
+
+    def add(self, i: int) -> None:
+        for queue, entry in self._queues(i):
+            insort(queue, entry)
+
+    def discard(self, i: int) -> None:
+        for queue, entry in self._queues(i):
+            place = bisect_left(queue, entry)
+            if place == len(queue) or queue[place] != entry:
+                return
+            del queue[place]
+
+    def by_path(self) -> Iterator[int]:
+        """Longest path to the end first."""
+        return (i for _, i in self._by_path)
+
+    def by_fit(self, gap: float) -> Iterator[int]:
+        """Oldest first, or those whose time is nearest to the gap."""
+        if self._oldest_first:
+            return iter(self._by_age)
+        longer = bisect_left(self._longer, (gap, -1))
+        shorter = bisect_right(self._shorter, (-gap, len(self._ms)))
+        above = ((ms - gap, i) for ms, i in islice(self._longer, longer, None))
+        below = ((gap + minus_ms, i) for minus_ms, i in islice(self._shorter, shorter, None))
+        return (i for _, i in heapq.merge(above, below))
+
+
 class ListScheduler:
     """Simulates compute and links forward in time, and chooses the next instruction at each step."""
 
@@ -141,8 +189,7 @@ class ListScheduler:
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.dependencies = Ready(self.program)
         self.ready: list[tuple[float, int]] = []
-        self.fillers: list[int] = []
-        """Those that are ready, the oldest first."""
+        self.fillers = Fillers(self.ms, self.priority, policy.oldest_first)
         self.messages: list[tuple[float, int]] = []
         self.sums: deque[int] = deque()
         self.order: list[int] = []
@@ -196,7 +243,7 @@ class ListScheduler:
         elif i in self.work.link_of:
             self.sums.append(i)
         elif self.work.is_filler[i]:
-            insort(self.fillers, i)
+            self.fillers.add(i)
         else:
             heapq.heappush(self.ready, (-self.priority[i], i))
 
@@ -265,9 +312,9 @@ class ListScheduler:
 
     def _take(self, i: int) -> int:
         """Remove an instruction from the queue that it waits in, and return it."""
-        for queue in (self.fillers, self.sums):
-            if i in queue:
-                queue.remove(i)
+        self.fillers.discard(i)
+        if i in self.sums:
+            self.sums.remove(i)
         for heap in (self.ready, self.messages):
             if (-self.priority[i], i) in heap:
                 heap.remove((-self.priority[i], i))
@@ -283,16 +330,16 @@ class ListScheduler:
     def _first_of(self, heap: list[tuple[float, int]], may_go: Callable[[int], bool]) -> int | None:
         """Take the instruction with the longest path of those that may go, if it is among the first few."""
         aside: list[tuple[float, int]] = []
-        found = None
-        while heap and found is None and len(aside) < self.MOST_TRIES:
+        first = None
+        while heap and first is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(heap)
             if may_go(entry[1]):
-                found = entry[1]
+                first = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(heap, entry)
-        return found
+        return first
 
     def _make_room(self) -> int | None:
         """A filler that frees memory, or the first remaining instruction; None: wait for a message."""
@@ -301,7 +348,7 @@ class ListScheduler:
         freeing = (i for i in self.fillers if budget.frees(i) > 0)
         for i in islice(freeing, self.MOST_TRIES):
             if budget.admits(i):
-                self.fillers.remove(i)
+                self.fillers.discard(i)
                 return i
         first = self._first()
         if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
@@ -310,18 +357,17 @@ class ListScheduler:
 
     def _filler_for_gap(self) -> int | None:
         """The filler that best fits the time until the next message arrives."""
-        candidates: Iterable[int] = self.fillers
-        if self.clock.busy_until == INFINITY:
-            candidates = sorted(candidates, key=lambda i: -self.priority[i])
+        until = self.clock.busy_until
+        if until == INFINITY:
+            candidates = self.fillers.by_path()
         else:
-            gap = self.clock.busy_until - self.clock.now
+            gap = until - self.clock.now
             most = self.policy.refuse_beyond * gap
-            if not self.policy.oldest_first:
-                candidates = sorted(candidates, key=lambda i: abs(self.ms[i] - gap))
-            candidates = (i for i in candidates if self.ms[i] <= most or not self._later(i))
+            by_fit = self.fillers.by_fit(gap)
+            candidates = (i for i in by_fit if self.ms[i] <= most or not self._later(i))
         for i in islice(candidates, self.MOST_TRIES):
             if self.budget is None or self.budget.admits(i):
-                self.fillers.remove(i)
+                self.fillers.discard(i)
                 return i
         return None
 

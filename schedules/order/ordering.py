@@ -3,7 +3,7 @@ its messages issued early. Also moves instructions that nothing waits for out of
 
 `read_late`: views of what messages bring stand right before the first instruction that reads them. A
 schedule places a view where its message arrives in the simulation. Where a real collective takes longer,
-everything behind the view would stand still.
+everything behind the view would stand still. What was sent stays in memory until the view.
 
 `sink_statistics`: so that ranges can be cut, statistics move to the end of the forward pass and constants to
 its start. Statistics are instructions that no later all-to-all depends on, such as the sums of the router
@@ -25,6 +25,7 @@ it, as one `Unit`. Details beyond the paper:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -41,11 +42,19 @@ from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 
 
 class Ready:
-    """Tracks which instructions are ready, as others are done."""
+    """Tracks which instructions are ready, as others are done.
 
-    def __init__(self, program: Program) -> None:
-        self._dependents = program.dependents
+    Args: chains: sequences of positions that keep their order, in addition to the dependencies.
+    """
+
+    def __init__(self, program: Program, chains: Iterable[Sequence[int]] = ()) -> None:
+        self._dependents: Sequence[Sequence[int]] = program.dependents
         self._missing = [len(before) for before in program.dependencies]
+        self._next: dict[int, list[int]] = {}
+        for chain in chains:
+            for before, after in pairwise(chain):
+                self._next.setdefault(before, []).append(after)
+                self._missing[after] += 1
         self.at_first = [i for i, missing in enumerate(self._missing) if not missing]
 
     def is_ready(self, i: int) -> bool:
@@ -54,7 +63,7 @@ class Ready:
 
     def done(self, i: int) -> Iterator[int]:
         """Mark i as done. -> the positions that become ready by that."""
-        for j in self._dependents[i]:
+        for j in (*self._dependents[i], *self._next.get(i, ())):
             self._missing[j] -= 1
             if not self._missing[j]:
                 yield j
@@ -64,15 +73,19 @@ def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequen
     """The valid order in which the next instruction is always the ready one with the smallest key.
 
     Args:
-        key: of a position. chains: sequences of positions that keep their order; together with the
-            dependencies they must be acyclic.
+        key: of a position. chains: as in `Ready`; together with the dependencies they must be acyclic.
     """
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(range(len(program)))
-    graph.add_edges_from((j, i) for i, before in enumerate(program.dependencies) for j in before)
-    for chain in chains:
-        graph.add_edges_from(pairwise(chain))
-    return list(networkx.lexicographical_topological_sort(graph, key))
+    ready = Ready(program, chains)
+    heap = [(key(i), i) for i in ready.at_first]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        _, i = heapq.heappop(heap)
+        order.append(i)
+        for j in ready.done(i):
+            heapq.heappush(heap, (key(j), j))
+    assert len(order) == len(program), "chains and dependencies must be acyclic"
+    return order
 
 
 def issue_early(program: Program, order: Sequence[int], *, fixed: Collection[str] = ()) -> list[int]:
