@@ -1,10 +1,11 @@
 """Converts an fx graph into a `Program`: any graph with functional collectives or our all-to-all in it.
 
 Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
-shapes of the fake results (`meta["val"]`); the number of rows is that of an evenly spread, dropless batch
-(`ops.base.Now`). The exchange of counts blocks the host, so it is computation. A functional collective and
-its `wait_tensor` are one instruction: whoever reads the result waits for it. Ops that draw from torch's
-global random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.
+shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
+spread, dropless batch (`ops.base.Now`). The exchange of counts blocks the host, so it is
+computation. A functional collective and its `wait_tensor` are one instruction: whoever reads the result waits
+for it. All-gathers and reduce-scatters have the attribute `collective`. Ops that draw from torch's global
+random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.
 """
 
 from __future__ import annotations
@@ -197,7 +198,10 @@ def _name_of(target: object) -> str:
 
 def tensor_names(node: fx.Node) -> list[str]:
     """Names of the tensors that a node returns; for a getitem node, the name of the element; for a wait, that
-    of the tensor it waits for; for a node that reassembles parts, the tensor's (`STANDS_FOR`)."""
+    of the tensor it waits for.
+
+    A node that reassembles a tensor from its parts has that tensor's name (`STANDS_FOR`).
+    """
     if STANDS_FOR.on(node):
         return [STANDS_FOR.of(node)]
     if is_wait(node):
@@ -212,7 +216,8 @@ def tensor_names(node: fx.Node) -> list[str]:
 
 
 def _value(argument: object) -> Any:
-    """The fake result of a node, or the module's value for an attribute; any other argument as it is."""
+    """The fake result of a node, or the module's value for an attribute; any other argument is returned as
+    is."""
     if not isinstance(argument, fx.Node):
         return argument
     if "val" not in argument.meta and argument.op == "get_attr":
@@ -340,9 +345,11 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
 
 
 def _attributes(node: fx.Node) -> dict[str, Any]:
-    """The arguments that are JSON values; `dims` of transposes and reductions; is a gate partitionable?"""
+    """The arguments that are JSON values, by name; normalized `dims` for transposes and reductions; for a
+    gate, whether it is partitionable."""
     arguments = _arguments(node)
-    # Names of groups and exchanges are no structure, nor numbers of contexts, which count captures of a rank.
+    # Names of process groups and exchanges are not part of the structure, nor are numbers of contexts, which
+    # count what a rank has captured.
     for name in ("group", "group_name", "layer", "context"):
         arguments.pop(name, None)
     if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
@@ -387,7 +394,8 @@ def _flops(node: fx.Node, op: str) -> float:
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:
-    """Query x key and probabilities x value, 2 FLOPs per multiply-add; the backward has five of these."""
+    """Query x key and probabilities x value, 2 FLOPs per multiply-add; the backward has five such
+    products."""
     tensors = [v for v in values if isinstance(v, Tensor) and v.dim() == 4]
     # The first operand of the backward is the gradient.
     query, key, value = tensors[1:4] if backward else tensors[:3]

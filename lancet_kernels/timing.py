@@ -1,8 +1,12 @@
 """How long does it take on the device, and how much memory does it hold at most?
 
+Launches are timed with events: with a cold L2 cache, and without the time of the host.
+
 For each sample, the device first sleeps as long as the host needs to launch everything, so that launch
 overhead is not measured; then the L2 cache is overwritten; then event, work, event. Candidates are timed in
 turn, so that clock rates and heat affect all of them equally, and they can be compared round by round.
+
+Peak memory of a step is what it is given, and what it allocates.
 """
 
 from __future__ import annotations

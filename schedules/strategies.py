@@ -215,8 +215,10 @@ class Planner:
         return dict.fromkeys(DUPLEX, reason) if isinstance(reason, UserError) else {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
-        """At most `most` plans, to be measured: that of the strategy and those predicted nearly as fast, best
-        prediction first. Of `auto` the blocking plan comes last if it is not among them.
+        """At most `most` plans: that of the strategy and those predicted nearly as fast, best prediction
+        first. Of `auto` the blocking plan comes last if it is not among them.
+
+        For a caller that measures them, because the times of parts are estimates. most=1: only the plan.
         """
         plans, always = [self.plan(strategy)], list[Plan]()
         if most == 1:

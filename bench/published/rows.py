@@ -43,6 +43,7 @@ FOLDER = Path(__file__).parent / "measurements"
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = {"forward_ms": ", forward", "backward_ms": ", backward", "peak_memory_gib": ", memory"}
 """What follows the name of a table of rows, by quantity."""
+_OF_A_TABLE = ("name", "configuration", "measured", "fitted")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _of_file(file: Path) -> list[Row]:
             measured=measured,
             # Constants are fitted on times alone.
             fitted=row.get("fitted", False) and quantity != "peak_memory_gib",
-            **{key: row[key] for key in ("strategy", "not_simulated", "why") if key in row},
+            **{key: value for key, value in row.items() if key not in _OF_A_TABLE},
         )
         for row in data["rows"]
         for quantity, measured in row["measured"].items()

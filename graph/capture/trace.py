@@ -7,8 +7,9 @@ Tracing records the module of each node, and for a backward node the module of i
 error messages when a collective fails.
 
 Plain tensors are those that a forward reads and that are neither inputs nor parameters nor buffers: an
-attribute, an element of a list, a variable of a Python module. A trace would keep the tensor that it met;
-here they are inputs of the graph, read anew before each call. (Dtype, sizes and strides are assumptions.)
+attribute, an element of a list, a field of a configuration, a variable of a Python module. A trace would
+keep the tensor that it met; here they are inputs of the graph, read anew before each call, so another tensor
+in the place of one is what the next call reads. (Its dtype, sizes and strides are assumptions of the trace.)
 `TracedFunction` is what torch traces for a module, in whose expressions a trace names what it reads.
 
 What PEFT and transformers do in a forward that a graph cannot hold is done otherwise while it is traced:

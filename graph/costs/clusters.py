@@ -175,11 +175,11 @@ def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int,
 
 def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> float:
     """All-reduces of groups of every `apart`-th rank, all at the same time (1: one group of all ranks).
-    Hierarchical: reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes. Per
-    GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
+    Hierarchical: reduce-scatter and all-gather inside the node, rings of equal local ranks between nodes.
 
-    Example: 16 GPUs, 8 per node, expert groups of 8: 8 all-reduces between the two nodes share the network
-    cards, each with 2 * 1/2 of its bytes.
+    Per GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
+    Example: 16 GPUs, 8 per node, expert groups of 8: no two ranks of a node have the same experts, and 8
+    all-reduces between the two nodes share the network cards, each with 2 * 1/2 of its bytes.
     """
     local, nodes = _ranks_by_node(cluster, gpus, apart)
     return grouped_all_reduce_ms(cluster, size, local, nodes, min(gpus, cluster.gpus_per_node) // local)

@@ -320,7 +320,8 @@ class Profiler:
 
     def _store(self, times: dict[str, float]) -> None:
         """Add times; rank 0 writes them, atomically, and keeps what other processes have written."""
-        assert all(math.isfinite(ms) and ms >= 0 for ms in times.values()), times
+        wrong = {key: ms for key, ms in times.items() if not (math.isfinite(ms) and ms >= 0)}
+        assert not wrong, wrong
         self.times |= times
         if group_rank(self.groups.world) == 0:
             with self._file.changed() as sections:

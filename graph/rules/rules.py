@@ -2,12 +2,15 @@
 
 Lancet's partition constraints (section 5.2) follow from the rules: a matrix product `"t d, d f -> t f"` may
 be cut along t (first operand and result) or along f (second operand and result). An op without a rule is
-never partitioned. A rule also says which arguments of an op differ between parts (shape, sizes, counts).
+never partitioned.
 
 MoE ops have further ways to be cut. A part of the batch sends between 0 and C rows to an expert, so after the
 dispatch tensors are *irregular*: each part has some of the rows, and together they have all. In a range that
 has only all-to-alls and experts, the rows `r` are cut instead: each part has a window of the slots of every
 expert (`ops.moe.dispatch`), which is not a slice of the tensor.
+
+A rule also says which arguments of an op differ between parts (shape, sizes, counts, carried tensors);
+`schedules.rewrite.cut` uses this.
 
 The forms in which a part, or a rank, holds a tensor; plans and files use them, too:
 

@@ -123,9 +123,10 @@ def home_square(k: int, skewed: str) -> Primitive:
     """P(2^k x 2^k) in which every phase begins with the tiles that a device keeps between the phases: its
     *home*. Not in the slides.
 
-    In the slides a phase begins with the tiles that the one before ended with, so that weights travel on and
-    dW has to follow them; here a phase ends with tiles that are thrown away, so nothing has to be aligned and
-    backward and gradient may take turns. For it, a device keeps its first tile of dO through the backward.
+    As in `square` there are no collectives and no replicas. In the slides a phase begins with the tiles that
+    the one before ended with, so that weights travel on and dW has to follow them; here a phase ends with
+    tiles that are thrown away, so nothing has to be aligned and backward and gradient may take turns. For it,
+    a device keeps its first tile of dO through the backward.
 
     Args: skewed: "n" or "k", the dimension of which device (r, c) begins with slice r + c; of the other one
         with slice c. The result of a layer skewed in k lies where one skewed in n begins, and the other way

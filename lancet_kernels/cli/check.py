@@ -115,7 +115,7 @@ def own_step(spec: str, device: torch.device, seed: int = 0) -> tuple[nn.Module,
 
     torch.manual_seed(seed)
     model, inputs = call_make_step(spec, load_function(spec), nullcontext())
-    if any(parameter.device.type != device.type for parameter in model.parameters()):
+    if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
     return model, pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs)
 

@@ -1,9 +1,11 @@
-"""How are a layer's fused launches cut, and which kernel runs them? Also the names of activations, since this
-file does not need Triton.
+"""Which configuration has a layer's fused launches: how are they cut, and which kernel runs them?
 
-As `lancet tune` put it into the user's cache, or else as `OverlapConfig.for_gpu` says, of which `cut` makes
-each launch. An entry of the cache that is unreadable, or not valid on the device, is ignored with a warning.
-All ranks of a job must have the same entries: one file, or files of the same collective `lancet tune`.
+The configuration is what `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`; `cut`
+makes each launch of it. An entry of the cache that is unreadable, or not valid on the device, is ignored with
+a warning. All ranks of a job must have the same entries: one file, or files written by the same collective
+`lancet tune`.
+
+Also the names of activations, since this file does not need Triton.
 """
 
 from __future__ import annotations
@@ -157,10 +159,10 @@ class OverlapConfig:
         """The heuristic default for compute capability `arch` and a grid of `programs`.
 
         The Hopper kernel where it can run: puts in steps of 4 KiB. Else, or with `portable`, the portable
-        one, with a tile that does not spill (compiled 2026-11-21). On sm_90 128x256 spills 24 to 40 bytes; on
-        sm_80, which loads operands through registers, 128x64 with 8 warps 16 bytes once independent GEMMs
-        ride along; float32 with 32 columns a step some 450, and 64x64 16 bytes on sm_90 (Triton 3.6). far:
-        some peers are reached by NVSHMEM only.
+        one, with a tile that fits beside everything else in it without spilling (compiled 2026-11-21). On
+        sm_90 128x256 spills 24 to 40 bytes; on sm_80, which loads operands through registers, 128x64 with 8
+        warps 16 bytes once independent GEMMs ride along; float32 with 32 columns a step some 450, and 64x64
+        16 bytes on sm_90 (Triton 3.6). far: some peers are reached by NVSHMEM only.
         """
         tile = GemmConfig(128, 256, 64, 8, 4)
         hopper = cls(tile, put_rows=2, put_block=1024, programs=programs, tma=True, bodies="gluon")

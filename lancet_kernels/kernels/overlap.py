@@ -379,8 +379,8 @@ def warm_up(
 ) -> None:
     """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
 
-    Without this, a PE that compiles longer than its peers would be taken for a dead one. To the exchanges
-    this is a pass that all PEs skip.
+    A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
+    would be taken for a dead one. To the exchanges this is a pass that all PEs skip.
     """
     if runtime.INTERPRETED:
         return

@@ -1,7 +1,8 @@
-"""How do kernels run, on which tensors, and how are they launched, recorded and compiled ahead?
+"""How do kernels run: compiled on a GPU, or in Triton's interpreter on the CPU? On which tensors, and how are
+they launched, recorded and compiled ahead?
 
-TRITON_INTERPRET=1 in the environment, before Triton is imported, selects Triton's interpreter instead of a
-GPU: for tests, not for speed, it runs the same kernels, one program after another, on CPU tensors.
+TRITON_INTERPRET=1 in the environment, before Triton is imported, selects the interpreter. It is for tests,
+not for speed: it runs the same kernels, one program after another, on CPU tensors.
 
 A launch is on the device of its tensors, whichever device is the current one. A kernel that may put over
 NVSHMEM is linked with its bitcode, and introduced to it once.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -23,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
 
@@ -51,8 +51,7 @@ def check_interpreter(triton_version: str = triton.__version__, numpy_version: s
 
 def check_runs_on(what: str, device: torch.device) -> None:
     """Raise UserError if no kernel of this process can read tensors on `device`; any will do for a record."""
-    recorder = _recorder.get()
-    if recorder is not None and not recorder[0]:
+    if records_all():
         return
     if INTERPRETED:
         check_interpreter()
@@ -112,7 +111,7 @@ def architecture(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -157,6 +156,12 @@ def recorded(*kernels: Any) -> Iterator[list[Launch]]:
 
 
 _recorder: ContextVar[tuple[tuple[Any, ...], list[Launch]] | None] = ContextVar("recorder", default=None)
+
+
+def records_all() -> bool:
+    """Are all launches recorded now, and none run?"""
+    recorder = _recorder.get()
+    return recorder is not None and not recorder[0]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
@@ -204,11 +209,20 @@ def compile_together(launches: Sequence[Launch]) -> None:
 @contextmanager
 def _linked(options: dict[str, Any]) -> Iterator[None]:
     """Inside, the device of the first tensor is the current one; what may use NVSHMEM gets its bitcode."""
-    device = next(leaf for leaf in tree_iter(options) if isinstance(leaf, Tensor)).device
+    device = next(_tensors(options.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if options.get("NVSHMEM"):
             options["extern_libs"] = nvshmem.extern_libs(architecture(device))
         yield
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All of them, also in tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def small_kernel(nvshmem: bool) -> dict[str, int]:
@@ -225,7 +239,7 @@ def prepare_once_per_launch() -> None:
     another way is left as it is."""
     prepare = getattr(interpreter, "_patch_lang", None)
     scope_type = getattr(interpreter, "_LangPatchScope", None)
-    if prepare is None or scope_type is None:
+    if prepare is None or scope_type is None or hasattr(prepare, "__wrapped__"):
         return
     # All that a kernel, or what it calls, can see of triton.language.
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})

@@ -64,8 +64,13 @@ def check_sizes(
         if not is_number(value, Integral):
             raise UserError(what, got=repr(value), expected="a whole number", do="give an int")
         if value < 1 and what != "top_k":
-            optional = " or None" if what == "shared_expert_d_ff" else ""
-            raise UserError(what, got=value, expected=f"at least 1{optional}", do="give a positive size")
+            optional = what == "shared_expert_d_ff"
+            raise UserError(
+                what,
+                got=value,
+                expected="at least 1 or None" if optional else "at least 1",
+                do="leave it out" if optional else "give a positive size",
+            )
     gate.check(num_experts, top_k)
 
 
@@ -172,8 +177,11 @@ def check_input(
         )
     shape = x.shape[:-1]
     for what, value, each in (("mask", mask, "flag"), ("token_ids", token_ids, "id")):
-        # A mask may lie otherwise.
-        if value is not None and value.shape != shape and (what != "mask" or value.numel() != shape.numel()):
+        if value is None:
+            continue
+        # A mask may have other dimensions.
+        fits = value.numel() == shape.numel() if what == "mask" else value.shape == shape
+        if not fits:
             raise UserError(
                 f"{what} of MoELayer",
                 got=f"shape {list(value.shape)}",

@@ -126,8 +126,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `groups` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
-            for proof not speed); every pass is collective, and one rank, which has nothing to overlap, runs
-            grouped GEMMs.
+            for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
+            overlap, runs grouped GEMMs.
         timeout, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer (None: as
             the group's collectives); the most tokens of any pass on a rank, for which memory is allocated
             once (None: those of the first pass; a larger one allocates anew, on all ranks at the same pass);
@@ -139,20 +139,25 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
             the same experts). None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
-    Memory of a fused layer, and what it sends: see `LayerExchange`. Activation checkpointing (either kind)
-    keeps the layer's input and the choices of each token (`CheckpointedRun`), so that the second run routes
-    as the first did, and holds no memory for received rows until the backward.
+    Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
+    kind) only the layer's input is kept, and no memory for received rows is held until the backward.
 
-    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors: nothing is
-    stored on the module. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    Activation checkpointing keeps the choices of each token (`CheckpointedRun`): the second run routes as the
+    first did, whatever the router gives.
+
+    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
+    Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
+    no side effect. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
     and add ``losses.balance.mean()`` to the loss with your coefficient.
 
     Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position is used as the
-    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`).
+    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`), so recomputing
+    a step gives the same routing.
 
-    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids, ``experts.7.w1``,
-    as views of the parameters, and what an optimizer keeps of them are DTensors in its ``state_dict()``. So
-    torch.distributed.checkpoint saves each expert once and loads it at any number of ranks.
+    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
+    ``experts.7.w1``, as views of the parameters, and what an optimizer keeps of them are DTensors in its
+    ``state_dict()``. So torch.distributed.checkpoint saves each expert once and loads it at any number of
+    ranks.
     """
 
     correction_bias: Tensor | None

@@ -241,7 +241,8 @@ class SummedModule(nn.Module):
     """A module whose gradients are summed over the ranks while backward runs.
 
     Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
-    in another order than the run it continues; and it would not use an emulated link.
+    its floating-point numbers in another order than the run it continues; and it would not use an emulated
+    link. Here the parameters alone say what the buckets are.
 
     Args: divide_by: as of `PlannedSums`. bucket_bytes: larger buckets use the wire better, smaller ones start
         earlier.

@@ -14,6 +14,7 @@ import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from operator import is_not
+from typing import Any
 from weakref import ref
 
 import torch
@@ -76,9 +77,12 @@ def as_arguments(inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
 
 
 def to_trace(arguments: Arguments) -> Arguments:
-    """The same values in tensors for a capture: dense, because a graph contains strides; distinct, because of
-    a tensor that is given twice the graph reads one alone; none of `torch.inference_mode`, which no autograd
-    graph may save."""
+    """The same values in tensors for a capture.
+
+    They are dense, because a graph contains strides, and those of a slice differ from those of a new tensor.
+    They are distinct, because in the graph of a module that gets the same tensor twice only one of the two is
+    read. They are none of `torch.inference_mode`, which no autograd graph may save.
+    """
     seen: set[int] = set()
 
     def alone(tensor: Tensor) -> Tensor:
@@ -145,7 +149,7 @@ class Guards:
         arguments: the example inputs.
         sums_gradients: does the plan sum gradients over the ranks?
         by: the function that made the plan, for messages.
-        buffers: may they not be replaced either?
+        kinds: what may not be replaced: attributes of `nn.Module`.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class Guards:
         arguments: Arguments,
         sums_gradients: bool,
         by: str = "optimize",
-        buffers: bool = False,
+        kinds: Sequence[str] = ("_modules", "_parameters"),
     ) -> None:
         self.inputs = PlannedInputs(arguments)
         self._name, self._by = f"the {by}d {class_name(module)}", f"{by}()"
@@ -164,11 +168,16 @@ class Guards:
         self._devices = {"cpu", next(module.parameters()).device.type}
         self._autocast, self._dtype = _autocast(self._devices), torch.get_default_dtype()
         self._own = _own_calls(module)
-        self._buffers = buffers
+        self._kinds = kinds
         self._state = {
-            name: (ref(tensor), tensor.requires_grad, _kind(tensor))
-            for name, tensor in self._named(module).items()
+            name: (ref(tensor), tensor.requires_grad, _kind(tensor)) for name, tensor in self._named(module)
         }
+        self._held = [
+            (ref(owner), kind, name, None if value is None else ref(value))
+            for owner in module.modules()
+            for kind in kinds
+            for name, value in getattr(owner, kind).items()
+        ]
 
     def reason(self, arguments: Arguments) -> str:
         """Why this call must run without the plan; "" if it can use the plan.
@@ -189,16 +198,12 @@ class Guards:
         if module is None:
             return
         self._refuse_wrappers(module)
-        now = self._named(module)
+        if any(map(_replaced, self._held)):
+            self._compare_state(module)
         for name, (tensor, trained, _) in self._state.items():
-            if name not in now:
-                raise self._changed(f"no {name}", f"the {name} that was there", module)
-            if now[name] is not tensor():
-                raise self._changed(f"another tensor as {name}", "the one that was there", module)
-            if now[name].requires_grad is not trained:
-                raise self._changed(f"{name} with requires_grad={now[name].requires_grad}", trained)
-        for name in now.keys() - self._state.keys():
-            raise self._changed(f"a new tensor {name}", "those that were there", module)
+            now = tensor()
+            if now is not None and now.requires_grad is not trained:
+                raise self._changed(f"{name} with requires_grad={now.requires_grad}", trained)
 
     def _mode(self, module: nn.Module | None) -> str:
         """What is temporarily other than in the trace; "" if nothing is."""
@@ -237,12 +242,24 @@ class Guards:
         for layer in moe_layers(module):
             check_data_parallel(layer)
 
-    def _named(self, module: nn.Module) -> dict[str, Tensor]:
+    def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """What may not be replaced, by all of its names."""
-        named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        if self._buffers:
-            named |= module.named_buffers(remove_duplicate=False)
+        named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+        if "_buffers" in self._kinds:
+            named += module.named_buffers(remove_duplicate=False)
         return named
+
+    def _compare_state(self, module: nn.Module) -> None:
+        """Raise UserError if parameters were replaced, added or removed."""
+        refuse_sharded(module)
+        now = dict(self._named(module))
+        for name in [*self._state, *now]:
+            if name not in now:
+                raise self._changed(f"no {name}", f"the {name} that was there")
+            if name not in self._state:
+                raise self._changed(f"a new tensor {name}", "those that were there")
+            if now[name] is not self._state[name][0]():
+                raise self._changed(f"another tensor as {name}", "the one that was there")
 
     def _refuse_other_kinds(self) -> None:
         """Raise UserError if a parameter's dtype, device, shape or strides have changed."""
@@ -252,16 +269,20 @@ class Guards:
                 if mine != theirs:
                     raise self._changed(f"{name} with {mine}", theirs)
 
-    def _changed(self, got: str, expected: object, module: nn.Module | None = None) -> UserError:
-        """Args: module: is looked at for a wrapper that replaces tensors, which is then named instead."""
-        if module is not None:
-            refuse_sharded(module)
+    def _changed(self, got: str, expected: object) -> UserError:
         return UserError(
             f"parameters of {self._name}",
             got=got,
             expected=f"{expected}, as at {self._by}",
             do=f"change the model first, then call {self._by} again",
         )
+
+
+def _replaced(held: tuple[ref[nn.Module], str, str, ref[Any] | None]) -> bool:
+    """Is there something else where a module had a parameter, a buffer or a submodule?"""
+    owner, kind, name, value = held
+    module = owner()
+    return module is None or getattr(module, kind).get(name) is not (None if value is None else value())
 
 
 def _kind(parameter: Tensor) -> tuple[object, ...]:

@@ -147,8 +147,9 @@ def optimize(
     progress.begin("measuring ops")
     options = on_device(options, step.device, own_groups.world)
     return _planned(
-        step.costed(cluster), strategy, options, progress, cluster, plan, cache, backend, lowering,
-        inner_compile, compare_every, trials,
+        step.costed(cluster), strategy, options, progress, cluster=cluster, plan=plan, cache=cache,
+        backend=backend, lowering=lowering, inner_compile=inner_compile, compare_every=compare_every,
+        trials=trials,
     )  # fmt: skip
 
 
@@ -210,6 +211,7 @@ def _planned(
     strategy: str,
     options: PlanningOptions,
     progress: Progress,
+    *,
     cluster: str | Path | Cluster | None = None,
     plan: str | Path | None = None,
     cache: str | Path | None = None,

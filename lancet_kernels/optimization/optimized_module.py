@@ -2,11 +2,12 @@
 does not apply.
 
 The plan is for inputs of one shape. For another number of tokens a graph has the same instructions with
-tensors of other sizes, so order, parts and fused layers of the plan apply as they stand. Each rank captures
-what it needs when it needs it, while the others wait; its collectives stay those of the plan.
+tensors of other sizes, so order, parts and fused layers of the plan apply to it as they stand. Nothing is
+planned or measured again: each rank captures what it needs when it needs it, and its collectives stay those
+of the plan, whatever shapes the other ranks have in that step. They wait meanwhile.
 
-With other instructions (in the graph of a batch of no tokens, say) the module runs without the plan on all
-ranks in that step (`rank_agreement`).
+What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
+module runs without the plan on all ranks in that step (`rank_agreement`).
 """
 
 from __future__ import annotations

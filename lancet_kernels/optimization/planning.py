@@ -4,9 +4,10 @@ predicted with measured parts.
 A stored plan applies to one graph, which its fingerprint names. Where it is for another one, the error says
 in the user's words what differs (`Step.setting`).
 
-`Staleness`: has the routing of a run moved so far that another plan would be faster? All ranks of an expert
-group wait for the one that gets most rows, so that exchanges and experts alone take longer. The candidates
-for the step are simulated with these times; nothing is measured, captured or planned again.
+`Staleness`: has the routing of a run moved so far from that of the first step that another plan would be
+faster? All ranks of an expert group wait for the one that gets most rows, so that exchanges and experts take
+longer, and what computes beside them does not. The plans that were candidates for the step are simulated with
+these longer times; nothing is measured, captured or planned again.
 """
 
 from __future__ import annotations

@@ -285,14 +285,18 @@ class ModelStep(Step):
 
     def context_of_sum(self, key: tuple[object, ...]) -> int:
         """The number of the context, which has this sum of gradients from now on."""
-        trained = dict(self.model.named_parameters(remove_duplicate=False))
-        self.accumulation.of(key, [trained[name] for name in key if name in trained])
+        self.accumulation.of(key, [self._trained[name] for name in key if name in self._trained])
         return self.context.number
 
     @property
     def accumulation(self) -> Accumulation:
         """The sums of gradients of several microbatches."""
         return self.context.accumulation
+
+    @cached_property
+    def _trained(self) -> dict[object, Tensor]:
+        """Parameters by name."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
 
 
 def capture_step(

@@ -241,9 +241,13 @@ def _problem(
     given: Mapping[str, Partition],
 ) -> Problem:
     """A block between two additions, with the partitions of each operator that can run here: the given one,
-    or that of Megatron's rule, or all. Raises: UserError where that is none."""
+    or that of Megatron's rule, or all.
+
+    Raises: UserError for an operator that no partition can run, or not the one that is given.
+    """
     first, between, last = one.operators
-    features, (width, *_) = zip(*map(_shape, one.inner_layers), strict=True)
+    shapes = [_shape(layer) for layer in one.inner_layers]
+    features, width = [out for out, _ in shapes], shapes[0][1]
     out, middle = _shape(one.outer_layer)
     if one.heads:
         flops = 2.0 * rows * sequence * middle

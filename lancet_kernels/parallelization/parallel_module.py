@@ -101,7 +101,7 @@ class ParallelModule(nn.Module):
             source.arguments,
             sums_gradients=True,
             by="parallelize",
-            buffers=True,
+            kinds=("_modules", "_parameters", "_buffers"),
         )
         plain = source.captured.plain
         # Which keep the model, with all of its parameters.

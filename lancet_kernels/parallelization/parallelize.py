@@ -61,19 +61,20 @@ def parallelize(
 ) -> ParallelModule:
     """Turn a model for one device into this rank's part of the same training step on all ranks.
 
-    Collective: all ranks of the job call it with the same model and inputs. The first rank's parameters, and
-    the strategy that it finds, count.
+    Collective: all ranks of the job call it with the same model and the same inputs. What the first rank has
+    counts: its parameters, and the strategy that it finds.
 
     Args:
         model: its forward returns the loss, or tensors from which every rank calculates it alike. Parameters
             that are not sharded stay those of `model`.
-        example_inputs: the whole batch, a tuple by position or a dict by name, as every rank gets it in every
-            step; its slice is taken inside.
+        example_inputs: the whole batch, a tuple by position or a dict by name, as for one device. Every rank
+            gets the whole batch in every step; its slice is taken inside.
         groups: the ranks: a DeviceMesh of one dimension, a process group, or the expert group of `Groups`;
             None: all of the job.
         strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
             "expert parallel" (GShard's), "replicated"; or a `ShardingStrategy`, or the file of one.
-        cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine.
+        cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
+            runs half of the batch on one device.
         memory_gb: of a device: strategies that need more are dropped. For the search alone.
         copies: microbatches, of which one communicates while another computes. 1: none.
         times, options, inner_compile, verbose: as for `optimize`.

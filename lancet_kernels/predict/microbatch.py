@@ -27,7 +27,7 @@ from lancet_kernels.optimization.step import ModelStep
 from lancet_kernels.predict.kernels import Kernels
 from lancet_kernels.predict.question import STATE_BYTES, Question
 from lancet_kernels.predict.recomputation import layer_of
-from lancet_kernels.schedules.cut.duplex import pair_of, program_of_pair
+from lancet_kernels.schedules.cut.duplex import Pair, pair_of, program_of_pair
 from lancet_kernels.schedules.cut.ranges import PartitionRange
 from lancet_kernels.schedules.order.ordering import sums_gradients, weight_gradients
 from lancet_kernels.schedules.rewrite.walk import UNPLANNED, split
@@ -239,13 +239,14 @@ def _with_optimizer(program: Program, question: Question, numbers: tuple[int, in
 class PairOfMicrobatches:
     """The backward of a microbatch and the forward of the next, which sum no gradients.
 
-    program: with times; its first instruction is what the first forward kept. alone: one of them. original:
-    by name of an instruction, its name in that one.
+    program: with times; its first instruction is what the first forward kept. original: by name of an
+    instruction, its name in one microbatch. layers: by that name, the layer that it is in; "": none.
     """
 
     program: Program
-    alone: Microbatch
+    alone: Program
     original: Mapping[str, str]
+    layers: Mapping[str, str]
 
     @classmethod
     def of(cls, alone: Microbatch) -> PairOfMicrobatches:
@@ -257,8 +258,7 @@ class PairOfMicrobatches:
         timed = tuple(replace(i, milliseconds=t) for i, t in zip(single.instructions, ms, strict=True))
         program = program_of_pair(pair, replace(single, instructions=timed))
         original = {instruction.name: pair.original[instruction.name] for instruction in program.instructions}
-        inputs = [*pair.backward_inputs.items(), *pair.forward_inputs.items()]
-        program = _as_kernels(program, single, {**pair.original, **{own: name for name, own in inputs}})
+        program = _as_kernels(program, single, {**pair.original, **_inverse(pair)})
         state = {*single.parameters, *pair.forward_inputs.values()}
         kept = tuple(t for t in program.inputs if t not in state)
         resident = {t: single.tensors[t] for t in (PARAMETERS, GRADIENTS, OPTIMIZER) if t in single.tensors}
@@ -271,27 +271,25 @@ class PairOfMicrobatches:
             inputs=(*(t for t in program.inputs if t in state), *resident),
             parameters=tuple(t for t in program.inputs if t in single.parameter_set),
         )
-        return cls(program, alone, original)
+        return cls(program, single, original, alone.layers)
 
     @cached_property
     def weight_gradients(self) -> list[int]:
         """Positions of the backward's weight gradients."""
-        single = self.alone.program
-        gradients = {single.instructions[i].name for i in weight_gradients(single)}
+        gradients = {self.alone.instructions[i].name for i in weight_gradients(self.alone)}
         return [n for n, i in enumerate(self.program.instructions) if self.original.get(i.name) in gradients]
 
     @cached_property
     def blocks(self) -> tuple[list[list[int]], list[list[int]]]:
         """The positions of the backward's and of the forward's blocks, as many of each: the embedding, every
         layer, the head."""
-        single = self.alone.program
         halves: dict[Phase, list[tuple[int, str]]] = {Phase.BACKWARD: [], Phase.FORWARD: []}
         for n, i in enumerate(self.program.instructions):
             if name := self.original.get(i.name):
-                whole = single.instructions[single.index[name]]
+                whole = self.alone.instructions[self.alone.index[name]]
                 # Views, constants and casts may stand outside their layer.
                 marks = whole.flops or whole.kind is Kind.ALL_TO_ALL
-                halves[whole.phase].append((n, self.alone.layers[name] if marks else ""))
+                halves[whole.phase].append((n, self.layers[name] if marks else ""))
         return _blocks(halves[Phase.BACKWARD]), _blocks(halves[Phase.FORWARD])
 
 
@@ -314,6 +312,12 @@ def _blocks(positions: Sequence[tuple[int, str]]) -> list[list[int]]:
             seen.add(layer)
         blocks[-1].append(position)
     return blocks if last + 1 < len(positions) else [*blocks, []]
+
+
+def _inverse(pair: Pair) -> dict[str, str]:
+    """By name of a placeholder of the pair, its name in its half."""
+    halves = (pair.backward_inputs, pair.forward_inputs)
+    return {own: name for inputs in halves for name, own in inputs.items()}
 
 
 def _as_kernels(program: Program, single: Program, original: Mapping[str, str]) -> Program:

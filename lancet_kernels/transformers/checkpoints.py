@@ -210,9 +210,11 @@ def load_safetensors(
 ) -> LoadReport:
     """Read the weights of a converted model from a checkpoint of the original, by transformers' own loader.
 
-    Every rank reads only what it holds: of a model that was built and converted on the meta device none ever
-    has all. What the checkpoint lacks (a new head) is initialized as transformers does: seed the ranks alike.
-    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype. Not collective.
+    Every rank reads only what it holds, so a model that was built and converted on the meta device is never
+    complete in the memory of one rank. What the checkpoint lacks (a new head) is initialized as transformers
+    does: seed the ranks alike. Not collective.
+
+    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype, a parameter at a time.
 
     Args: folder: as save_pretrained writes it, or a download. device: for parameters on the meta device.
     Returns: what was not in the checkpoint, and what is in it and in no parameter.

@@ -7,15 +7,17 @@ the classes of their experts say how the weights lie (`use_experts_implementatio
     has_bias       ..._bias [E, out]               _apply_gate      [R, 2F] -> [R, F]
     has_post_expert_norm    post_expert_norm, of what each expert gives, before it is weighted
 
-The module stays, with its names, hooks and parameters, of which it keeps the rows of this rank's experts. Its
-class becomes one derived from its own, in which only the computation differs: rows, slots, counts, capacity
-and kernels are those of `MoELayer`. Routers, and what surrounds experts, are the model's own code.
+The module stays, with its names, hooks and the layout of its parameters, of which it keeps the rows of this
+rank's experts. Its class becomes one derived from its own, in which only the computation differs: rows,
+slots, counts, capacity and kernels are those of `MoELayer`. What chooses the experts, and what surrounds
+them, is the model's own code.
 
     T  tokens on this rank      E  experts in all       K  choices per token
     R  rows received            D  model width          F, H  hidden width, width of the activation's input
 
-Other families have such a module by another interface (`ADAPTERS`: the class with the weights -> the same as
-a layer of this library, and the block around it).
+Of other families the experts are one module, too (`ADAPTERS`: the class with their weights -> the same as a
+layer of this library, and the block around it). What is called there is the module of the weights, with
+`(hidden_states, top_k_index, top_k_weights)`.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class ConvertedExperts(ExpertLayer, Derived):
         return self._weighted(hidden_states, top_k_index, top_k_weights)
 
     def _normed(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Each choice comes back as a token of its own: as many rows travel, with the same capacity."""
+        """The norm is the same for all experts, so each choice comes back as a token of its own: as many rows
+        travel, with the same capacity."""
         choices = top_k_index.shape[1]
         rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
         ones = torch.ones_like(top_k_weights)
@@ -167,9 +170,10 @@ def expert_parallel(
     capacity_factor: float | None = None,
     kind: type[ConvertedExperts] = ConvertedExperts,
 ) -> ConvertedExperts:
-    """Make experts a layer of this library, in place; their parameters stay as they are. Raises: UserError.
+    """Make experts a layer of this library, in place; their parameters stay as they are.
 
     Args: groups, backend, capacity_factor: as of `MoELayer`. kind: which knows how their weights lie.
+    Raises: UserError.
     """
     own = type(experts)
     experts.__class__ = derived(kind, own)

@@ -4,15 +4,17 @@
     W  ranks, L experts each    R  rows received          D  width
 
 `exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
-and both backward passes need no second exchange. `all_to_all` is phase two; its adjoint is itself, with the
-counts swapped and the direction reversed. `start_exchange_counts` and `start_all_to_all` do the same in two
-steps, so that computation runs in between: other ranks answer an exchange of counts only when they come to
-it.
+and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
+are sorted by rank before it and by local expert after it; on the way back it is the reverse. Its
+adjoint is itself, with the counts swapped and the direction reversed.
 
-Where rows lie. Rows to send, [S, D]: by global expert e = w * L + l, then slot; what goes to one rank is one
-block. Rows received, [R, D]: by local expert, then source rank, then slot; an expert's rows are one block, a
-group of a grouped GEMM. Every offset is a prefix sum of counts [W, L]. On the way to the experts, rows are
-sorted by rank before the all-to-all and by local expert behind it; on the way back it is the reverse.
+`start_exchange_counts` and `start_all_to_all` do the same in two steps, so that computation runs in between:
+other ranks answer an exchange of counts only when they come to it.
+
+Where rows lie. A row is one kept choice of one token; nothing else is stored per expert. Rows to send, [S,
+D]: by global expert e = w * L + l, then slot. What goes to one rank is one block. Rows received, [R, D]: by
+local expert, then source rank, then slot. An expert's rows are one block, a group of a grouped GEMM. Every
+offset is a prefix sum of counts [W, L].
 
 Sizes in graphs. How many rows there are depends on the routing, so ops that make rows cannot say it when a
 graph is traced. Two answers:
@@ -21,8 +23,8 @@ graph is traced. Two answers:
   to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
 - Where a plan is made for the graph (`graph.capture.capture`), it is the number of rows of an evenly
   spread, dropless batch (`ops.base.Now`): a planner needs numbers, and the partitioner and the runtime of
-  AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. So nothing
-  in a graph may take a number of rows as an argument and trust it.
+  AOTAutograd (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are
+  exact when the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
 
 On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most
 rows that there can be, ops read the counts on the device, and what lies behind the last row is never read.

@@ -12,14 +12,13 @@ peers.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import operator
 import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,60 +132,61 @@ def where_waiting() -> str:
     return _inside[-1] if _inside else ""
 
 
-@contextlib.contextmanager
-def waiting(
-    op: str, group: dist.ProcessGroup | None = None, layer: str = "", peers: Sequence[int] | None = None
-) -> Iterator[None]:
+class waiting:
     """Context of a collective of `group` (None: of all ranks), or of an exchange with `peers`, places in it.
 
     A failure raises CommunicationError with rank, op, layer, the peers that it waited for, and for how long.
     Errors that are not about peers are not changed.
     """
-    where, began = f"{op} of {layer}" if layer else op, time.monotonic()
-    _inside.append(where)
-    if _board is not None:
-        _board.enter(where.encode())
-    try:
-        yield
-    except BaseException as error:
-        if blames(error) == "self" or getattr(error, "described", False):
-            raise
-        raise _described(error, where, group, peers, time.monotonic() - began) from error
-    finally:
+
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        layer: str = "",
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        self.where, self.group, self.peers = f"{op} of {layer}" if layer else op, group, peers
+        self.began = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+        _inside.append(self.where)
+        if _board is not None:
+            _board.enter(self.where.encode())
+
+    def __exit__(self, kind, error, trace) -> None:
         _inside.pop()
+        if error is not None and blames(error) != "self" and not getattr(error, "described", False):
+            raise self._described(error) from error
 
-
-def _described(
-    error: BaseException,
-    where: str,
-    group: dist.ProcessGroup | None,
-    places: Sequence[int] | None,
-    waited: float,
-) -> CommunicationError:
-    rank, peers = _rank_and_peers(group)
-    if places is not None:
-        ranks = dist.get_process_group_ranks(group)
-        peers = [ranks[place] for place in places if ranks[place] != rank]
-    reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
-    if blames(error) == "peer":
+    def _described(self, error: BaseException) -> CommunicationError:
+        waited = time.monotonic() - self.began
+        rank, peers = _rank_and_peers(self.group)
+        if self.peers is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            peers = [ranks[place] for place in self.peers if ranks[place] != rank]
+        reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
+        if blames(error) == "peer":
+            return CommunicationError(
+                f"rank {rank} lost its connection to one of rank(s) {_listed(peers)} "
+                f"in {self.where}: {reason}",
+                described=True,
+            )
+        all_ranks = sorted([rank, *peers])
+        named = [all_ranks[peer] for peer in getattr(error, "missing", ())]
+        missing, signs = _missing(rank, peers, waited)
+        missing = missing or named or (peers if len(peers) == 1 else [])
+        # What the kernels know, beyond who waited for whom.
+        detail = f" [{reason}]" if isinstance(error, CommunicationError) else ""
         return CommunicationError(
-            f"rank {rank} lost its connection to one of rank(s) {_listed(peers)} in {where}: {reason}",
+            f"rank {rank} waited {waited:.1f} s in {self.where} for rank(s) {_listed(missing or peers)}"
+            + "".join(f"; {signs[peer]}" for peer in missing if peer in signs)
+            + detail,
+            missing=missing,
+            timed_out=True,
             described=True,
         )
-    all_ranks = sorted([rank, *peers])
-    named = [all_ranks[peer] for peer in getattr(error, "missing", ())]
-    missing, signs = _missing(rank, peers, waited)
-    missing = missing or named or (peers if len(peers) == 1 else [])
-    # What the kernels know, beyond who waited for whom.
-    detail = f" [{reason}]" if isinstance(error, CommunicationError) else ""
-    return CommunicationError(
-        f"rank {rank} waited {waited:.1f} s in {where} for rank(s) {_listed(missing or peers)}"
-        + "".join(f"; {signs[peer]}" for peer in missing if peer in signs)
-        + detail,
-        missing=missing,
-        timed_out=True,
-        described=True,
-    )
 
 
 def _rank_and_peers(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:

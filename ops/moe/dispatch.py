@@ -5,9 +5,11 @@
     S, R  rows to send, rows received (`ops.comm.all_to_all`)
     C  capacity of the whole batch      P  parts
 
-The rows of each expert and the row of each kept choice are computed once per layer, by ops of their own: a
-part of a batch has other counts, and the planner replaces them. Dispatch and combine are each other's
-adjoint, so each one's backward is the other.
+The rows of each expert and the row of each kept choice are computed once per layer; dispatch, combine and
+their gradients read it. Ops of their own because a batch that is cut into parts has other counts in every
+part: the planner replaces them.
+
+Dispatch and combine are each other's adjoint, so each one's backward is the other.
 
 On a GPU, Triton kernels compute: they read counts where they are, while torch's way (nonzero) makes the host
 wait for the device, which costs time and cannot be captured in a CUDA graph. Without Triton, on a CPU, and
@@ -15,12 +17,12 @@ for types that a kernel does not know, torch does; both give the same.
 
 Combine: gather each token's rows back from the experts and add them up with their weights. Dropped choices
 contribute zero. The sum over K is computed in a fixed order and in at least float32, then rounded once to the
-dtype of the rows.
+dtype of the rows, without an intermediate tensor of T * K rows.
 
-A part of a batch is a batch: it sends anything from 0 to C rows to an expert (Lancet, section 2.3;
-`part_rows`). Where the backward wants the whole batch's rows, those of the parts are put together, expert by
-expert (`merge_parts`, `merge_rows`); for gates with token-order priority these are the rows of the uncut
-batch.
+A part of a batch is a batch: it sends anything from 0 to C rows to an expert (Lancet, section 2.3), with
+counts and rows of its own (`part_rows`). Where the backward wants the whole batch's rows, those of the parts
+are put together, expert by expert (`merge_parts`), and `merge_rows` says where each choice's row is then. For
+gates with token-order priority these are the very rows of the uncut batch.
 
 A part of the capacity (Tutel) is a window of slots: part p of P has the slots n * p / P to n * (p + 1) / P of
 the n that a rank fills with rows for an expert. Both sides know the counts, so they cut alike.
@@ -28,6 +30,7 @@ the n that a rank fills with rows for an expert. Both sides know the counts, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -106,7 +109,8 @@ def dispatch(
         return permute(x_TD.contiguous(), row_TK.contiguous(), weight_TK, most_rows)
 
     choice_S = choice_of_rows(row_TK)
-    rows_SD = x_TD.index_select(0, choice_S // row_TK.shape[1])
+    token_S = choice_S if row_TK.shape[1] == 1 else choice_S.div(row_TK.shape[1], rounding_mode="floor")
+    rows_SD = x_TD.index_select(0, token_S)
     if weight_TK is None:
         return rows_SD
     weight_S1 = weight_TK.reshape(-1)[choice_S].unsqueeze(1)
@@ -121,11 +125,9 @@ def _(x_TD, row_TK, weight_TK, most_rows, num_rows=None):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    """For dispatch, and for combine."""
-    rows, row_TK, weight_TK, *_ = inputs
+    x_TD, row_TK, weight_TK, *_ = inputs
     weighted = weight_TK is not None and ctx.needs_input_grad[2]
-    ctx.save_for_backward(row_TK, weight_TK, rows if weighted else None)
-    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(row_TK, weight_TK, x_TD if weighted else None)
 
 
 def _backward(ctx, grad_SD):
@@ -139,6 +141,32 @@ def _backward(ctx, grad_SD):
 
 
 dispatch.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each k: k, the rows [T, D] of all tokens' choice k, and which of them are dropped [T, 1]."""
+    for k, row_T in enumerate(row_TK.unbind(1)):
+        yield k, rows_SD.index_select(0, row_T.clamp(min=0)), (row_T < 0)[:, None]
+
+
+def _weighted_sum(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """-> [T, D] in at least float32, choice by choice."""
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    sum_TD = rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1], dtype=dtype)
+    for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
+        rows_TD = rows_TD.to(dtype).masked_fill_(dropped_T1, 0)
+        sum_TD += rows_TD if weight_TK is None else rows_TD.mul_(weight_TK[:, k, None].to(dtype))
+    return sum_TD
+
+
+def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """`_weighted_sum` in one call: torch's embedding bags, one per token. float32 and float64 only."""
+    kept_TK = row_TK >= 0
+    kept_T = kept_TK.sum(1)
+    first_T = kept_T.cumsum(0) - kept_T
+    row_S = row_TK[kept_TK]
+    weight_S = None if weight_TK is None else weight_TK[kept_TK].to(rows_SD.dtype)
+    return torch.nn.functional.embedding_bag(row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S)
 
 
 @op("lancet::combine")
@@ -156,18 +184,9 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
 
     if not rows_SD.numel() or not row_TK.numel():
         return rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1])
-    wide_SD = rows_SD.to(torch.promote_types(rows_SD.dtype, torch.float32)).contiguous()
-    kept_TK = row_TK >= 0
-    kept_T = kept_TK.sum(1)
-    # One bag for each token, which begins behind those before it.
-    out_TD = torch.nn.functional.embedding_bag(
-        row_TK[kept_TK],
-        wide_SD,
-        kept_T.cumsum(0) - kept_T,
-        mode="sum",
-        per_sample_weights=None if weight_TK is None else weight_TK[kept_TK].to(wide_SD.dtype),
-    )
-    return out_TD.to(rows_SD.dtype)
+    if rows_SD.dtype == torch.float32 and rows_SD.device.type == "cpu":
+        return _bags(rows_SD.contiguous(), row_TK, weight_TK)
+    return _weighted_sum(rows_SD, row_TK, weight_TK).to(rows_SD.dtype)
 
 
 @combine.register_fake
@@ -191,10 +210,9 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     dweight_TK = rows_SD.new_zeros(row_TK.shape, dtype=dtype)
     if rows_SD.numel():
         x_TD1 = x_TD.to(dtype).unsqueeze(2)
-        for k, row_T in enumerate(row_TK.unbind(1)):
-            rows_TD = rows_SD.index_select(0, row_T.clamp(min=0)).to(dtype)
-            dot_T1 = torch.bmm(rows_TD.unsqueeze(1), x_TD1).squeeze(2)
-            dweight_TK[:, k] = dot_T1.masked_fill_((row_T < 0)[:, None], 0).squeeze(1)
+        for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
+            dot_T1 = torch.bmm(rows_TD.to(dtype).unsqueeze(1), x_TD1).squeeze(2)
+            dweight_TK[:, k] = dot_T1.masked_fill_(dropped_T1, 0).squeeze(1)
     return dweight_TK
 
 
@@ -202,6 +220,13 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
 def _(x_TD, rows_SD, row_TK):
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
     return row_TK.new_empty(row_TK.shape, dtype=dtype)
+
+
+def _save_for_combine(ctx, inputs, output) -> None:
+    rows_SD, row_TK, weight_TK = inputs
+    weighted = weight_TK is not None and ctx.needs_input_grad[2]
+    ctx.save_for_backward(row_TK, weight_TK, rows_SD if weighted else None)
+    ctx.num_rows = rows_SD.shape[0]
 
 
 def _combine_backward(ctx, grad_TD):
@@ -214,7 +239,7 @@ def _combine_backward(ctx, grad_TD):
     return grad_rows, None, grad_weight
 
 
-combine.register_autograd(_combine_backward, setup_context=_setup_context)
+combine.register_autograd(_combine_backward, setup_context=_save_for_combine)
 
 
 @op("lancet::part_rows", is_own_fake=True)

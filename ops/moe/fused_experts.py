@@ -10,10 +10,11 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 
 A forward pass keeps the rows that it received in its exchange until its backward: as many as came, of the
 room that the passes of an exchange have together. Layers of one size share the exchanges: a pass takes one
-that can take one more, and only where none can, another one is made. All ranks run the same passes in the
-same order, and so take the same ones. Exchanges are made for the most tokens: how many there are, and how
-they are routed, may change from step to step and from rank to rank, and nothing is made or agreed upon for
-it.
+that can take one more, and only where none can, another one is made. So there is room for as many passes as
+wait for their backward at once: one for each layer, or those of one exchange under activation checkpointing.
+All ranks run the same passes in the same order, and so take the same ones. Exchanges are made for the most
+tokens: how many there are, and how they are routed, may change from step to step and from rank to rank, and
+nothing is made or agreed upon for it.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ class LayerExchange:
 
     besides 4 bytes for each row received, 28 for each choice (of the routing) and some words for each tile.
     The first exchange has room for 2 passes or more, each further one for 6: made when so many have waited
-    for their backward at once. Under activation checkpointing the first is all.
+    for their backward at once. Under activation checkpointing the first is all. A pass takes what came of its
+    exchange's room, where no other one lies (`schedule.py`). It keeps no rows to send.
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 

@@ -1,8 +1,9 @@
 """The fused experts as two graph instructions: one for the forward pass, one for the backward.
 
 A planned graph calls them instead of the ops of an MoE layer (`schedules.rewrite.fused` inserts them). The
-forward returns its result and a ticket (`ops.moe.fused_passes`), by which the backward finds what the forward
-keeps. The backward launch can also compute weight gradients of other layers as fillers.
+forward returns its result and a ticket (`ops.moe.fused_passes`), by which the backward finds what the
+forward keeps; nothing else is saved between the two. The backward launch can also compute weight gradients of
+other layers as fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """

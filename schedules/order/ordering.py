@@ -1,22 +1,31 @@
 """Topological orders of a Program: which instructions are ready, the valid order by a given key, and one with
-its messages issued early. Also moves instructions that nothing waits for out of the way:
+its messages issued early.
+
+Also moves instructions that nothing waits for out of the way: views of messages, statistics, constants.
 
 `read_late`: views of what messages bring stand right before the first instruction that reads them. A
 schedule places a view where its message arrives in the simulation. Where a real collective takes longer,
 everything behind the view would stand still. What was sent stays in memory until the view.
 
-`sink_statistics`: so that ranges can be cut, statistics move to the end of the forward pass and constants to
-its start. Statistics are instructions that no later all-to-all depends on, such as the sums of the router
-losses, which read the gate's results for the whole batch and would break a range into two. Constants are
-vectors computed from scalars alone (the positions for a keyed gate or dropout), of which a part reads its
-slice. Behind the last all-to-all, instructions that do not depend on it move right before their first reader,
-so that a range can continue up to the model's head.
+`sink_statistics`: statistics move to the end of the forward pass and constants to its start, so that ranges
+can be cut.
+
+Statistics are instructions that no later all-to-all depends on, such as the sums of the router losses, which
+read the gate's results for the whole batch. In their original place they would break a range into two.
+
+Constants are vectors computed from scalars alone (the positions for a keyed gate or dropout). A part reads
+its slice of them, so they must be computed before the range.
+
+Behind the last all-to-all, instructions that do not depend on it move too, right before their first reader:
+so a range can continue up to the model's head. The order of all other instructions is unchanged.
 
 Which weight gradients overlap which all-to-all? (Lancet, section 4.) *Labelling* (4.1): a dW may overlap an
-all-to-all if no directed path connects them. *Scheduling* (4.2, Algorithm 1): for each all-to-all in order,
-repeatedly choose the unused dW whose time fits its remaining time best, until it is covered; then place every
-chosen dW right behind its all-to-all. A dW moves together with the transpose before it and the cast behind
-it, as one `Unit`. Details beyond the paper:
+all-to-all if no directed path connects them, in either direction. *Scheduling* (4.2, Algorithm 1): for each
+all-to-all in order, repeatedly choose the unused dW whose time fits its remaining time best, until it is
+covered; then place every chosen dW right behind its all-to-all.
+
+A dW moves together with the transpose before it and the cast behind it, as one `Unit`. Its gradient
+all-reduce and the optimizer follow by their dependencies. Details beyond the paper:
 
 - Computation after an all-to-all that does not depend on it already overlaps it; its time is subtracted.
 - If other computation already overlaps an all-to-all, a unit more than twice as long as the remaining time is

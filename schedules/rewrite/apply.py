@@ -222,8 +222,8 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
         elements = with_elements(node)
         reordered += elements
         available.update(elements)
-    present_draws, planned_draws = (filter(draws_random_numbers, nodes) for nodes in (graph.nodes, reordered))
-    for first, early in zip(present_draws, planned_draws, strict=True):  # 3
+    draws = filter(draws_random_numbers, graph.nodes)
+    for first, early in zip(draws, filter(draws_random_numbers, reordered), strict=True):  # 3
         if first is not early:
             raise _invalid_order(
                 f"{early.name} before {first.name}", f"{first.name} first: both draw random numbers"

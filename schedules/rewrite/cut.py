@@ -6,9 +6,9 @@ into k = 2 parts, becomes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the requested order), and one node that reassembles the parts
     of a tensor wherever an instruction outside the parts reads it.
 
-The form of a tensor says which slice of it a part has; the rule of an op, which of its arguments differ
-between parts (`graph.rules.rules`). After the gate, rows are irregular: each part has its own counts, its own
-exchange of counts and its own rows.
+The form of a tensor (`graph.rules.rules`) says which slice of it a part has; the rule of an op
+(`graph.rules.rules`) says which of its arguments differ between parts. After the gate, rows are irregular:
+each part has its own counts, its own exchange of counts and its own rows.
 
 Contract:
 
@@ -19,7 +19,8 @@ Contract:
 5. The original instructions are gone.
 6. If a range cannot be cut, CutError says why; the graph is then of no use.
 
-A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program.
+A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program, in
+which the slices, counts and rows of parts and the reassembly are instructions like all others.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class _Cutter:
                         self._move(node, end)
                         continue
                     self.parts.copy(node, part)
-                    for element in with_elements(node) if part + 1 == count else ():
+                    if part + 1 < count:
+                        continue
+                    for element in with_elements(node):
                         if self.parts.form(element) == PARTIAL and element.users and tensor_names(element):
                             self.reassembly.whole(element)  # 3
                 rows = {routing.row: routing for routing in self.parts.routings}.values()

@@ -36,6 +36,8 @@ from lancet_kernels.schedules.shard.partition_costs import (
 
 PRICES = 24
 """How many prices of memory are tried at the most."""
+
+
 Squares = Callable[[int], tuple[Primitive, ...]]
 """The squares of 4^k devices, by k, that a search may use."""
 
@@ -53,11 +55,11 @@ def home_squares(k: int) -> tuple[Primitive, ...]:
 def candidates(
     operator: Operator, bits: int, node_bits: int, squares: Squares = slides_squares
 ) -> list[Partition]:
-    """Every partition of an operator over 2^bits devices, up to the order of splits side by side. Without a
-    weight, a bit may also replicate.
+    """Every partition of an operator over 2^bits devices, up to the order of splits that stand side by side.
 
-    Args: node_bits: how many of the first bits say on which node a device is: across that border splits are
-        not exchanged, as they cost something else.
+    Args: node_bits: how many of the first bits say on which node a device is: splits are not exchanged with
+        others across that border, where they cost something else.
+    A dimension has at least one element in each slice. Without a weight, a bit may also replicate.
     """
     every = _sequences(operator.splits, operator.has_weight, bits, node_bits, squares)
     return [p for p in every if all(p.slices(d) <= n for d, n in operator.sizes.items())]
@@ -67,7 +69,8 @@ def candidates(
 def _sequences(
     splits: str, has_weight: bool, bits: int, node_bits: int, squares: Squares
 ) -> tuple[Partition, ...]:
-    """Sequences of primitives, the same objects for models of all sizes."""
+    """Sequences of primitives. The same objects for models of all sizes: what follows from one is worked out
+    once."""
     alphabet = [split(d) for d in splits]
     if not has_weight:
         alphabet.append(replicate())
@@ -128,7 +131,10 @@ class Problem:
         devices: int,
         squares: Squares = slides_squares,
     ) -> Problem:
-        """Every partition of every operator. Raises: UserError unless devices, also of a node, are 2^n."""
+        """Every partition of every operator.
+
+        Raises: UserError for a number of devices that is no power of two, or whose nodes are none.
+        """
         bits = devices.bit_length() - 1
         node = min(cluster.gpus_per_node, devices)
         if devices != 1 << bits or node & (node - 1):
@@ -167,8 +173,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """The partitions of all operators of all layers, in their order, and what they cost: the sum over
-    operators, and over edges."""
+    """The partitions of all operators of all layers, in their order, and what they cost.
+
+    intra: sum over operators; inter_ms: over edges.
+    """
 
     partitions: tuple[Partition, ...]
     intra: PartitionCost
@@ -195,7 +203,11 @@ class _Table:
 
 
 def solve(problem: Problem, layers: int = 1, memory_limit: float | None = None) -> Solution:
-    """The partitions of `layers` equal layers, one behind the other, that cost least (see `solve_apart`)."""
+    """The partitions of `layers` equal layers, one behind the other, that cost least.
+
+    Args: memory_limit: bytes on each device.
+    Raises: UserError if nothing fits.
+    """
     ends = problem.choices[0], problem.choices[-1]
     assert layers == 1 or ends[0] == ends[1], "a layer begins with the last operator of the one before"
     return solve_apart([(problem, layers)], memory_limit)[0]
@@ -340,7 +352,9 @@ def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) ->
 
 
 def _merged(left: _Table, right: _Table, shared: np.ndarray) -> _Table:
-    """Min-plus: what one ends and the other begins with is counted once. Row by row, as above."""
+    """Min-plus: what one ends and the other begins with is counted once.
+
+    Row by row: a table over all three operators would be large."""
     cost = np.empty((left.cost.shape[0], right.cost.shape[1]))
     best = np.empty(cost.shape, dtype=np.int64)
     rest = right.cost - shared[:, None]

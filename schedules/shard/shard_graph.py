@@ -96,7 +96,8 @@ class _Sharder:
         stages = self.strategy.stages
         for n in range(len(stages) + 1):
             for copy in range(copies):
-                for c in stages[n].communication if n < len(stages) else ():
+                communication = stages[n].communication if n < len(stages) else ()
+                for c in communication:
                     if c.source != c.target:
                         self.get(self._of_copy(c.tensor, copy), c.target)
                 # The computation of the other microbatch, whose communication came before.

@@ -72,11 +72,12 @@ class Search:
     """Figure 4, over borders in the order of how many blocks lie behind them.
 
     Args:
-        most_labels: kept behind each border (None: all, and the result is the optimum).
+        most_labels: kept behind each border, the fastest so far (None: all, and the result is the optimum).
         memory_bytes: what a device has.
-        tolerance: share of the computation by which the result may be slower than the optimum.
+        tolerance: share of the computation by which the result may be slower than the optimum: strategies
+            are also dropped that are ahead by less than their part of it.
         overlaps_backward: False counts computation and communication of the backward one after the other,
-            as the searcher that the paper's authors published.
+            as the searcher does that the paper's authors published.
         price: milliseconds that are added for every byte a strategy holds, so that smaller ones win.
     """
 
@@ -287,7 +288,8 @@ class Search:
         return steps[::-1]
 
     def _steps_of(self, passage: Passage) -> list[BlockChoice]:
-        """The steps through a segment, with its own names."""
+        """The steps through a segment, with its own names. `state` stays that of the pattern: nobody reads
+        it."""
         like, segment = passage.like, passage.segment
         name = self.space.name
         own = {name[a]: name[b] for a, b in zip(like.tensors, segment.tensors, strict=True)}
@@ -344,7 +346,8 @@ def search_sharding(
     Args:
         program: the forward of a model for one device, on one microbatch of the batch of all ranks together.
         ranks: how many ranks share every tensor. cost: prices instructions and collectives.
-        memory_gb: of a device; strategies that need more are dropped.
+        memory_gb: of a device; strategies that need more are dropped. It is looked at only where the
+            fastest strategy of all needs more.
         most_labels: strategies kept behind each border; None: all of a small graph, `MOST_LABELS` of others.
         overlaps_backward: see `Search`.
     Raises: UserError: no strategy within the memory.

@@ -309,7 +309,8 @@ class StateSpace:
     def _options(self, b: int, s: int) -> list[ParameterOption]:
         """How the parameters that a block reads whole in its signature s may rest: all whole (all-reduce of
         the gradient), or as many as possible in slices (all-gather; reduce-scatter of the gradient). That is
-        done once for both microbatches: half of it counts for each. Backward reads what was gathered."""
+        done once for both microbatches: half of it counts for each. Backward reads what was gathered, so it
+        is kept."""
         block, signature = self.blocks[b], self.blocks[b].signatures[s]
         choices: list[ParameterOption] = []
         for sliced_at_rest in (False, True):

@@ -3,7 +3,8 @@ saves.
 
 A storage is allocated when its producer is issued, and freed after the last instruction that reads or writes
 it, as a caching allocator does. Program inputs (parameters, optimizer state) and outputs are never freed. A
-message allocates its result when it is issued, and keeps its send buffer until its first reader waits for it.
+deferred weight gradient keeps the activations that it reads alive. A message allocates its result when it is
+issued, and keeps its send buffer until its first reader waits for it.
 """
 
 from __future__ import annotations

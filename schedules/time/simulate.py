@@ -387,8 +387,12 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
 
 
 def lower_bound_ms(program: Program, ms: Sequence[float]) -> float:
-    """max(compute, each link, critical path), for milliseconds by position; its mean over microbatches. No
-    order is faster: compute is one resource and each link another. Perhaps none is as fast."""
+    """max(compute, each link, critical path), in milliseconds, for durations by position; the mean of it over
+    microbatches.
+
+    No order is faster: compute is one resource and each link another, and the instructions on a path of
+    dependencies run one after the other. Perhaps none is as fast.
+    """
     *before, last = (_lower_bound_ms(program, one) for one in _by_microbatch(program, ms))
     return (last + (program.microbatches - 1) * sum(before)) / program.microbatches
 

@@ -13,7 +13,7 @@ from tests.processes import printed
 def test_benchmarks_are_collected_and_some_run(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     pytest.importorskip("pytest_benchmark")
     # Not as a worker of the run around it: pytest-benchmark measures nothing in those.
-    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+    for name in [name for name in os.environ if name.startswith("PYTEST_") and name != "PYTEST_CURRENT_TEST"]:
         monkeypatch.delenv(name)
     saved = tmp_path / "bench.json"
     # Everything is imported and collected; two of it run.

@@ -2,25 +2,27 @@
 
 A tile is stored a quarter of its columns at a time. The accumulators' layout has 4 bytes of a row in a
 thread, so a quarter goes through shared memory into the layout ROWS, 16 bytes a thread and at least 128
-of a row together: results cross NVLink in whole packets.
+of a row together: results that go to peers cross NVLink in whole packets.
 
-Stores are ordinary ones of all threads, since a release would not cover TMA's. The signal warp releases, and
-for all kinds but TILE_IN says where each row goes. What is stored here and loaded by TMA, `hidden`, changes
-from the generic to the async proxy: a fence before the release, and one of the producer after the acquire.
+Stores are ordinary ones of all threads, since a release would not cover TMA's; it comes from the signal warp,
+which also says where each row of a tile goes, for all kinds but TILE_IN. What is stored here and loaded by
+TMA, `hidden`, changes from the generic to the async proxy: a fence before the release, and one of the
+producer after the acquire.
 
-The loop over the contraction, in machine code (sm_90, 2026-11-26; `lancet kernels` fails where it is not so):
-a product is always in flight, as each step waits for the one before its own. Triton 3.9: 56 instructions a
-step of 64 in a forward, 62 in a backward, 4 of them HGMMA; no local memory; one barrier of the 256 threads,
-with 3.6 two. In a backward also a MEMBAR and a fence of the async proxy: of a `view` the compiler does not
-see that TMA has filled it. All of it, tens of cycles, runs while the product of the step before does, 1,024
-cycles for 128 x 256 x 64.
+The loop over the contraction, in machine code (sm_90, 2026-11-26; `lancet kernels` says so of each variant,
+and fails where it is not so): a product is always in flight, as each step waits for the one before its own.
+Triton 3.9: 56 instructions a step of 64 in a forward, 62 in a backward, 4 of them HGMMA; no local memory;
+one barrier of the 256 threads, with 3.6 two. In a backward also a MEMBAR and a fence of the async proxy: of a
+`view` the compiler does not see that TMA has filled it. All of it, tens of cycles, runs while the product of
+the step before does: 128 x 256 x 64 at 4,096 FLOP a cycle is 1,024.
 
 Why both warpgroups have one tile. With a tile each, one's epilogue would hide behind the other's products.
 But 128 x 256 accumulators fill the registers of two warpgroups, so a tile would be 128 x 128 or 64 x 256,
-and loads for the same products 64 or 80 bytes a cycle instead of 48; L2 (5,120 bytes a cycle in an A100, says
-NVIDIA) has 39 for each of 132 multiprocessors. So loops would take 1.33 or 1.67 times as long wherever they
-wait for L2, as they do already, while the epilogues are 8 % of the loops of a forward of Qwen3-30B-A3B
-(D 2048, F 768), 11 % of a backward without weight gradients; of Mixtral (4096, 14336) 1 to 2 %.
+and loads for the same products 64 or 80 bytes a cycle instead of 48; the 5,120 bytes a cycle that NVIDIA
+states for the L2 of an A100 are 39 for each of 132 multiprocessors. So loops would take 1.33 or 1.67 times
+as long wherever L2 is what they wait for, and that is what 48 bytes do already, while the epilogues, 64 to
+320 KB each, are 8 % of the loops of a forward of Qwen3-30B-A3B (D 2048, F 768) and 11 % of a backward without
+weight gradients; of Mixtral (4096, 14336) 1 to 2 %.
 """
 
 from triton.experimental import gluon

@@ -7,30 +7,33 @@ The warps of a program have four jobs, and go on independently of each other:
     copy warps   2 warps   puts                                                        `signals.py`
     signal warp  1 warp    says where results go, and signals what is stored           `signals.py`
 
-There are two counters of claims instead of one: the copy warps claim puts, the producers all others. A
-producer claims its next task when it has loaded the last step of the one before, while the consumers still
-multiply, and long before their epilogue.
+There are two counters of claims instead of one: the copy warps claim puts, the producers all others, in the
+order of a launch without puts. A producer claims its next task when it has loaded the last step of the one
+before, while the consumers still multiply, and long before their epilogue.
 
-Why one resident program per PE is enough. As in `schedule.py` all puts of all PEs come to an end, whatever
-the GEMMs do, and with them all rows arrive. Of the GEMM tasks, take the unfinished one with the smallest
-number on a PE. It waits for rows, or for the words of tasks with smaller numbers, which are finished. The
-producer that claimed it has claimed only smaller numbers before, and of these needs only empty stages, for
-loads, and empty places, for hand-overs. The consumers empty stages, and wait for no signal; the signal warp
-empties places, and waits for the consumers only. Both take tasks in the order of the hand-over, and a task is
-signalled when it is stored, whether another one follows or not (if it were signalled behind the next product,
-the producer might hand that over only behind the signal). So the task is finished: a contradiction. Waits
-inside a program (mbarriers) need no bound of their own: whom they wait for waits for bounded signals only.
+Why one resident program per PE is enough. Copy warps and producer are two chains that both go on. As in
+`schedule.py` all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the
+GEMM tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of
+tasks with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
+before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place. The
+consumers empty stages, and wait for no signal themselves; the signal warp empties places, and waits for the
+consumers only. Both take tasks in the order of the hand-over, and a task is signalled when it is stored,
+whether another one follows or not: a consumer that signalled behind its next product would have to signal
+before it waits for a task, which the producer may hand over only behind that signal. So the task is finished:
+a contradiction. Waits inside a program (mbarriers) need no bound of their own: whom they wait for waits for
+bounded signals only.
 
 What a release covers. `tl.debug_barrier` in a partition joins its warps and no others: `put_signal` of the
 copy warps covers their own stores. What consumers store reaches the signal warp, and a producer's acquire the
 consumers, through an mbarrier (release and acquire of the block); releases, being cumulative, publish it.
 
-Bytes of puts in flight. NVLink carries 450 GB/s in each direction of a GPU, and a row that is read arrives
-1 to 2 us later, so by Little's law 450 to 900 kB on their way fill the link: 3.4 to 6.8 kB in each of 132
-programs. A put reads ahead into a ring in shared memory: 16 KiB beside 4 stages of operands, so that 27 to 55
-programs fill the link; 64 KiB beside 3, 7 to 14 programs. Whether the GEMMs can spare a stage is not
-measured, so 4 are the default. Bulk copies would free the copy warps of the stores, but are of the async
-proxy, which a release does not cover, and Triton before 3.8 cannot wait for their writes.
+Bytes of puts in flight. NVLink carries 450 GB/s in each direction of a GPU; until a row that is read arrives,
+1 to 2 us pass. By Little's law 450 to 900 kB must be on their way to fill the link: 3.4 to 6.8 kB in each of
+132 programs, which all put. A put reads ahead into a ring in shared memory, beside the operands of the GEMMs:
+16 KiB beside 4 stages, so that 27 to 55 programs fill the link; 64 KiB beside 3, 7 to 14 programs. Its stores
+at the peer are on their way besides. None has measured whether the GEMMs can spare a stage, so 4 are the
+default. Bulk copies would free the copy warps of the stores, but are of the async proxy, which a release does
+not cover, and the wait for their writes (not only reads) is missing in Triton before 3.8.
 """
 
 from __future__ import annotations

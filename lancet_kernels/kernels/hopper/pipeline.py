@@ -11,16 +11,17 @@ Operands lie in one of three ways:
     backward  a [rows, K]    b [columns, K]      dX
     across    a [K, rows]    b [K, columns]      dW
 
-The producer claims GEMM tasks, waits for their rows, and loads their operands. A task whose rows do not come
-in time is not handed to the consumers, except a weight gradient, which they then fill with NaN: as in the
-portable kernel, nobody is told that something is there which is not.
+The producer claims GEMM tasks, waits for their rows, and loads their operands by TMA. A task whose rows do
+not come in time is not handed to the consumers, except a weight gradient, which they then fill with NaN: as
+in the portable kernel, nobody is told that something is there which is not.
 
 Descriptors. Those of TILE_IN and TILE_OUT come from the host, over all received rows and over the weights of
 all experts: the rows of a tile behind the last of its expert end in rows of the accumulator that are never
 stored; the contraction ends at the buffer's edge or, along the rows of the weights, at a multiple of BK. A
 weight gradient contracts over rows, of which those behind the expert's last must count as zero, so its
-descriptors have the extent of this expert's rows; operands of an independent GEMM stand in a table on the
-device. Both are made here, each in its one place, when no load that reads the former one is in flight.
+descriptors have the extent of this expert's rows; the operands of an independent GEMM stand in a table on the
+device. Both are made here, in the one place that Triton gives each, when no load that reads the former one is
+in flight any more.
 """
 
 from collections import namedtuple

@@ -7,15 +7,16 @@ a backward returns the gradients of the rows' weights. When they have stored a t
 are at the next one: a release waits until all stores of the program have drained.
 
 What a tile costs the consumers beyond its product, in cycles of an H100, by arithmetic (2026-11-26; 600 a
-load from L2, 1.5 us until a store at a peer is acknowledged, W = 8; not measured): 1200 to 1800, of which
-the floor of the stores is 1024, 64 KB to L2 at 64 bytes a cycle. Looking up would add 1000 to 5000, and the
-release 3000 to 4500: a TILE_OUT of 16,384 cycles of product (F = 1024) takes 1.1 instead of 1.4 to 1.5 times
-as long as its product; at F = 256 1.4 instead of 2.5 to 3.2 times.
+load from L2, 1.5 us until a store at a peer is acknowledged, W = 8; none has measured it): 1200 to 1800, of
+which the floor of the stores is 1024, 64 KB to L2 at 64 bytes a cycle. With looking up (1000 to 5000) and
+release (3000 to 4500) it was 6000 to 9000. A TILE_OUT of 16,384 cycles of product (F = 1024) took 1.4 to
+1.5 times as long with all of this in the way, and takes 1.1 times; at F = 256 2.5 to 3.2 and 1.4 times.
 
-The copy warps' loads and stores are 16 bytes a thread. The rows of a put go through a ring in shared memory:
-asynchronous copies fill PUT_SLOTS steps of PUT_ROWS * PUT_BLOCK elements, and hold no registers meanwhile;
-what has come is stored at the peer, for which only the release at the end waits. A thread reads from the ring
-what it has copied there itself.
+The copy warps' loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first. The
+rows of a put go through a ring in shared memory: asynchronous copies fill PUT_SLOTS steps of PUT_ROWS *
+PUT_BLOCK elements, and hold no registers while they are on their way; what has come is stored at the peer,
+and nobody waits for that but the release at the end. A thread reads from the ring what it has copied there
+itself.
 """
 
 from triton.experimental import gluon

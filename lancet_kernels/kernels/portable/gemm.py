@@ -4,14 +4,16 @@
     K     contraction                   N       columns of the output (of one half, for swiglu)
 
 Pointers already point at the group's first row and at the expert's weight; matrices are row-major, without
-gaps. Accumulation is in float32; there is one rounding, at the store. Rows from `rows` on are not written and
-do not affect a result, even if they contain NaN.
+gaps. Accumulation is in float32; there is one rounding, at the store. Rows from `rows` on do not affect a
+result and are not written, even if they contain NaN.
 
-TMA=True (sm_90 and newer) loads through tensor descriptors made on the device, whose extent is the real rows,
-so that the hardware fills the rest of a tile with zeros; base addresses and row distances are multiples of 16
-bytes, and `runtime.provide_scratch()` comes before the launch. TMA=False loads with masks and runs
-everywhere. Stores are always plain, since the release of the signal that follows (`device.put_signal`) covers
-them. The caller has waited for the rows, and called `device.fence_tma` if they came from another PE.
+There are two ways to load. TMA=True (sm_90 and newer) creates tensor descriptors on the device, whose extent
+is the real rows, so that the hardware fills the rest of a tile with zeros. It requires base addresses and row
+distances that are multiples of 16 bytes, and `runtime.provide_scratch()` before the launch. TMA=False loads
+with masks and runs everywhere. Stores are always plain, so that an output on another PE is covered by the
+release of the signal that follows (`device.put_signal`).
+
+The caller has waited for the rows, and called `device.fence_tma` if they came from another PE.
 """
 
 import triton
@@ -104,8 +106,9 @@ def _store(ptr, value, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 def quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
     """-> the four column blocks [BM, BN / 4] of a tile, from left to right.
 
-    An epilogue on a whole 128x256 tile has pointers, masks and a second operand of that size beside the
-    accumulators, and spills (sm_90, gelu: 304 local loads and stores). A quarter at a time does not.
+    An epilogue on a whole 128x256 tile holds pointers, masks and a second operand of that size beside the
+    accumulators: compiled for sm_90 it spills (gelu: 304 local loads and stores). A quarter at a time
+    does not.
     """
     left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
     q0, q1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()

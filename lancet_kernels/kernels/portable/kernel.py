@@ -1,8 +1,8 @@
 """The persistent kernel in which puts, expert GEMMs, weight gradients and independent GEMMs share one launch.
 
 Every program claims the next task number from one counter until there is none (`tasks.py` and `schedule.py`
-have the order and the reason why it cannot deadlock). Of an expert's two GEMMs TILE_IN is the first in the
-direction of the launch, TILE_OUT the second:
+have the order and the reason why it cannot deadlock). The rows of an expert lie together, in every buffer of
+received rows. Of its two GEMMs TILE_IN is the first in the direction of the launch, TILE_OUT the second:
 
                TILE_IN                          TILE_OUT              WGRAD
     forward    hidden = act(x @ w1 + b1)        y = hidden @ w2 + b2
@@ -11,8 +11,8 @@ direction of the launch, TILE_OUT the second:
 w is the weight of a row in its token's sum. Its gradient is dy . y = (dy @ w2^T) . hidden + dy . b2, which
 TILE_IN has in registers: so nobody keeps the results y of the forward.
 
-The tiles are those of `gemm.py`; what is put and waited for is in `protocol/steps.py`. What a launch lacks is
-None, and its code is not there.
+The tiles themselves are those of `gemm.py`; what is put and waited for is in `protocol/steps.py`. What a
+launch lacks is None, and its code is not there.
 """
 
 import triton

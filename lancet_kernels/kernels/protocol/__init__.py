@@ -30,10 +30,11 @@ Four proofs, and what each would find that no other does:
     the fuzz     `fuzz_routings.py`: kernels as they are, between processes. A row, a result or a sum that is
                  wrong for some counts
 
-What the overlap kernels are given, and hand on, are named tuples of pointers and sizes. A pointer that a
-launch has no use for is None, which is known when the kernel is compiled. Integers are arguments of their
-own, and become `Sizes` inside the kernel: in a tuple Triton would compile another variant for a 1 or a
-multiple of 16.
+What the overlap kernels are given, and hand on, are named tuples of pointers and sizes.
+
+A pointer that a launch has no use for is None, which is known when the kernel is compiled. Integers are
+arguments of their own, and become `Sizes` inside the kernel: in a tuple Triton would compile another variant
+for a 1 or a multiple of 16.
 """
 
 from collections import namedtuple

@@ -1,13 +1,13 @@
-"""The combine: waits for the results of a token's rows, and adds them up.
+"""The combine: waits for the results of a token's rows, and adds them up. A kernel of its own.
 
-Why a kernel of its own. A token's last result comes with the last tiles, so nearly all sums wait for the end
-of the GEMMs. T = 8192 tokens with K = 8 rows of D = 2048 in bfloat16 are 302 MB, 0.1 ms at 3 TB/s, for which
-at a latency of 1 us 23 KB must be on their way in each of 132 multiprocessors. Two copy warps of the Hopper
-kernel have room for 8 KB, 0.3 ms; four programs of four warps have 64 KB, and a launch costs some 4 us.
+Why of its own. A token's last result comes with the last tiles, so nearly all sums wait for the end of the
+GEMMs. T = 8192 tokens with K = 8 rows of D = 2048 in bfloat16 are 302 MB, 0.1 ms at 3 TB/s, for which at a
+latency of 1 us 23 KB must be on their way in each of 132 multiprocessors. Two copy warps of the Hopper kernel
+have room for 8 KB, 0.3 ms; four programs of four warps have 64 KB, and a launch costs some 4 us.
 
-Why it ends. It waits for tiles of peers only, whose launches wait for nothing that it makes. PEs that share a
-GPU must leave room for each other's launches: there the grid is one program for each multiprocessor that the
-PE has; four for each would stand on those of all PEs.
+Why it ends. It waits for tiles of peers only, whose launches wait for nothing that it makes: the next pass
+stands behind it in the stream. PEs that share a GPU must leave room for each other's launches: there the grid
+is one program for each multiprocessor that the PE has; four for each would stand on those of all PEs.
 """
 
 import triton

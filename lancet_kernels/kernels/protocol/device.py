@@ -9,17 +9,19 @@ base address of every PE's copy, as this PE sees it; and an offset in elements, 
 
 Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table. With
 NVSHMEM=True a peer whose table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions,
-linked from its bitcode (`symmetric/nvshmem.py`); the interpreter has none. The threads of a program share the
-work of a `_block` function. The others only the first thread calls: of 256 messages for a signal a late one
-could set the word back to an epoch that is over; and a fence is a walk over all queue pairs, of which one is
-enough, as the puts of the whole block have been issued behind the barrier before it.
+linked from its bitcode (`symmetric/nvshmem.py`); the interpreter has none. Every thread of a program runs
+such a function. A `_block` one wants exactly that: the threads share the work. The others the first thread
+alone calls: a signal sent by 256 threads would be 256 messages, and one that is late could set the word back
+to an epoch that is over; a fence would be 256 walks over all queue pairs. One is enough: behind the barrier
+before it the puts of the whole block have been issued, and over IBGDA it waits for all queue pairs.
 
 Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so flags are never reset.
 
 Memory order. A put is plain stores by all threads of the program; `put_signal` first joins the threads
 (barrier), then one of them writes the word with release at system scope, which by cumulativity publishes
 what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
-a barrier. Between it and a TMA load of rows, which came through another proxy, call `fence_tma`.
+a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
+proxy: call `fence_tma` between the wait and such a load.
 """
 
 import triton

@@ -15,15 +15,16 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
                               results with their dots, on their way out
 
 The passes of an exchange (forwards, or backwards) have epochs, 1, 2, 3, ... Signals only grow and nothing is
-zeroed in flight. Before a PE puts, the peer has said that there is room: in a forward by its counts of that
-epoch, which come behind all that it did before; in a backward by releasing the one before, since all
-backwards put their rows to the same place. A PE returns results of an epoch only after it saw the source's
-rows of that epoch, and the source sends those in a launch behind the one that read its last results: so all
-layers have one region of results (`ResultBuffers`). All of it needs passes one behind the other in a stream,
-or in streams that wait for each other.
+zeroed in flight. Whatever a PE puts to a peer, the peer has said before that it is there: in a forward by its
+counts of that epoch, which come behind all that it did before and say where it has room; in a backward by
+releasing the one before, since all backwards put their rows to the same place. A PE returns results of an
+epoch only after it saw the source's rows of that epoch, and the source sends those in a launch behind the one
+that read its last results. That holds for passes through any exchange, so all layers have one region of
+results (`ResultBuffers`). All of it needs passes one behind the other in a stream, or in streams that wait
+for each other.
 
 The epoch lives in device memory, and so does what rows are occupied: a captured CUDA graph counts on in every
-replay. The host only checks that no more passes are open than there are places for.
+replay. The host only checks that no more passes are open than there are places to note their rows in.
 """
 
 from __future__ import annotations

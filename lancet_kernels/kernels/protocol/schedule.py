@@ -7,9 +7,9 @@ own to all others, and every offset on every PE is a prefix sum of them:
     send      by expert, then slot                       first_send[w, e] + i
     receive   by local expert, then source, then slot    base + first_row[e] + before[w, e] + i
 
-The rows of an expert, rows[e], are cut into tiles of BM rows, which may hold rows of several sources and are
-counted through on their PE, from first_tile[e]. What PE w sends into one tile is a *chunk*: one put, one
-signal, and one signal for its results on the way back.
+The rows of an expert are one group of the grouped GEMM, rows[e] long, cut into tiles of BM rows. A tile may
+hold rows of several sources. Tiles are counted through on their PE, from first_tile[e]. What PE w sends into
+one tile is a *chunk*: one put, one signal, and one signal for its results on the way back.
 
 Example, W = 2, L = 3, BM = 4:
 
@@ -26,8 +26,8 @@ those of the sources that the counts name, all at once. A counter for each tile 
 missing, and would be off for ever after a single put that came twice or not at all.
 
 Where a pass lies. The rows of a forward stay until its backward, so every PE keeps open passes in one region
-of A rows. A PE takes the largest gap between them, and says with its counts where that begins (base) and how
-long it is (room). All rows of a backward lie from row 0 of their region on.
+of A rows, each as long as what came. A PE takes the largest gap between them, and says with its counts where
+that begins (base) and how long it is (room). All rows of a backward lie from row 0 of their region on.
 
 What does not fit. If the rows of any PE are more than its room, or than R, every PE sees that in the counts
 before anything is put: the pass is *void*, its results are NaN, and the report says who needed how many rows.
@@ -39,13 +39,14 @@ Order of tasks, whose numbers programs claim (`hopper/kernel.py`: the Hopper ker
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
 first, the PE itself last. Each chunk is 8 puts of an eighth of a tile's rows, the last of which signals: so
 132 programs that begin together have 17 chunks on their way and not 132. At D = 4096 in bfloat16 these are 17
-MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all arrive at its end, 0.3 ms.
+MB, and the first arrive after 0.04 ms of NVLink's 450 GB/s; 132 MB would all arrive at its end, 0.3 ms. The
+tiles of the two GEMMs take turns: the second one comes `lag` tiles behind the first.
 
 Why one resident program per PE is enough. A put waits for releases of earlier passes only. As puts stand
-first, those of all PEs come to an end, and with them all rows arrive. Besides rows a GEMM task waits for
-tasks with smaller numbers of its own PE: a tile of the second GEMM, `lag` tiles behind the first, for its
-columns of the first one, which are all claimed when its group is, at most 7 tiles further; the lag is 8 or
-more. So all tiles end, and with them what `combine.py` waits for.
+first, those of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows
+is made by tasks with smaller numbers of its own PE: a tile of the second GEMM for its columns of the first
+one, which are all claimed when its group is, at most 7 tiles further; the lag is 8 or more. So all tiles end,
+and with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 

@@ -10,19 +10,20 @@
 `schedule.py` has the order, and why one resident program per PE is enough. Puts are listed, since their order
 is; of all else a number says its task by arithmetic: three divisions, 0.1 us in one warp.
 
-Groups. Weights should come from memory once for many rows. So the tiles of an expert, and of a weight
-gradient, are taken 8 rows at a time, column by column: 132 programs are at 8 row tiles and 16 or 17 columns.
-Row by row, at Mixtral's widths, all are at the 112 columns of one row tile, and all weights stream for every
-128 rows. Milliseconds of an H100's 2.9 TB/s and, in brackets, of 650 TFLOP/s for 2,048 rows of an expert, by
-a model of its L2 (`test_bytes_of_order.py`, 2026-11-26; not measured on a GPU):
+Groups. Programs that multiply at the same time should have few different operands, and weights should come
+from memory once for many rows. So the tiles of an expert, and of a weight gradient, are taken 8 rows at a
+time, column by column: 132 programs are at 8 row tiles and 16 or 17 columns. Row by row, at Mixtral's widths,
+all are at the 112 columns of one row tile, and all weights stream for every 128 rows. Milliseconds of an
+H100's 2.9 TB/s and, in brackets, of 650 TFLOP/s for 2,048 rows of an expert, by a model of its L2
+(`test_bytes_of_order.py`, 2026-11-26; not measured on a GPU):
 
                                forward                      backward
                         row by row   in groups            in groups
     Mixtral, 1 expert      1.92         0.41   (1.11)         0.79   (2.22)
     Qwen3-30B, 3 experts                0.05   (0.09)         0.08   (0.18)
 
-A group ends with its expert. Its first column waits for the rows of 8 tiles instead of one: at D = 4096
-8 MB, 0.02 ms of NVLink, beside 0.55 ms of products.
+A group ends with its expert, since the next one has other weights. The first column of a group waits for the
+rows of 8 tiles instead of one: at D = 4096 8 MB, 0.02 ms of NVLink, beside 0.55 ms of products.
 
 A claim is an atomic on one word in L2, 0.7 us. The Hopper kernel claims ahead of use, while up to 4 steps of
 1,024 cycles, 2.3 us, are still to be multiplied. The portable kernel claims in between, 8 % of a tile of

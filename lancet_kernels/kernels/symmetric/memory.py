@@ -191,22 +191,23 @@ class VirtualMemory(SymmetricMemory):
         what = "one PE: no peers" if world == 1 else f"{world} PEs in one process"
         super().__init__(rank, world, device, f"virtual: {what}, on {device}")
         self.shares_device = world > 1
-        self._held, self._count = [requests], 0
+        # The copies go with the last PE that has them.
+        self._held.append(requests)
+        self._requests, self._count = requests, 0
 
     def _gather(self, request: str, value: Any = "") -> list[Any]:
         # One thread runs all PEs one after another, so they must bring the same.
         request = f"{request} {value}".rstrip()
-        (requests,) = self._held
-        if self._count == len(requests):
-            requests.append((self.rank, request, []))
-        first, expected, _ = requests[self._count]
+        if self._count == len(self._requests):
+            self._requests.append((self.rank, request, []))
+        first, expected, _ = self._requests[self._count]
         if request != expected:
             raise disagreement({first: expected, self.rank: request})
         self._count += 1
         return [value]
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
-        *_, copies = self._held[0][self._count - 1]
+        *_, copies = self._requests[self._count - 1]
         while len(copies) < self.world:
             copies.append(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
         return copies[self.rank], [copy.data_ptr() for copy in copies]

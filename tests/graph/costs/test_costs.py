@@ -92,6 +92,10 @@ def test_cluster_files_are_checked(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(UserError, match=message):
         load_cluster(file)
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    file = tmp_path / "mine.toml"
     file.write_text(P3DN.replace("launch_us = 9.0", "launch_us = 0.0"))
     assert load_cluster(file).launch_us == 0
 
@@ -205,6 +209,8 @@ def test_measured_times_survive_and_merge(tmp_path):
     two._store({"b": 2.0})
     assert measured_times(path).times == {"a": 1.0, "b": 2.0}
     assert [f.name for f in path.parent.iterdir() if not f.name.endswith(".lock")] == ["times.json"]
+    with pytest.raises(AssertionError, match="nan"):
+        one._store({"a": float("nan")})
 
 
 @pytest.mark.parametrize("times", ['{"a": "fast"}', "[1]"])

@@ -125,6 +125,12 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
     ),
     "view's faster dimension": ("aten.view", Rule(("a b -> b", "a b c -> a c"))),
     "permute as if nothing moved": ("aten.permute", Rule(derived=derived.elementwise)),
+    "transpose as if nothing moved": ("aten.transpose", Rule(derived=derived.elementwise)),
+    "cumsum along its dimension": ("aten.cumsum", Rule(derived=derived.elementwise)),
+    "split along its dimension": (
+        "aten.split",
+        Rule(("a -> a, a", "a b -> a b, a b", "a b c -> a b c, a b c")),
+    ),
     "cat along its dimension": ("aten.cat", Rule(("a, a -> a", "a b, a b -> a b"))),
     "slice along its dimension": ("aten.slice", Rule(("a -> a", "a b -> a b"))),
     "select of another dimension": ("aten.select", Rule(("a b -> a", "a b c -> a b"))),

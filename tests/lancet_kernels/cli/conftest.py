@@ -28,6 +28,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
             code = leave.code
         out, err = capfd.readouterr()
         assert code not in (0, None)
+        assert err.startswith("lancet: " if code == 1 else "lancet ")
         assert out == ""
         assert err.count("\n") == 1, err
         return err

@@ -48,6 +48,15 @@ def test_a_gradient_that_is_no_number_fails(monkeypatch: pytest.MonkeyPatch) -> 
         selftest.run_checks(RANK)
 
 
+def test_a_plan_that_gives_no_number_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(selftest, "_plan", lambda _rank: (float("nan"), 1.0))
+    with pytest.raises(UserError, match="a plan applied, 1 rank: got a difference of"):
+        selftest.run_checks(RANK)
+    assert "MoELayer, backend torch, 1 rank" in capsys.readouterr().out
+
+
 def test_gpu_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, refused) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--gpu: got no GPU" in refused("selftest", "--gpu")

@@ -80,11 +80,15 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
   return CUDA_SUCCESS;
 }
 
-/* Triton's TensorDescriptor checks addresses, strides and sizes; the emulator of the tests boxes. */
+/* Triton's TensorDescriptor checks addresses, strides and sizes, the emulator of the tests boxes; the rest is
+ * checked here, of bfloat16. */
 CUresult cuTensorMapEncodeTiled(
     CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address, const cuuint64_t *dims,
     const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps, CUtensorMapInterleave interleave,
     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  unsigned widest = swizzle ? 16u << swizzle : 512; /* bytes */
+  if (box[0] * 2 > widest) return broken("map: inner box wider than the swizzle");
+  if (strides[0] < dims[0] * 2) return broken("map: rows overlap");
   fprintf(notes(), "map %llu %llu %llu\n", (unsigned long long)dims[0], (unsigned long long)dims[1],
           (unsigned long long)strides[0]);
   memset(map, 0, sizeof *map);

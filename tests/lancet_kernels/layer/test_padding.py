@@ -90,7 +90,7 @@ def build(options: dict, dtype: torch.dtype) -> MoELayer:
     layer = MoELayer(D, F, E, **options).to(dtype)
     with torch.no_grad():
         for p in layer.parameters():
-            p.mul_(50).add_(0.1)  # biases begin with 0
+            p.mul_(50).add_(torch.linspace(-1, 1, p.shape[-1], dtype=dtype))  # biases begin with 0
         if layer.correction_bias is not None:
             layer.correction_bias += 0.01 * torch.arange(E)
     return layer

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from types import FunctionType
 
 import pytest
 import torch
@@ -928,6 +930,12 @@ SLOW = """
 """.split()
 
 ROWS = {row.__name__: row for row in (*WORKS, *FALLS_BACK, *REFUSED)}
+
+
+def test_every_function_of_a_setup_is_a_row() -> None:
+    own = {n: f for n, f in globals().items() if isinstance(f, FunctionType) and f.__module__ == __name__}
+    first = {name: next(iter(inspect.signature(f).parameters), "") for name, f in own.items()}
+    assert {name for name, p in first.items() if p in ("setup", "_setup")} <= ROWS.keys()
 
 
 def rows_on_rank(names: list[str]) -> dict[str, str]:

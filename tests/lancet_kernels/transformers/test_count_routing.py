@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import Trainer, TrainingArguments
-
 from lancet_kernels import UserError, convert
 from lancet_kernels.transformers.count_routing import CountRouting
 from tests.transformers_models import tiny_model
 
 
 def test_every_second_step_is_counted(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
     model = tiny_model("OLMoE", torch.float32)
     convert(model)
     ids = torch.randint(0, model.config.vocab_size, (8, 6))

@@ -51,6 +51,9 @@ def test_specs_by_hand() -> None:
     assert parse_gate("topk()") == TopK()
     assert parse_gate(" topk (softmax='after', renormalize=True)") == TopK("after", True)
     assert parse_gate("hash(seed=-3)") == Hash(seed=-3)
+    assert parse_gate("batch-prioritized") == BatchPrioritized("max")
+    assert TopK() == TopK(softmax="before", renormalize=False, groups=1, top_groups=1, scale=1.0)
+    assert Sigmoid() == Sigmoid(groups=1, top_groups=1, renormalize=True, scale=1.0)
     assert parse_gate("sigmoid(groups=4,top_groups=2,scale=2)") == Sigmoid(groups=4, top_groups=2, scale=2.0)
 
 

@@ -97,11 +97,13 @@ def test_against_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(64, 40), (37, 29)]), 1))
+@pytest.mark.parametrize("widths", [(64, 40), (37, 29)])
 def test_as_exact_as_torch(dtype: torch.dtype, widths: tuple[int, int]) -> None:
     count = torch.tensor([[0, 0, 30, 40], [21, 0, 11, 40]])
     given = [t.to(dtype) for t in operands(count, *widths)]
     exact = naive_all(*(t.double() for t in given), count)
+    for _ in [torch.full_like(given[1], torch.nan) for _ in range(8)]:
+        pass  # as above, for an expert without rows
     for a, b, c in zip(run_all(*given, count), naive_all(*given, count), exact, strict=True):
         assert_as_exact_as_torch(a, b, c)
 
