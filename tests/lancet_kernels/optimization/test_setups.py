@@ -962,7 +962,8 @@ def wrong(pool, request) -> Callable[[str, int], list[str]]:
 
     @cache
     def on_ranks(ranks: int) -> list[dict[str, str]]:
-        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        tests = (item for item in request.session.items if item.module is request.module)
+        asked = [test.callspec.params for test in tests if hasattr(test, "callspec")]
         names = [one["row"] for one in asked if one["ranks"] == ranks]
         return pool.run(rows_on_rank, names, ranks=ranks, timeout_s=10.0 * (1 + len(names)))
 
