@@ -147,10 +147,19 @@ def optimize(
     progress.begin("measuring ops")
     options = on_device(options, step.device, own_groups.world)
     return _planned(
-        step.costed(cluster), strategy, options, progress, cluster=cluster, plan=plan, cache=cache,
-        backend=backend, lowering=lowering, inner_compile=inner_compile, compare_every=compare_every,
+        step.costed(cluster),
+        strategy,
+        options,
+        progress,
+        cluster=cluster,
+        plan=plan,
+        cache=cache,
+        backend=backend,
+        lowering=lowering,
+        inner_compile=inner_compile,
+        compare_every=compare_every,
         trials=trials,
-    )  # fmt: skip
+    )
 
 
 @garbage_collection(on=False)

@@ -118,9 +118,15 @@ class _Cutter:
             if node not in self.routing_nodes and any_made_in_parts(forms, tensor_names(node))
         ]
         self.parts = Parts(
-            graph, self.in_parts, forms, parts, routings, values,
-            lambda node: self.reassembly.whole(node), empty_parts,
-        )  # fmt: skip
+            graph,
+            self.in_parts,
+            forms,
+            parts,
+            routings,
+            values,
+            lambda node: self.reassembly.whole(node),
+            empty_parts,
+        )
         self.reassembly = Reassembly(self.parts)
 
     def run(self, order: Order) -> None:

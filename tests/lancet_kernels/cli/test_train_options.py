@@ -31,8 +31,12 @@ def write_files(folder, texts):
         ({"text.txt": "0123456789" * 10, "b.bin": b"\0"}, "0123456789" * 9 + "01234", "56789"),
         (
             {
-                "b.txt": "bee", "a.txt": "ay", "sub/z.txt": "zed", "sub/c.bin": b"\0binary",
-                ".git/x": "hidden", "empty": "",
+                "b.txt": "bee",
+                "a.txt": "ay",
+                "sub/z.txt": "zed",
+                "sub/c.bin": b"\0binary",
+                ".git/x": "hidden",
+                "empty": "",
             },
             "ay\nbee",
             "zed",
@@ -44,7 +48,7 @@ def write_files(folder, texts):
         ),
     ],
     ids=["one text", "a few", "many"],
-)  # fmt: skip
+)
 def test_texts_of_a_folder_are_for_training_and_validation(tmp_path, texts, train, validation):
     write_files(tmp_path, texts)
     corpus = load_corpus(tmp_path)

@@ -13,9 +13,14 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer.gpt2_moe import GPT2MoE, ModelConfig
 
 SHAPE = {
-    "d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5, "gate": "sigmoid",
+    "d_model": 4,
+    "d_ff": 6,
+    "num_experts": 8,
+    "bias": True,
+    "shared_expert_d_ff": 5,
+    "gate": "sigmoid",
     "top_k": 2,
-}  # fmt: skip
+}
 
 
 def whole_state(seed: int) -> dict[str, Tensor]:

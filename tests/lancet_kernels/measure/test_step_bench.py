@@ -80,14 +80,26 @@ def test_table_compares_with_ddp() -> None:
     measured = {
         DDP: Measured(200.0, 50.0, 60.0, 120.0, {"all_to_all": 50.0}, peak_memory_gb=2.0),
         "none": Measured(
-            210.0, 50.0, 60.0, 130.0, {"all_to_all": 50.0, "all_reduce": 7.0},
-            peak_memory_gb=2.5, predicted=of_none,
+            210.0,
+            50.0,
+            60.0,
+            130.0,
+            {"all_to_all": 50.0, "all_reduce": 7.0},
+            peak_memory_gb=2.5,
+            predicted=of_none,
         ),
         "lancet": Measured(
-            160.0, 5.0, 60.0, 135.0, waited, late_ms=2.0, no_core_ms=6.0,
-            peak_memory_gb=2.5, predicted=of_lancet,
+            160.0,
+            5.0,
+            60.0,
+            135.0,
+            waited,
+            late_ms=2.0,
+            no_core_ms=6.0,
+            peak_memory_gb=2.5,
+            predicted=of_lancet,
         ),
-    }  # fmt: skip
+    }
     figures = step_bench.report(measured, "lancet", "real")
     assert figures["speedup_vs_best_baseline"] == pytest.approx(210 / 160)
     head, ddp, none, lancet, *foot = table(figures).splitlines()

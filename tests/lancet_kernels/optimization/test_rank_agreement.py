@@ -151,9 +151,12 @@ def arguments_that_differ() -> list[str]:
     with mock.patch.dict(os.environ, {"LANCET_WITHOUT_PASSES": "order"} if is_last else {}):
         passes = planned()
     return [
-        planned(strategy="lancet"), planned(accumulate=2), planned(compare_every=7),
-        planned(reduce_gradients="sum"), passes,
-    ]  # fmt: skip
+        planned(strategy="lancet"),
+        planned(accumulate=2),
+        planned(compare_every=7),
+        planned(reduce_gradients="sum"),
+        passes,
+    ]
 
 
 def test_other_arguments_of_optimize_are_named(pool: RankPool) -> None:
