@@ -55,9 +55,8 @@ class Kind(str, Enum):
     """A shift: every rank sends to one rank and receives from one."""
     OTHER_COMMUNICATION = "other_communication"
 
-    @property
-    def is_communication(self) -> bool:
-        return self is not Kind.COMPUTE
+    def __init__(self, value: str) -> None:
+        self.is_communication = value != "compute"
 
 
 class Phase(str, Enum):

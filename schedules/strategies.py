@@ -40,6 +40,7 @@ from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early, sums_gradients
 from lancet_kernels.schedules.plan import Plan, Report
+from lancet_kernels.schedules.rewrite.cut_parts import CutError
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from lancet_kernels.schedules.time.timeline import Prediction
@@ -291,10 +292,11 @@ class Planner:
 
     def _lancet_duplex(self) -> Plan:
         """The best order of two copies, or of three. Never predicted slower than `duplex`."""
-        ranges = [self._copies]
-        with contextlib.suppress(UserError):  # a batch of two
-            ranges.append(duplex(self.program, MORE_COPIES))
-        return self._best([self.plan("duplex"), *(self._searched(self._scheduled((r,))) for r in ranges)])
+        plans = [self.plan("duplex"), self._searched(self._scheduled((self._copies,)))]
+        with contextlib.suppress(CutError):  # a batch of two
+            more = replace(self._copies, parts=MORE_COPIES)
+            plans.append(self._searched(self._scheduled((more,))))
+        return self._best(plans)
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:

@@ -50,7 +50,6 @@ from lancet_kernels.schedules.time.simulate import (
     Host,
     Timeline,
     Times,
-    exposed_intervals,
     lower_bound_ms,
     run,
 )
@@ -427,7 +426,7 @@ def _run(
 
     slowed, times = _timed(one, program, ms, order, blocking)
     exposed: dict[str, float] = {}
-    for i, idle in exposed_intervals(times).items():
+    for i, idle in times.exposed.items():
         kind = _term(program.instructions[i])
         exposed[kind] = exposed.get(kind, 0.0) + idle
     busy: dict[str, float] = {}

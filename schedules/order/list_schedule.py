@@ -225,17 +225,14 @@ class ListScheduler:
 
     def _make_ready(self, starts: Iterable[int]) -> None:
         """Queue what is ready; what is free is issued at once, with all that is free behind it."""
-        free = deque[int]()
-        while True:
-            for i in starts:
-                if self.work.is_free[i]:
-                    free.append(i)
-                else:
-                    self._enqueue(i)
-            if not free:
-                return
-            self._issue(free[0])
-            starts = self.dependencies.done(free.popleft())
+        is_free = self.work.is_free
+        ready = list(starts)
+        for i in ready:  # grows
+            if is_free[i]:
+                self._issue(i)
+                ready += self.dependencies.done(i)
+            else:
+                self._enqueue(i)
 
     def _enqueue(self, i: int) -> None:
         if self.work.is_urgent[i]:

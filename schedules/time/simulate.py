@@ -231,7 +231,25 @@ class Times:
     @property
     def exposed_ms(self) -> float:
         """Communication time during which compute idles, of one microbatch in the mean."""
-        return self.mean(lambda one: sum(exposed_intervals(one).values()))
+        return self.mean(lambda one: sum(one.exposed.values()))
+
+    @cached_property
+    def exposed(self) -> dict[int, float]:
+        """By position of each message: milliseconds of it during which compute idles.
+
+        Where messages of several links are exposed at once, the one that started first counts.
+        """
+        covered = [(self.start[i], self.end[i]) for i in self.compute]
+        exposed, until = {}, 0.0
+        for i in sorted(self.messages, key=lambda i: self.start[i]):
+            start, end = max(self.start[i], until), self.end[i]
+            if end > start:
+                first = bisect_left(covered, start, key=lambda interval: interval[1])
+                last = bisect_left(covered, end, key=lambda interval: interval[0])
+                hidden = sum(min(end, b) - max(start, a) for a, b in covered[first:last])
+                exposed[i] = end - start - hidden
+            until = max(until, end)
+        return exposed
 
 
 @dataclass(frozen=True)
@@ -355,24 +373,6 @@ def _run_once(
             clock.finish(i)
     clock.catch_up(INFINITY)
     return Times(clock.start, clock.end, order, clock.sent)
-
-
-def exposed_intervals(times: Times) -> dict[int, float]:
-    """By position of each message: milliseconds of it during which compute idles.
-
-    Where messages of several links are exposed at once, the one that started first counts.
-    """
-    covered = [(times.start[i], times.end[i]) for i in times.compute]
-    exposed, until = {}, 0.0
-    for i in sorted(times.messages, key=lambda i: times.start[i]):
-        start, end = max(times.start[i], until), times.end[i]
-        if end > start:
-            first = bisect_left(covered, start, key=lambda interval: interval[1])
-            last = bisect_left(covered, end, key=lambda interval: interval[0])
-            hidden = sum(min(end, b) - max(start, a) for a, b in covered[first:last])
-            exposed[i] = end - start - hidden
-        until = max(until, end)
-    return exposed
 
 
 def critical_path(program: Program, ms: Sequence[float]) -> list[float]:

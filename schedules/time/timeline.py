@@ -19,7 +19,6 @@ from lancet_kernels.schedules.time.simulate import (
     LINK,
     Event,
     Timeline,
-    exposed_intervals,
     lower_bound_ms,
 )
 
@@ -151,7 +150,7 @@ class Prediction:
         bound = lower_bound_ms(timeline.program, ms)
         exposed_by: dict[str, float] = defaultdict(float)
         for one, number in ((times, 1), (times.before, times.others)):
-            for i, idle in exposed_intervals(one).items() if one else ():
+            for i, idle in one.exposed.items() if one else ():
                 exposed_by[collective_of(instructions[i])] += idle * number / (1 + times.others)
         return cls(
             timeline.iteration_ms,
