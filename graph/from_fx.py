@@ -34,7 +34,7 @@ from lancet_kernels.graph.meta import (
     not_before,
 )
 from lancet_kernels.graph.ops import COLLECTIVE_NAMESPACE, STARTED, OpFacts, argument, facts
-from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec, whole_name
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec, whole_name
 from lancet_kernels.ops.moe.gates import parse_gate
 
 GENERATOR = "state of the random generator"
@@ -275,10 +275,12 @@ def _instruction(
     if "costs" not in same:
         same["costs"] = _attributes(node), _flops(node, op), _bytes(node, op, outputs)
     own, flops, moved = same["costs"]
-    attributes = dict(own)
+    attributes, kind = dict(own), facts(op).kind
     # Each group has its own communication costs (`graph.costs.clusters`).
     if GROUP.on(node):
         attributes["group"] = GROUP.of(node)
+        # Only experts' all-to-alls count as such.
+        kind = Kind.OTHER_COMMUNICATION if kind is Kind.ALL_TO_ALL else kind
     if facts(op).collective:
         attributes["collective"] = facts(op).collective
         if UNIT.on(node):
@@ -288,7 +290,7 @@ def _instruction(
         op=op,
         inputs=tuple(dict.fromkeys(_tensor_names(node.all_input_nodes))),
         outputs=tuple(spec.name for spec in outputs),
-        kind=facts(op).kind,
+        kind=kind,
         phase=phase,
         flops=flops,
         bytes=moved,

@@ -108,6 +108,13 @@ class CommunicationModel:
                 points[collective, group] = whole if collective == "all_reduce" else half
                 if _ranks_by_node(cluster, *ranks)[1] == 1:
                     inside.add((collective, group))
+        if context_ranks > 1:
+            local, nodes = _ranks_by_node(cluster, *sums["context"])
+            placement = local, nodes, min(node, gpus) // local
+            points["all_to_all", "context"] = _points(
+                lambda size: grouped_all_to_all_ms(cluster, size, *placement)
+            )
+            inside |= {("all_to_all", "context")} if nodes == 1 else set()
         return cls(points, frozenset(inside))
 
     def milliseconds(self, collective: str, bytes: float, group: str = "world") -> float:

@@ -54,10 +54,12 @@ class HfFlags:
     tensor: int = option(
         1, "with --hf: GPUs that share the tokens and slice dense layers, as Megatron", parse=positive_int
     )
-    context: int = option(
-        1, "with --hf: parts of each sequence, on GPUs of their own, as Megatron's cp_comm_type all_gather",
-        parse=positive_int,
-    )  # fmt: skip
+    context: int = option(1, "with --hf: parts of each sequence, on GPUs of their own", parse=positive_int)
+    cp_comm_type: str = option(
+        "all_gather",
+        "with --context: attention gathers keys and values, or exchanges tokens for heads (Ulysses)",
+        choices=("all_gather", "a2a"),
+    )
     states: str = option(
         "float32", "with --hf: dtype of gradients and Adam's moments", choices=("float32", "bfloat16")
     )
@@ -99,7 +101,7 @@ class HfFlags:
         question = Question(
             self.hf, cluster, gpus, 1, sharding, self.sequence, self.microbatch, self.accumulate,
             self.recompute, self.dispatch, self.tensor, self.states,
-            self.attention, self.routing, self.eager, self.context,
+            self.attention, self.routing, self.eager, self.context, self.cp_comm_type,
         )  # fmt: skip
         return replace(question, expert_ranks=self.experts_over or question.possible_expert_ranks[-1])
 

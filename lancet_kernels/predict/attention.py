@@ -6,8 +6,13 @@ Where an indexer chooses the keys of each query (DeepSeek-V3.2), attention reads
 and costs what a window of so many keys does: as kernels for it compute, not as transformers masks the others.
 
 With context parallelism a rank has a part of each sequence, early and late tokens, so that all have the same
-work. Its queries attend to the keys and values of all parts, which are gathered before (Dubey et al., The
-Llama 3 herd of models, 2407.21783, section 3.3.2), and again in the backward (`recomputation`).
+work. By Megatron's names (`cp_comm_type`):
+
+all_gather    its queries attend to the keys and values of all parts, which are gathered before (Dubey et al.,
+              The Llama 3 herd of models, 2407.21783, section 3.3.2), and again in the backward
+              (`recomputation`)
+a2a           it exchanges its tokens of most heads for all tokens of its heads, and the results back (Jacobs
+              et al., DeepSpeed Ulysses, 2309.14509); what attention reads and its result are kept
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import ATTENTION_OPS
-from lancet_kernels.ops.comm.collectives import all_gather
+from lancet_kernels.ops.comm.collectives import all_gather, exchange_shards
 
 IMPLEMENTATION = "lancet_prediction"
 OP, _ = ATTENTION_OPS
@@ -70,18 +75,23 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The signature that transformers expects: [B, heads, S, d] -> [B, S, heads, d]."""
-    if group := getattr(module, "context_group", ""):
+    group, cp_comm_type = getattr(module, "context_parallel", ("", ""))
+    if cp_comm_type == "a2a":
+        query, key, value = (exchange_shards(x, 2, 1, group) for x in (query, key, value))
+    elif group:
         # Tokens first, so that what is gathered needs no other copy.
         key, value = (all_gather(x.movedim(2, 0), 0, group).movedim(0, 2) for x in (key, value))
     window, chosen = options.get("sliding_window") or 0, options.get("indices")
     if chosen is not None:
         window, chosen = chosen.shape[-1], chosen.unsqueeze(1)
     out, _ = torch.ops.lancet_prediction.attention(query, key, value, int(window), chosen)
+    if cp_comm_type == "a2a":
+        out = exchange_shards(out, 1, 2, group)
     return out.transpose(1, 2), None
 
 
-def share_contexts(model: nn.Module, ranks: Sequence[int]) -> str:
-    """Let attention gather the keys and values of the ranks that share sequences. -> the name of their group.
+def share_contexts(model: nn.Module, ranks: Sequence[int], cp_comm_type: str) -> str:
+    """Let attention see the tokens of all ranks that share sequences. -> the name of their group.
 
     Raises: UserError for layers that need other tokens in another way.
     """
@@ -94,7 +104,7 @@ def share_contexts(model: nn.Module, ranks: Sequence[int]) -> str:
         )  # fmt: skip
     group = dist.new_group(list(ranks)).group_name
     for module in model.modules():
-        module.context_group = group
+        module.context_parallel = group, cp_comm_type
     return group
 
 

@@ -88,7 +88,9 @@ def model_step(question: Question, layers: int) -> ModelStep:
             sharing["tensor"] = slice_model(model, question.tensor_ranks, question.microbatch)
         if question.context_ranks > 1:
             ranks = range(0, question.token_ranks, question.tensor_ranks)
-            sharing["context"] = share_contexts(model, ranks)
+            if question.cp_comm_type == "a2a":
+                _check_heads(config, question.token_ranks, "--tensor times --context")
+            sharing["context"] = share_contexts(model, ranks, question.cp_comm_type)
         step = _Loss(model, shares_tokens="tensor" in sharing)
         with without_contents():
             step.to_empty(device="cpu")
@@ -184,9 +186,7 @@ def slice_model(model: Any, ranks: int, sequences: int) -> str:
     Args: sequences: of a microbatch. Raises: UserError for heads and widths that the ranks do not divide, and
     for layers of another shape.
     """
-    config = model.config
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        _check_divides(getattr(config, what, None) or config.num_attention_heads, ranks, what)
+    _check_heads(model.config, ranks)
     group = dist.new_group(list(range(ranks))).group_name
     for layer in decoder_layers(model):
         if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
@@ -238,9 +238,14 @@ def _slice(parameter: Tensor, dim: int, ranks: int, what: str) -> nn.Parameter:
     )
 
 
-def _check_divides(size: int, ranks: int, what: str) -> None:
+def _check_heads(config: Any, ranks: int, option: str = "--tensor") -> None:
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        _check_divides(getattr(config, what, None) or config.num_attention_heads, ranks, what, option)
+
+
+def _check_divides(size: int, ranks: int, what: str, option: str = "--tensor") -> None:
     if size % ranks:
         raise UserError(
-            "--tensor", got=f"{ranks} ranks for {what} of {size}", expected=f"a divisor of {size}",
+            option, got=f"{ranks} ranks for {what} of {size}", expected=f"a divisor of {size}",
             do="choose another number of ranks",
         )  # fmt: skip

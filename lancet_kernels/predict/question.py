@@ -126,6 +126,8 @@ def _unreadable(spec: str) -> UserError:
 
 RECOMPUTE = ("none", "full", "selective", "attention", "experts", "alternate")
 SHARDING = ("none", "optimizer", "full")
+CP_COMM_TYPES = ("all_gather", "a2a")
+"""How attention sees the tokens of other ranks (`attention`), by Megatron's names."""
 STATE_BYTES = {"float32": (4, 12), "bfloat16": (2, 8)}
 """By dtype of gradients and of Adam's two moments, bytes of a gradient, and of Adam's states with a float32
 copy of the weight."""
@@ -140,10 +142,10 @@ class Question:
     the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
     tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
-    context_ranks: how many such groups share sequences, each a part of their tokens; attention gathers keys
-    and values. states: dtype of gradients and of Adam's moments, one of `STATE_BYTES`. attention: a kernel of
-    the cluster file. routing: as of `Routing.of`. eager: element-wise ops run one by one, as without
-    torch.compile.
+    context_ranks: how many such groups share sequences, each a part of their tokens; cp_comm_type: how
+    attention then sees all of them, one of `CP_COMM_TYPES`. states: dtype of gradients and of Adam's moments,
+    one of `STATE_BYTES`. attention: a kernel of the cluster file. routing: as of `Routing.of`. eager:
+    element-wise ops run one by one, as without torch.compile.
     """
 
     hf: str
@@ -162,8 +164,10 @@ class Question:
     routing: str = BALANCED
     eager: bool = False
     context_ranks: int = 1
+    cp_comm_type: str = "all_gather"
 
     def __post_init__(self) -> None:
+        check_name("--cp-comm-type", self.cp_comm_type, CP_COMM_TYPES)
         check_name("--recompute", self.recompute, RECOMPUTE)
         check_name("sharding", self.sharding, SHARDING)
         check_name("--states", self.states, STATE_BYTES)
@@ -267,7 +271,8 @@ class Question:
         experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
         experts += f", routing {self.routing}" if self.routing != BALANCED else ""
         experts += f", tensors over {self.tensor_ranks}" if self.tensor_ranks > 1 else ""
-        experts += f", contexts over {self.context_ranks}" if self.context_ranks > 1 else ""
+        if self.context_ranks > 1:
+            experts += f", contexts over {self.context_ranks} ({self.cp_comm_type})"
         experts += ", eager" if self.eager else ""
         return (
             f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
@@ -283,6 +288,7 @@ class Question:
             "experts_over": self.expert_ranks,
             "tensor_parallel": self.tensor_ranks,
             "context_parallel": self.context_ranks,
+            "cp_comm_type": self.cp_comm_type,
             "sharding": self.sharding,
             "states": self.states,
             "sequence": self.sequence,

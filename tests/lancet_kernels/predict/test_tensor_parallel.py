@@ -90,6 +90,21 @@ def test_keys_and_values_are_gathered_and_gathered_again(whole, tensor_ranks):
     assert gathers == {2 * 64 * (2 // tensor_ranks) * 16 * 2}
 
 
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_tokens_are_exchanged_for_heads_and_back(whole, tensor_ranks, tmp_path):
+    heads = 4
+    whole = replace(whole, hf=written(tmp_path, QWEN3, num_key_value_heads=heads))
+    of = alone(replace(whole, tensor_ranks=tensor_ranks, context_ranks=2, cp_comm_type="a2a"))
+    assert of.flops * 2 * tensor_ranks == pytest.approx(alone(whole).flops)
+    # Queries, keys, values and results of three layers, and their gradients.
+    messages = {("all_to_all", "forward"): 4 * 3, ("all_to_all", "backward"): 4 * 3}
+    assert tensor_messages(of.program, "context") == messages
+    exchanged = {i.bytes for i in of.program.instructions if i.attributes.get("group") == "context"}
+    assert exchanged == {2 * 64 // 2 * (heads // tensor_ranks) * 16 * 2}
+    # No exchange of experts: no routing stretches it, and no dispatcher sorts its rows.
+    assert len(of.program.positions(Kind.ALL_TO_ALL)) == len(alone(whole).program.positions(Kind.ALL_TO_ALL))
+
+
 def test_shared_experts_and_latent_attention_are_sliced(tmp_path):
     asked = Question(written(tmp_path, DEEPSEEK), "dgx-h100", 8, 8, sequence=64, tensor_ranks=2)
     # Four layers of attention, one dense one, three shared experts, the head or the embedding.
@@ -106,6 +121,10 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
     parts = CommunicationModel.from_cluster(cluster, 64, 8, tensor_ranks=2, context_ranks=4)
     gather = size * 3 / 4 / (inside_gb * 1e6)  # between every second GPU of a node
     assert parts.milliseconds("all_gather", size, "context") == pytest.approx(0.015 + gather)
+    exchange = size / 4 * 3 / 4 / (inside_gb * 1e6)
+    peers = 3 * cluster.per_peer_us * 1e-3
+    latency = cluster.intra_node_latency_us * 1e-3 + peers
+    assert parts.milliseconds("all_to_all", size / 4, "context") == pytest.approx(latency + exchange)
     # One rank of each node has the same slice, and eight sums share the network.
     outside = 8 * size * 7 / 8 / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e6)
     assert model.milliseconds("all_gather", size, "world") == pytest.approx(0.030 + outside)
@@ -118,6 +137,10 @@ def test_slices_talk_inside_a_node_and_sums_skip_them():
         ({"tensor_ranks": 4}, "4 ranks for num_key_value_heads of 2"),
         ({"context_ranks": 3}, "--tensor times --context: got 3 of 16 GPUs"),
         ({"tensor_ranks": 2, "context_ranks": 8, "sequence": 72}, "got 16 ranks for 72 tokens"),
+        (
+            {"tensor_ranks": 2, "context_ranks": 2, "cp_comm_type": "a2a"},
+            "--tensor times --context: got 4 ranks for num_key_value_heads of 2",
+        ),
     ],
 )
 def test_what_cannot_be_sliced_is_one_line(whole, changes, message):
@@ -134,4 +157,6 @@ def test_recurrent_layers_and_indexers_are_refused(tmp_path):
         Captured.of(replace(asked, context_ranks=2))
     for config in ({"layer_types": ["linear_attention"]}, {"index_topk": 4}):
         with pytest.raises(UserError, match="expected attention without an indexer, no recurrent layers"):
-            share_contexts(SimpleNamespace(config=SimpleNamespace(**config), modules=lambda: ()), [0, 1])
+            share_contexts(
+                SimpleNamespace(config=SimpleNamespace(**config), modules=lambda: ()), [0, 1], "a2a"
+            )
