@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A rank of a job: every error must be reported to the launcher, with this rank's number.
         return report_errors(lambda: _run(argv))
     try:
-        return _run(argv)
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # Who reads it, `head` say, has enough. What is left is not to fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (UserError, RankFailed) as error:
         print(f"lancet: {error}", file=sys.stderr)
         return 1

@@ -436,15 +436,32 @@ def _from_table(kind: type, table: object, where: str) -> Any:
     ):
         if names:
             raise UserError(where, got=f"{what} key {', '.join(sorted(names))}", expected=expected, do=do)
-    numbers = {f.name for f in fields(kind) if f.type.startswith(("int", "float", "tuple"))}
-    for key in filter(numbers.__contains__, table):  # in the order of the file
-        for value in table[key] if isinstance(table[key], list) else [table[key]]:
-            _check_number(key, value, where)
-    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
+    types = {f.name: f.type for f in fields(kind)}
+    for key, value in table.items():  # in the order of the file
+        of = types[key]
+        if of == "str" and not isinstance(value, str):
+            raise UserError(f"{key} in {where}", got=value, expected="text", do="put it in quotes")
+        is_list, pair = of.startswith("tuple"), "..." not in of
+        if is_list and not (isinstance(value, list) and value and (len(value) == 2 or not pair)):
+            expected = "a list of two numbers" if pair else "a list of numbers"
+            raise UserError(f"{key} in {where}", got=value, expected=expected, do="correct it")
+        if of.startswith(("int", "float", "tuple")):
+            for number in value if is_list else [value]:
+                _check_number(key, number, where, whole="int" in of)
+    read = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
+    lengths = {name: len(getattr(read, name)) for name, of in types.items() if of.endswith("...]")}
+    if len({*lengths.values()}) > 1:
+        got = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        raise UserError(where, got=got, expected="as many of each", do="correct the lists")
+    if isinstance(read, Dispatcher) and read.sends != ("tokens" if read.ranks else "rows"):
+        expected = '"rows" and no ranks, or "tokens" and ranks'
+        raise UserError(f"sends in {where}", got=read.sends, expected=expected, do="correct it")
+    return read
 
 
-def _check_number(key: str, value: Any, where: str) -> None:
+def _check_number(key: str, value: Any, where: str, whole: bool = False) -> None:
     """Raise UserError unless it is a positive number; some may be zero."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or value < 0 or (value == 0 and not key.endswith(_MAY_BE_ZERO)):
-        raise UserError(f"{key} in {where}", got=value, expected="a positive number", do="correct it")
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf or (value == 0 and not key.endswith(_MAY_BE_ZERO)):
+        expected = f"a positive {'whole ' if whole else ''}number"
+        raise UserError(f"{key} in {where}", got=value, expected=expected, do="correct it")

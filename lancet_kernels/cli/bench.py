@@ -32,9 +32,10 @@ from lancet_kernels.cli.trainer import Trainer
 from lancet_kernels.errors import UserError
 from lancet_kernels.files import file_errors, json_text, write_json_atomically
 from lancet_kernels.layer.gpt2_moe import BENCH_MODEL, MODELS
-from lancet_kernels.measure.launch import LANCET, LAUNCHER_PID, Rank, launch, start_ranks, under_launcher
+from lancet_kernels.measure.launch import LANCET, Rank, launch, start_ranks, under_launcher
 from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.ops.comm.stand_in import standing_for
+from lancet_kernels.ops.comm.waiting import BOARD_FILE
 from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 
 if TYPE_CHECKING:
@@ -226,17 +227,18 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     if options.stands_for is not None:
         link = f"emulated wire, one rank stands for {options.stands_for}"
     _say(rank, f"{link} link{'' if gbps is None else f' of {gbps:.3g} Gbit/s'}; planning")
-    # A new file of times, because old ones may be from a time with other load on the machine.
-    times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
     planning = PlanningOptions(options.partition())
     strategies = options.strategies
     if options.accumulate > 1 and strategies == STRATEGY_NAMES:
         strategies = (*strategies, MICROBATCHES)
-    plans = optimize_each(
-        step, inputs, strategies, times=times, options=planning, accumulate=options.accumulate
-    )
-    if rank.rank == 0:
-        times.unlink(missing_ok=True)
+    # A new file of times, because old ones may be from a time with other load on the machine. In our
+    # launcher's folder, which goes also when this rank is killed.
+    launchers = os.path.dirname(os.environ.get(BOARD_FILE, "")) or None
+    with tempfile.TemporaryDirectory(prefix="lancet-times-", dir=launchers) as folder:
+        times = Path(folder, "times.json")
+        plans = optimize_each(
+            step, inputs, strategies, times=times, options=planning, accumulate=options.accumulate
+        )
     contenders = {**step_bench.baselines(step, inputs), **plans}
     _say(rank, f"measuring {options.rounds} rounds of {', '.join(contenders)}")
     measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup, options.accumulate)
@@ -257,13 +259,14 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+    if rank.rank == 0:
+        print(json_text(figures) if arguments.json else table(figures), flush=True)
+        if arguments.output:
+            with file_errors(arguments.output):
+                write_json_atomically(arguments.output, figures)
     if arguments.timeline:
         with file_errors(arguments.timeline, (OSError, ValueError)):
             step_bench.save_timeline(plans[best], inputs, arguments.timeline, rank.rank == 0)
-    if rank.rank == 0:
-        if arguments.output:
-            write_json_atomically(Path(arguments.output), figures)
-        print(json_text(figures) if arguments.json else table(figures), flush=True)
     return 0
 
 

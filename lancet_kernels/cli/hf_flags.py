@@ -136,7 +136,11 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
         searched = search(question, arguments.search_seconds)
     result = answer(question) if searched is None else searched.answer
     figures = result.to_json() | ({} if searched is None else {"search": searched.to_json()})
-    chosen = result.strategies.get(strategy, result.strategies[result.best])
+    name = result.best if strategy == AUTO else strategy
+    if name not in result.strategies:
+        why = result.impossible.get(name, "leave out --search, which had no time for it")
+        raise UserError("--strategy with --hf", got=name, expected="one that is possible here", do=why)
+    chosen = result.strategies[name]
     rows: list[Difference] = []
     if measured_ms is not None:
         from lancet_kernels.predict.measured import differences, trace_terms
@@ -152,7 +156,8 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     print(_text(result) if searched is None else _text_of_search(searched))
     if rows:
         print(_text_of_differences(rows))
-    print("\n".join(f"{what} written to {path}" for what, path in written.items()))
+    for what, path in written.items():
+        print(f"{what} written to {path}")
     if searched is None:
         check_fits(result)
     return 0
@@ -220,7 +225,7 @@ def _text_of_search(result: SearchResult) -> str:
 def _text(result: Answer) -> str:
     lines = [f"Simulated, nothing was run: {result.question.describe()}", ""]
     lines.append(
-        f"{'strategy':12} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
+        f"{'strategy':16} {'step ms':>10} {'bound':>10} {'tokens/s':>9} {'TFLOP/s':>8} {'GiB':>6}  exposed ms"
     )
     for name in result.strategies:
         one, figures = result.strategies[name], result.figures(name)
@@ -228,7 +233,7 @@ def _text(result: Answer) -> str:
         idle = {**one.exposed_ms, "waiting for the host": one.host_ms}
         exposed = ", ".join(f"{kind} {ms:.0f}" for kind, ms in idle.items() if ms >= 0.5) or "nothing"
         lines.append(
-            f"{name:12} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
+            f"{name:16} {one.step_ms:10.1f} {one.lower_bound_ms:10.1f} {tokens:9.0f} "
             f"{tflops:8.1f} {one.peak_memory_gib:6.1f}  {exposed}"
         )
     for why in dict.fromkeys(result.impossible.values()):

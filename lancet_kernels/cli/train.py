@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -45,17 +45,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="continue a run from its newest checkpoint; options that are not given are those of that run",
     )
     command.add_argument("--json", action="store_true", help="print the summary as JSON")
-    command.set_defaults(run=run, command=command)
+    command.set_defaults(run=run)
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Train. -> exit code."""
     if arguments.resume:
-        # Parsed again, with the resumed run's options as defaults.
+        # Parsed again, behind the resumed run's options.
         saved = read_config(Path(arguments.resume))
-        defaults = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
-        arguments.command.set_defaults(**defaults)
-        arguments = parser.parse_args(argv)
+        of_run = [
+            f"--{field.name.replace('_', '-')}={'none' if value is None else value}"
+            for field in fields(TrainOptions)
+            if (value := saved.get(field.name, field.default)) != field.default
+        ]
+        arguments = parser.parse_args([*argv[:1], *of_run, *argv[1:]])
     options: TrainOptions = to_options(TrainOptions, arguments)
     if under_launcher() or options.ranks == 1:
         rank = start_ranks(options.chosen_device(), options.timeout)
@@ -202,9 +205,12 @@ def _new_folder(output: str | None) -> Path:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The `config.json` of the run in a folder. Raises: UserError if it is missing or not JSON."""
+    """The `config.json` of the run in a folder. Raises: UserError if it is missing or another JSON."""
     try:
-        return json.loads((run / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((run / _CONFIG).read_text(encoding="utf-8"))
+        if not (isinstance(config, dict) and isinstance(config.get("trains", {}), dict)):
+            raise ValueError("not what a run writes")
+        return config
     except (OSError, ValueError) as error:
         raise UserError(
             "run", got=f"{run / _CONFIG} ({getattr(error, 'strerror', None) or error})",

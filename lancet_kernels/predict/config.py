@@ -129,9 +129,17 @@ def meta_model(config: Any) -> Any:
             "--hf", got=f"model type {config.model_type}", expected="a causal language model",
             do="give the config of one",
         )  # fmt: skip
-    with torch.device("meta"):
-        model = own._from_config(config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)
-        return model if with_head else _with_head(model)
+    kernel = attention.IMPLEMENTATION
+    try:
+        with torch.device("meta"):
+            model = own._from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
+            return model if with_head else _with_head(model)
+    except Exception as error:  # whatever a value that makes no sense leads to in the model's code
+        why = shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...")
+        raise UserError(
+            "--hf", got=f"{config.model_type} that cannot be built ({why})",
+            expected="values that make a model", do="correct its config.json",
+        ) from error  # fmt: skip
 
 
 def shortened(config: Any, layers: int) -> Any:

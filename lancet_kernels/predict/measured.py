@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +93,17 @@ def trace_terms(path: str | Path, measured_ms: float) -> dict[str, float]:
         data = Path(path).read_bytes()
         events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         events = events["traceEvents"] if isinstance(events, dict) else events
-        kernels = [(e["ts"], e["ts"] + e["dur"], kernel_term(e["name"])) for e in events if _is_kernel(e)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kernels = [
+            (float(e["ts"]), float(e["ts"]) + float(e["dur"]), kernel_term(e["name"]))
+            for e in events
+            if _is_kernel(e)
+        ]
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             "--kineto",
             got=f"{path} ({error})",
             expected="a trace of torch.profiler",
-            do="export_chrome_trace",
+            do="write it with export_chrome_trace",
         ) from error
     if not kernels:
         raise UserError(

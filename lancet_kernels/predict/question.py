@@ -68,7 +68,10 @@ class Routing:
             counts = _read(kind, experts)
         else:
             raise _unreadable(spec)
-        return cls(tuple(map(tuple, counts)), _number(capacity, spec) if capacity else None)
+        limit = _number(capacity, spec) if capacity else None
+        if limit == 0:
+            raise _unreadable(spec)
+        return cls(tuple(map(tuple, counts)), limit)
 
     def load(self, ranks: int) -> Load:
         """The load of `ranks` ranks with as many consecutive experts each."""
@@ -95,18 +98,21 @@ def _read(path: str, experts: int) -> list[list[float]]:
     try:
         counts = json.loads(Path(path).read_text(encoding="utf-8"))["assigned"]
         layers = [[float(n) for n in layer] for layer in counts]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             "--routing",
             got=f"{path} ({error})",
             expected="a file that RoutingCounts wrote",
             do="write it anew",
         ) from error
-    if not layers or any(len(layer) != experts or min(layer) < 0 or not sum(layer) for layer in layers):
+    if not layers or any(len(layer) != experts for layer in layers):
         raise UserError(
             "--routing", got=f"{path} with {sorted({len(layer) for layer in layers})} experts in its layers",
             expected=f"counts of {experts} experts in each", do="count with this model",
         )  # fmt: skip
+    if not all(min(layer) >= 0 and 0 < sum(layer) < math.inf for layer in layers):
+        expected = "none below 0, and some above, in each layer"
+        raise UserError("--routing", got=f"counts of {path}", expected=expected, do="write it anew")
     return layers
 
 

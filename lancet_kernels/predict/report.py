@@ -37,8 +37,8 @@ def report(answer: Answer, searched: SearchResult | None = None) -> str:
         "published": json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"],
     }
     page = (_FILES / "report.html").read_text(encoding="utf-8")
-    # In a script element, only "</" could end the data.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # In a script element "</script" ends the data, and "<!--<script" the script behind it.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return page.replace("{{question}}", html.escape(answer.question.describe())).replace("{{data}}", text)
 
 

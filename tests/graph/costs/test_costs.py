@@ -85,6 +85,18 @@ P3DN, H100 = (
         ),
         (re.sub(r"dense = .*", 'dense = "x"', H100), r"dense in \[kernels\] .*: got x, expected a positive"),
         (re.sub(r"widths = .*", "widths = [64, -1]", H100), r"widths in \[attention\..*: got -1"),
+        (re.sub(r"widths = .*", "widths = 64", H100), r"widths in .*: got 64, expected a list of numbers"),
+        (
+            re.sub(r"(?m)^forward = .*", "forward = [0.5]", H100),
+            r"got \d widths, 1 forward, \d backward, expected",
+        ),
+        (re.sub(r"window_keys = .*", "window_keys = [1]", H100), r"got \[1\], expected a list of two"),
+        (re.sub(r"ranks = .*", "ranks = []", H100), r"ranks in \[dispatchers.deepep\] .*: got \[\]"),
+        (H100.replace('"tokens"', '"token"'), r"sends in .*: got token, expected \"rows\" and no ranks, or"),
+        (P3DN.replace("memory_gb = 32.0", "memory_gb = [32]"), r"memory_gb in .*: got \[32\]"),
+        (P3DN.replace("memory_gb = 32.0", "memory_gb = nan"), r"memory_gb in .*: got nan"),
+        (P3DN.replace("gpus_per_node = 8", "gpus_per_node = 2.5"), "got 2.5, expected a positive whole"),
+        (P3DN.replace('name = "p3dn"', "name = 3"), "name in .*: got 3, expected text"),
     ],
 )
 def test_cluster_files_are_checked(tmp_path, text, message):

@@ -12,13 +12,16 @@ STEP = f"{Path(__file__).parents[2] / 'own_steps/readme_step.py'}:make_step"
 FIGURES = ("iteration_ms", "exposed_ms", "waited_ms", "peak_memory_gb")
 
 
-def test_own_step_on_one_rank(capsys, tmp_path) -> None:
-    output = tmp_path / "figures.json"
+def test_own_step_on_one_rank(capsys, tmp_path, monkeypatch) -> None:
+    output, temporary = tmp_path / "figures.json", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     command = ["bench", STEP, "--ranks", "1", "--strategies", "none", "--rounds", "2", "--json"]
     assert main([*command, "--output", str(output), "--timeline", str(tmp_path / "timeline.png")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     figures = json.loads(line)
     assert figures == json.loads(output.read_text())
+    assert not [*temporary.glob("*lancet*")], "a file that stays for good"
     assert (figures["model"], figures["ranks"], figures["link"]) == (STEP, 1, "real")
     for name in FIGURES:
         assert set(figures[name]) == {"plain", "none"}, name
@@ -69,6 +72,15 @@ def test_one_process_stands_for_eight_ranks() -> None:
 )
 def test_what_does_not_fit_is_one_line(refused, arguments: str, message: str) -> None:
     assert message in refused("bench", STEP, *arguments.split())
+
+
+@pytest.mark.parametrize(("option", "file"), [("--output", "none/figures.json"), ("--timeline", "a.picture")])
+def test_figures_are_said_before_a_file_cannot_be_written(capfd, tmp_path, option: str, file: str) -> None:
+    command = ["bench", STEP, *"--ranks 1 --strategies none --rounds 1 --warmup 0 --json".split()]
+    assert main([*command, option, str(tmp_path / file)]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["rounds"] == 1
+    assert err.splitlines()[-1].startswith(f"lancet: file to write: got {tmp_path / file} (")
 
 
 def test_a_function_that_is_not_there(refused) -> None:

@@ -1,6 +1,9 @@
 """`lancet explain`: a saved plan, and the difference of two."""
 
 import json
+import os
+import signal
+import sys
 
 import pytest
 
@@ -31,6 +34,16 @@ def test_a_plan_and_the_difference_of_two(files, capsys):
     assert found["different"] == [line for line in out.splitlines() if line][3:]
     assert found["plans"][files[1]]["strategy"] == "tutel"
     assert not found["runs_the_same"]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["explain", "--help"]])
+def test_a_reader_that_has_enough_ends_it_in_silence(arguments, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(arguments) == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == ""
 
 
 def test_a_file_that_is_no_plan(refused, tmp_path):

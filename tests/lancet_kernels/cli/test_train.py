@@ -361,5 +361,12 @@ def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd, refused):
         assert message in refused("train", *arguments, "--ranks", 1)
     after = {path: path.read_bytes() for path in before}
     assert after == before, "a resume that was refused changed the run"
-    (run / "config.json").write_text('{"model": "gpt2')
-    assert "run: got runs/run/config.json (" in refused("train", "--resume", "runs/run")
+    for text, message in [
+        ('{"model": "gpt2', "run: got runs/run/config.json ("),
+        ("5", "run: got runs/run/config.json (not what a run writes)"),
+        ('{"trains": []}', "run: got runs/run/config.json (not what a run writes)"),
+        ('{"ranks": 0}', "argument --ranks: got 0, expected a whole number of at least 1"),
+        ('{"gate": null}', "gate: got 'none', expected one of switch"),
+    ]:
+        (run / "config.json").write_text(text)
+        assert message in refused("train", "--resume", "runs/run")

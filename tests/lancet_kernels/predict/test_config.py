@@ -70,6 +70,13 @@ def test_what_transformers_refuses_is_one_line(tmp_path, config, why):
     assert len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("wrong", [{"hidden_act": "none"}, {"vocab_size": -1}])
+def test_a_model_that_cannot_be_built_is_one_line(tmp_path, wrong):
+    with pytest.raises(UserError, match="--hf: got llama that cannot be built ") as error:
+        layers_and_experts(written(tmp_path, DENSE, **wrong))
+    assert "\n" not in str(error.value)
+
+
 def test_a_model_with_code_of_its_own_is_the_class_that_it_names(tmp_path):
     config = load_config(
         written(tmp_path, DEEPSEEK, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])

@@ -59,10 +59,21 @@ def test_what_is_hidden_does_not_count(tmp_path, name):
     assert trace_terms(tmp_path / name, 5.0)["products"] == pytest.approx(3.0)
 
 
-def test_a_file_without_kernels_is_one_line(tmp_path):
-    (tmp_path / "trace.json").write_text("{}")
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"traceEvents": "none"}', '[{"ph": "X", "cat": "kernel"}]'])
+def test_a_file_without_kernels_is_one_line(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
     with pytest.raises(UserError, match=r"--kineto: got .*trace\.json"):
-        trace_terms(tmp_path / "trace.json", 1.0)
+        trace_terms(file, 1.0)
+
+
+@pytest.mark.parametrize("length", [3, 60, -9])
+def test_a_trace_that_was_cut_short_is_one_line(tmp_path, length):
+    file = trace(tmp_path / "trace.json.gz", [("nvjet", 0, 9000)])
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(UserError, match=r"--kineto: got .*trace\.json\.gz"):
+        trace_terms(file, 1.0)
 
 
 def test_command_splits_the_difference(tmp_path, capsys):
@@ -84,6 +95,9 @@ def test_command_splits_the_difference(tmp_path, capsys):
     assert sum(term["likely_ms"] for term in terms) == pytest.approx(10 - none["step_ms"])
     # So little work for a GPU waits for the host.
     assert terms[0]["term"] == "host"
+    # One microbatch has nothing to run beside: no other strategy is taken in silence.
+    assert main([*arguments, "--strategy", "microbatches", "--trace", str(tmp_path / "trace.json")]) == 1
+    assert "got microbatches, expected one that is possible here; one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

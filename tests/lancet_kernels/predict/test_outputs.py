@@ -83,12 +83,13 @@ def test_report_loads_nothing_and_has_the_figures(question, searched):
 
 def test_a_name_cannot_end_the_data(question, monkeypatch, tmp_path):
     """What a page is asked for comes from files of others."""
-    rows = [{"name": "</script><b>", "quantity": "gain", "predicted": None}]
+    name = "</script><!--<script>"
+    rows = [{"name": name, "quantity": "gain", "predicted": None}]
     (tmp_path / "published.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr("lancet_kernels.predict.report.PUBLISHED", tmp_path / "published.json")
     text = report(answer(question))
-    assert len(re.findall("</script>", text)) == 2
-    assert json.loads(Page(text).scripts["application/json"])["published"][0]["name"] == "</script><b>"
+    assert len(re.findall("<script|<!--|</script>", text)) == 4
+    assert json.loads(Page(text).scripts["application/json"])["published"][0]["name"] == name
 
 
 @pytest.mark.long

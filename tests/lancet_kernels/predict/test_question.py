@@ -56,11 +56,16 @@ def test_counts_of_a_run(tmp_path):
         ("zipf:much", "got 'zipf:much'"),
         ("nowhere.json", "nowhere.json .*No such file"),
         ("counts.json", "with \\[4\\] experts in its layers"),
+        ("none.json", "got counts of none.json, expected none below 0, and some above"),
+        ("nan.json", "got counts of nan.json, expected none below 0, and some above"),
+        ("balanced,capacity:0", "got 'balanced,capacity:0'"),
     ],
 )
 def test_bad_routing_is_one_line(tmp_path, monkeypatch, spec, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "counts.json").write_text(json.dumps({"assigned": [[1, 2, 3, 4]]}))
+    counts = {"counts": [1, 2, 3, 4], "none": [0] * 16, "nan": [1] * 15 + [float("nan")]}
+    for name, layer in counts.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"assigned": [layer]}))
     with pytest.raises(UserError, match=message):
         Routing.of(spec, 16, 3)
 
