@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.transformers.convert import _record_outputs
 from tests.transformers_models import with_random_values
 
 VOCABULARY, TOKENS = 64, 6
@@ -139,7 +138,6 @@ class FamilyStep(nn.Module):
         self.model = model
         has_option = "output_router_logits" in inspect.signature(model.forward).parameters
         self.options = {"output_router_logits": True} if has_option else {}
-        _record_outputs(model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         output = self.model(input_ids=input_ids, use_cache=False, **self.options)

@@ -118,6 +118,11 @@ def meta_model(config: Any) -> Any:
     attention.register()
     config._attn_implementation = attention.IMPLEMENTATION
     config.use_cache = False
+    # Frequencies that follow the length of a batch cannot be traced, and cost what others do.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in (rope, *rope.values()):
+        if isinstance(of_layers, dict) and of_layers.get("rope_type") in ("dynamic", "longrope"):
+            of_layers["rope_type"] = "default"
     kind = type(config)
     with_head = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     own: Any = with_head or MODEL_MAPPING.get(kind, None)

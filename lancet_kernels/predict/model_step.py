@@ -84,20 +84,20 @@ def model_step(question: Question, layers: int) -> ModelStep:
         model = meta_model(config)
         convert(model, groups)
         sharing = {}
-        if question.tensor_ranks > 1:
-            sharing["tensor"] = slice_model(model, question.tensor_ranks, question.microbatch)
+        with without_contents():
+            model.to_empty(device="cpu")
+            model.tie_weights()  # to_empty gives each name a tensor of its own
+            if question.tensor_ranks > 1:
+                sharing["tensor"] = slice_model(model, question.tensor_ranks, question.microbatch)
+            ids = torch.zeros(
+                question.microbatch, question.sequence // question.context_ranks, dtype=torch.int64
+            )
         if question.context_ranks > 1:
             ranks = range(0, question.token_ranks, question.tensor_ranks)
             if question.cp_comm_type == "a2a":
                 _check_heads(config, question.token_ranks, "--tensor times --context")
             sharing["context"] = share_contexts(model, ranks, question.cp_comm_type)
         step = _Loss(model, shares_tokens="tensor" in sharing)
-        with without_contents():
-            step.to_empty(device="cpu")
-            model.tie_weights()  # to_empty gives each name a tensor of its own
-            ids = torch.zeros(
-                question.microbatch, question.sequence // question.context_ranks, dtype=torch.int64
-            )
         if question.sharding != "none" and question.gpus > 1:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
             fsdp(
@@ -119,10 +119,11 @@ def model_step(question: Question, layers: int) -> ModelStep:
                 )
         except CaptureError as error:
             reason = shorten(str(error.got), 140, placeholder=" ...")
+            otherwise = "it without --tensor" if question.tensor_ranks > 1 else "your own step with --module"
             raise UserError(
                 "--hf", got=f"{config.model_type}, which torch cannot trace: {reason}",
                 expected="a model that torch.compile(fullgraph=True) accepts",
-                do="plan your own step with --module",
+                do=f"plan {otherwise}",
             ) from error  # fmt: skip
 
 
@@ -180,8 +181,8 @@ class _OverTokens(nn.Module):
 
 
 def slice_model(model: Any, ranks: int, sequences: int) -> str:
-    """Slice a causal language model on the meta device in place, for one of `ranks` ranks that are
-    consecutive. -> the name of their group.
+    """Slice a causal language model in place, for one of `ranks` ranks that are consecutive. -> the name of
+    their group.
 
     Args: sequences: of a microbatch. Raises: UserError for heads and widths that the ranks do not divide, and
     for layers of another shape.

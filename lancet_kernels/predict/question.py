@@ -219,7 +219,9 @@ class Question:
                 do="use whole nodes",
             )  # fmt: skip
         config = self.config
-        per_token = getattr(config, "num_experts_per_tok", 1) or 1
+        parts = config, getattr(config, "ffn_config", None)  # DBRX
+        names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+        per_token = next((k for part in parts for name in names if (k := getattr(part, name, None))), 1)
         costs = KernelCosts(
             self.hardware,
             self.gpus,

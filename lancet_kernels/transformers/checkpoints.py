@@ -111,13 +111,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             expected="a model of transformers without any",
             do=f"save model.merge_and_unload(), or the adapters: {_OF_ADAPTERS}",
         )
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise UserError(
-            "model to save",
-            got=class_name(model),
-            expected="a model of transformers",
-            do="give the model inside of it, or save model.state_dict() with torch.distributed.checkpoint",
-        )
+    _check_is_of_transformers("model to save", model)
     # Tied ones are in the first of their places.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     layers: dict[str, dict[str, Tensor]] = {}
@@ -139,12 +133,25 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     if writes:
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for old in {path.name for path in folder.iterdir()} - {*weight_map.values()}:
+            if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old):
+                (folder / old).unlink()  # it would be loaded in place of these
         own.config.architectures = [class_name(model)]
         own.config.save_pretrained(folder)
         if own.can_generate():
             own.generation_config.save_pretrained(folder)
     # Then it is complete, for all ranks.
     values_of_ranks(None, group_name(None), "end of a checkpoint")
+
+
+def _check_is_of_transformers(what: str, model: nn.Module) -> None:
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise UserError(
+            what,
+            got=class_name(model),
+            expected="a model of transformers",
+            do="give the model inside of it, or use torch.distributed.checkpoint on its state_dict()",
+        )
 
 
 def _layer_of(name: str) -> str:
@@ -198,11 +205,14 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
         header[name] = own
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    # Parameters may lie in a file of this name (a memory map): it stays theirs.
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered.values():
             for part in [tensor] if tensor.is_contiguous() else tensor:
                 file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+    partial.replace(path)
 
 
 def load_safetensors(
@@ -223,6 +233,7 @@ def load_safetensors(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
+    _check_is_of_transformers("model to load", model)
     own, dequantized = cast(Any, model), _dequantizing(model)
     mapping: list[Any] = [*get_model_conversion_mapping(own), *dequantized]
     files = _files(Path(folder), {name for converter in dequantized for name in converter.source_patterns})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, class_name
+from lancet_kernels.graph.capture.trace import BEFORE_A_TRACE
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.base import during
@@ -75,7 +76,7 @@ def convert(
         if why := _reason(experts):
             report.left_alone[name] = f"{class_name(experts)}: {why}"
         else:
-            _refuse_sharded(name, experts)
+            _refuse_changed(name, experts)
             chosen[name] = experts
     if strict and (report.left_alone or not chosen):
         left = "; ".join(dict.fromkeys(report.left_alone.values()))
@@ -127,6 +128,8 @@ def _kind(experts: nn.Module) -> type[ConvertedExperts]:
 
 def _reason(experts: nn.Module) -> str:
     """Why such experts are not converted; "" if they are."""
+    if "base_layer" in experts._modules:
+        return "adapters are around it: convert the model before they are put there"
     if has_interface(experts) or _has_adapter(experts):
         return reason_against(experts, _kind(experts))
     if isinstance(experts, nn.ModuleList):
@@ -136,8 +139,9 @@ def _reason(experts: nn.Module) -> str:
     return "its class has no `use_experts_implementation` of transformers, which says how its weights lie"
 
 
-def _refuse_sharded(name: str, experts: nn.Module) -> None:
-    """Raise UserError for experts that FSDP or tensor parallelism has sharded already."""
+def _refuse_changed(name: str, experts: nn.Module) -> None:
+    """Raise UserError for experts that FSDP or tensor parallelism has sharded already, and for those with a
+    forward of their own, which would be called in place of ours."""
     for own, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(
@@ -146,6 +150,13 @@ def _refuse_sharded(name: str, experts: nn.Module) -> None:
                 expected="parameters that are whole on every rank, or on the meta device",
                 do="convert the model before it is sharded",
             )
+    if "forward" in vars(experts):
+        raise UserError(
+            f"experts {name}",
+            got="a forward that was put in the place of its class's, as device_map does",
+            expected="transformers' own",
+            do="load the model without device_map, and convert it before it is patched",
+        )
 
 
 @torch.no_grad()
@@ -176,7 +187,7 @@ class CausalLMStep(nn.Module):
         super().__init__()
         self.model = model
         self.ranks = group_size(data_group_name(groups))
-        _record_outputs(model)
+        _record_outputs(model)  # also for a torch.compile of the caller's own
 
     def forward(
         self,
@@ -210,13 +221,19 @@ class CausalLMStep(nn.Module):
             return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
 
 
-def _record_outputs(model: nn.Module) -> None:
-    """Let transformers 5 set its hooks that collect router logits now: at the first forward it would do so
-    under a lock, which cannot be traced."""
+def _record_outputs(module: nn.Module) -> None:
+    """Let transformers 5 set its hooks that collect router logits before a trace: at the first forward it
+    would do so under a lock, which cannot be traced."""
+    if "transformers" not in sys.modules:
+        return
     try:
         from transformers import PreTrainedModel
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # transformers 4.5x, or none: nothing to set
+    except ImportError:  # transformers 4.5x: nothing to set
         return
-    if isinstance(model, PreTrainedModel):
-        maybe_install_capturing_hooks(model)
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            maybe_install_capturing_hooks(part)
+
+
+BEFORE_A_TRACE.append(_record_outputs)

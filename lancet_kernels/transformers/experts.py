@@ -136,8 +136,8 @@ class ConvertedExperts(ExpertLayer, Derived):
 
 
 def _flag(experts: nn.Module, name: str) -> bool:
-    """What the class says; else what is usual."""
-    return getattr(experts, name, name == "has_gate")
+    """What the class says, ours before the model's; else what is usual."""
+    return getattr(experts, f"_{name}", getattr(experts, name, name == "has_gate"))
 
 
 def _weights(experts: nn.Module) -> tuple[str, str]:
@@ -207,7 +207,7 @@ def _activation_of(experts: Any, own_name: str) -> str:
 
 def _agree(one: Expression, other: Expression) -> bool:
     """Do they give the same for numbers of a size from 0.1 to 1000, beyond what anybody clamps to?"""
-    index = torch.arange(1024, dtype=torch.float64)
+    index = torch.arange(1024, dtype=torch.float64, device="cpu")  # also within torch.device("meta")
     sample = (index.sin() * 10 ** (index % 5 - 1)).view(16, 64)
     with torch.no_grad():
         a, b = one(sample), other(sample)
@@ -215,9 +215,10 @@ def _agree(one: Expression, other: Expression) -> bool:
 
 
 class Llama4Experts(ConvertedExperts):
-    """Beside `Llama4TextExperts`."""
+    """Beside `Llama4TextExperts`, which does not say how its weights lie: adapters of PEFT, which asks for
+    `is_transposed`, must fit the original, too."""
 
-    is_transposed = True
+    _is_transposed = True
 
     def _apply_gate(self: Any, hidden: Tensor) -> Tensor:
         gate, up = hidden.chunk(2, dim=-1)
@@ -247,7 +248,7 @@ class Llama4Block(Derived):
 class DbrxExperts(ConvertedExperts):
     """Beside `DbrxExpertGLU`: w1 (gates), v1 and w2 are [E * F, D], one expert below the other."""
 
-    is_transposed = True
+    _is_transposed = True
 
     def expert_names(self) -> list[str]:
         return ["w1", "v1", "w2"]

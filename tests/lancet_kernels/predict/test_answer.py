@@ -58,6 +58,13 @@ def alone(question) -> Microbatch:
     return Captured.of(question).microbatches[1]
 
 
+def test_what_a_configuration_records_is_not_planned(question, tmp_path):
+    """Logits of routers, for a loss that predictions leave out."""
+    hf = written(tmp_path, QWEN3, output_router_logits=True)
+    own, plain = (alone(q).program.instructions for q in (replace(question, hf=hf), question))
+    assert [i.op for i in own] == [i.op for i in plain]
+
+
 def test_the_planner_of_optimize_plans_what_is_predicted(question):
     """Captured by hand, as a user would, the model has the same plan, and times within 1 %."""
     asked = replace(question, accumulate=1, sharding="none")

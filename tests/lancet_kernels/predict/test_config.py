@@ -13,7 +13,7 @@ from lancet_kernels.predict.config import (
     load_config,
     meta_model,
 )
-from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, written
+from tests.lancet_kernels.predict.small_models import DEEPSEEK, DENSE, QWEN3, written
 from tests.transformers_families import tiny_config
 
 pytest.importorskip("transformers")
@@ -75,6 +75,13 @@ def test_a_model_that_cannot_be_built_is_one_line(tmp_path, wrong):
     with pytest.raises(UserError, match="--hf: got llama that cannot be built ") as error:
         layers_and_experts(written(tmp_path, DENSE, **wrong))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_of_the_length_of_a_batch_are_fixed(tmp_path, kind):
+    rope = {"rope_type": kind, "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    model = meta_model(load_config(written(tmp_path, QWEN3, rope_scaling=rope)))
+    assert model.model.rotary_emb.rope_type == "default"
 
 
 def test_a_model_with_code_of_its_own_is_the_class_that_it_names(tmp_path):

@@ -13,6 +13,7 @@ from lancet_kernels.predict.answer import Captured
 from lancet_kernels.predict.question import Load, Question, Routing
 from lancet_kernels.predict.recomputation import layer_of
 from tests.lancet_kernels.predict.small_models import QWEN3, written
+from tests.transformers_families import tiny_config
 
 
 def test_loads_by_hand():
@@ -68,6 +69,14 @@ def test_bad_routing_is_one_line(tmp_path, monkeypatch, spec, message):
         (tmp_path / f"{name}.json").write_text(json.dumps({"assigned": [layer]}))
     with pytest.raises(UserError, match=message):
         Routing.of(spec, 16, 3)
+
+
+@pytest.mark.parametrize("family", ["aria", "dbrx", "gemma4", "mixtral"])
+def test_choices_per_token_are_those_of_the_model(tmp_path, family):
+    """Whatever its configuration calls their number."""
+    pytest.importorskip("transformers")
+    tiny_config(family).save_pretrained(tmp_path)
+    assert Question(str(tmp_path), "dgx-h100", 8, 8).cost.top_k == 2
 
 
 def test_a_skewed_step_is_that_of_ranks_that_wait_for_each_other(tmp_path):

@@ -44,6 +44,19 @@ def test_two_slices_have_the_work_and_the_parameters_of_the_whole(whole):
     assert own_others - norms_and_routers == (others - norms_and_routers) / 2
 
 
+def test_a_tied_embedding_is_sliced_once(whole, tmp_path):
+    tied = replace(whole, hf=written(tmp_path, QWEN3, tie_word_embeddings=True), tensor_ranks=2)
+    numbers = [alone(question).numbers[1] for question in (tied, replace(whole, tensor_ranks=2))]
+    assert numbers[1] - numbers[0] == 512 * 64 / 2
+
+
+def test_a_model_whose_slices_cannot_be_traced_is_one_line(whole, tmp_path):
+    """Its norms are those of all heads."""
+    tiny_config("olmoe").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"got olmoe, which torch cannot trace.*; plan it without --tensor"):
+        alone(replace(whole, hf=str(tmp_path), expert_ranks=8, tensor_ranks=2))
+
+
 def test_tokens_are_gathered_before_slices_and_summed_behind_them(whole):
     program = alone(replace(whole, tensor_ranks=2)).program
     # Three layers of attention, and the head, which needs all tokens, or the embedding, which has summands.

@@ -120,6 +120,15 @@ def test_quantized_experts_are_named() -> None:
     assert "quantized (float8_e4m3fn)" in str(convert(model))
 
 
+def test_a_forward_of_one_module_is_refused() -> None:
+    model = tiny_model("Mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = experts.forward  # as accelerate keeps it for its hooks
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts: got a forward .* without device_map"):
+        convert(model)
+    assert not moe_layers(model), "something was changed"
+
+
 @pytest.mark.parametrize(
     ("act_fn", "activation"),
     [(nn.functional.silu, "swiglu"), (nn.SiLU(), "swiglu"), (nn.GELU(), "MixtralExperts(")],
@@ -186,7 +195,7 @@ def test_load_on_the_meta_device(family: str, tmp_path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.device("meta"):
         model = FAMILIES[family]().double()
-    convert(model, strict=True)
+        convert(model, strict=True)
     assert all(p.is_meta for p in model.parameters())
     load_safetensors(model, tmp_path)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -208,6 +217,19 @@ def test_loading_fills_the_parameters_that_are_there(tmp_path) -> None:
     assert not model.model.norm.weight.requires_grad
 
 
+def test_a_checkpoint_is_written_over_the_one_that_was_read(tmp_path) -> None:
+    """One file in other names' place, then files of the same names, in which parameters lie."""
+    model = tiny_model("Mixtral", torch.float32)
+    model.save_pretrained(tmp_path)
+    expected = 4 * model.lm_head.weight.detach()
+    for _ in range(2):
+        model = type(model).from_pretrained(tmp_path)
+        convert(model)
+        model.lm_head.weight.data.mul_(2)
+        save_safetensors(model, tmp_path)
+    check_equal(type(model).from_pretrained(tmp_path).lm_head.weight.data, expected)
+
+
 def test_another_head_loads_what_is_common(tmp_path) -> None:
     model = tiny_model("Qwen3-MoE")
     model.save_pretrained(tmp_path)
@@ -224,6 +246,8 @@ def test_another_head_loads_what_is_common(tmp_path) -> None:
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     model = tiny_model("OLMoE")
     convert(model)
+    with pytest.raises(UserError, match=r"model to load: got Sequential, .* give the model inside"):
+        load_safetensors(nn.Sequential(model), tmp_path)
     with pytest.raises(UserError, match=r"checkpoint: got .*without model\.safetensors"):
         load_safetensors(model, tmp_path)
     tiny_model("GPT-OSS").save_pretrained(tmp_path)

@@ -33,11 +33,12 @@ from lancet_kernels import (
     prepare_data_parallel,
     save_safetensors,
 )
+from tests import transformers_families
 from tests.grids import few_of
 from tests.optimized import optimized
 from tests.refusals import refusal
 from tests.setups import refused
-from tests.transformers_models import BOUND, LORA, LORA_WAYS, check_equal, tiny_batch, tiny_model
+from tests.transformers_models import BOUND, LORA, LORA_WAYS, check_equal, distance, tiny_batch, tiny_model
 
 pytest.importorskip("peft")
 
@@ -158,6 +159,31 @@ def test_adapters_that_a_trace_would_leave_out_are_refused() -> None:
     batch = tiny_batch()
     with refused("adapters of down_proj", "Qwen3MoeExperts", "convert(model) before PEFT"):
         optimized(CausalLMStep(model), (batch["input_ids"], batch["labels"]))
+
+
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "mixtral"])
+def test_adapters_fit_the_original(family: str) -> None:
+    """Whichever way its weights lie; put around it, they are named."""
+    from peft import LoraConfig, get_peft_model
+
+    original, model = (transformers_families.tiny_model(family) for _ in range(2))
+    convert(model, strict=True)
+    adapters = LoraConfig(r=RANK, **LORA["experts"])
+    shapes = [
+        {name: p.shape for name, p in get_peft_model(m, adapters).named_parameters()}
+        for m in (original, model)
+    ]
+    assert shapes[0] == shapes[1]
+    assert "ParamWrapper: adapters are around it: convert the model before" in str(convert(original))
+
+
+def test_a_plan_of_adapters_has_the_loss_of_the_routers() -> None:
+    model, batch = adapted_alone("Mixtral", "attention", ""), tiny_batch()
+    model.config.output_router_logits = True
+    step = optimized(CausalLMStep(model), (batch["input_ids"], batch["labels"]))
+    planned = step(**batch)
+    assert not step.fallbacks
+    assert distance(planned, model(**batch).loss) < BOUND
 
 
 def under_expert_parallelism(folder: str, checkpointing: str, is_planned: bool) -> float:
