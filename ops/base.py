@@ -71,11 +71,9 @@ class Op:
     def __call__(self, *inputs: Any, **by_name: Any) -> Any:
         if by_name or is_traced(inputs):
             return self._in_graphs(*inputs, **by_name)
-        if (
-            self._autograd is not None
-            and torch.is_grad_enabled()
-            and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        ):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            if self._autograd is None:  # torch's own says in a backward that there is no formula
+                return self._in_graphs(*inputs)
             return self._autograd.apply(*inputs, *self._defaults[len(inputs) :])
         with torch.no_grad():
             return self.function(*inputs)

@@ -217,6 +217,8 @@ def capture(
         # Passes change the graphs many times before anybody needs their Python code.
         with mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True), _use_lazy_graph_module(True):
             traced, plain, assumptions = trace(module, inputs, by_name or {})
+        for node in traced.graph.nodes:
+            _check_no_number(module, node, node.meta.get("example_value"))
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
         with (
@@ -262,15 +264,21 @@ def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
 
     for node in joint.graph.nodes:
         value = node.meta.get("val")
+        _check_no_number(module, node, value)
         try:
             if isinstance(value, (tuple, list)):
                 node.meta["val"] = type(value)(map(with_numbers, value))
             elif isinstance(value, Tensor):
                 set_value(node, with_numbers(value))
-            elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise ValueError(f"the result of {node.target} is a number that depends on data")
         except (RuntimeError, ValueError) as error:
             raise _refusal(module, error, node) from error
+
+
+def _check_no_number(module: nn.Module, node: fx.Node, value: object) -> None:
+    """Raise CaptureError for a node whose value is a number that depends on data: `loss.item()`."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        error = ValueError(f"the result of {node.target} is a number that depends on data")
+        raise _refusal(module, error, node) from error
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

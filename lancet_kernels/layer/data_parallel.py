@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.fsdp_parameters import (
@@ -37,6 +38,9 @@ from lancet_kernels.layer.gradients import (
 from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters, groups_of
 from lancet_kernels.ops.comm.collectives import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_ranks, group_size
+
+_AVERAGES = WeakTensorKeyDictionary()
+"""By parameter, the hook of `prepare_data_parallel`."""
 
 
 def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:
@@ -65,7 +69,8 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
     """`ddp` without the wrapping, for frameworks that wrap `model` in DistributedDataParallel themselves.
 
     Afterwards a DistributedDataParallel around this module leaves the experts alone, and their gradients are
-    averaged over the ranks that hold the same experts. Collective over all ranks of the job; call it once.
+    averaged over the ranks that hold the same experts. Collective over all ranks of the job; call it again
+    when other parameters train.
 
     Args: groups: as for `optimize`.
     Returns: the groups of the model.
@@ -98,11 +103,27 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
                 ignored += [f"{module_name}.{name}", f"{module_name}.{name}".removeprefix(".")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     for parameter, group in own.items():
+        if parameter in _AVERAGES:
+            _AVERAGES.pop(parameter).remove()
         if parameter.requires_grad:
             # Before it is added to `.grad`, so that micro-batches add up.
             # The all-to-all has summed over the expert group.
-            parameter.register_hook(lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks)
+            _AVERAGES[parameter] = parameter.register_hook(
+                lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks
+            )
     return groups
+
+
+def refuse_averages(model: nn.Module) -> None:
+    """Raise UserError for gradients that `prepare_data_parallel` averages: a plan would sum them again."""
+    for name, parameter in model.named_parameters():
+        if parameter in _AVERAGES:
+            raise UserError(
+                f"gradient of {name}",
+                got="the average of ddp(model) or prepare_data_parallel(model), and sums of the plan",
+                expected="one of them",
+                do="leave these calls out, or call optimize(..., reduce_gradients=False)",
+            )
 
 
 def fsdp(

@@ -273,6 +273,13 @@ def moe_losses(sums: list[RoutingSums], groups: AnyGroups | None = None) -> ops.
             expected="one RoutingSums per MoE layer",
             do="call forward with return_sums=True, and give a list of what comes second",
         )
+    if len(experts := {len(one.assigned_E) for one in sums}) > 1:
+        raise UserError(
+            "sums",
+            got=f"layers of {' and '.join(map(str, sorted(experts)))} experts",
+            expected="as many experts in each layer",
+            do="call moe_losses for those of each number of experts, and add up the losses",
+        )
     return ops.moe_losses(sums, data_group_name(groups))
 
 

@@ -122,10 +122,12 @@ _ARRIVALS = WeakTensorKeyDictionary()
 def _arrival(parameter: nn.Parameter) -> _Arrival:
     if parameter not in _ARRIVALS:
         _ARRIVALS[parameter] = arrival = _Arrival()
-        handle = parameter.register_hook(arrival)
+        parameter.register_hook(arrival)
         hooks = parameter._backward_hooks
         assert isinstance(hooks, OrderedDict)
-        hooks.move_to_end(handle.id, last=False)
+        # torch calls them in the order in which a plain dict holds them, which move_to_end() does not change.
+        for number in [*hooks][:-1]:
+            hooks[number] = hooks.pop(number)
     return _ARRIVALS[parameter]
 
 
@@ -191,9 +193,13 @@ class PlannedSums:
         if not self._names:
             return module(*inputs, **by_name)
         early = _EarlySums(self) if self._early and self._accumulation.sums else None
-        summed = _Summed.apply(self, early, *(module.get_parameter(name) for name in self._names))
+        parameters = [module.get_parameter(name) for name in self._names]
+        summed = _Summed.apply(self, early, *parameters)
         if early is not None:
             summed = early.noticed(summed)
+        for tensor, parameter in zip(summed, parameters, strict=True):
+            # A forward may read attributes of its parameters; torch takes what has `_is_param` for one.
+            vars(tensor).update(vars(parameter), _is_param=True)
         replaced = dict(zip(self._names, summed, strict=True))
         with tensors_restored(module, buffers=False):
             result = torch.func.functional_call(module, replaced, tuple(inputs), dict(by_name))

@@ -72,7 +72,17 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
 
 
 def as_arguments(inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
-    """Inputs, a tuple by position or a dict by name, as arguments."""
+    """Inputs, a tuple by position or a dict by name, as arguments.
+
+    Raises: UserError for a tensor, whose rows would be the arguments.
+    """
+    if isinstance(inputs, Tensor):
+        raise UserError(
+            "inputs of a step",
+            got="a tensor",
+            expected="a tuple by position, or a dict by name",
+            do="write (x,)",
+        )
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
@@ -319,6 +329,13 @@ def check_model(model: nn.Module) -> None:
     """Raise UserError for a model that no plan can train: without parameters, with parameters that no
     gradient can reach, or distributed over ranks by a wrapper."""
     name = f"model {class_name(model)}"
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UserError(
+            name,
+            got="torch.compile around it",
+            expected="the model that it wraps",
+            do='give optimize() the plain model, and inner_compile="inductor" to compile its ops',
+        )
     parameters = dict(model.named_parameters())
     if not parameters:
         raise UserError(

@@ -29,7 +29,7 @@ from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.kernels.config import check_activation
-from lancet_kernels.layer.data_parallel import fsdp
+from lancet_kernels.layer.data_parallel import fsdp, refuse_averages
 from lancet_kernels.layer.expert_layer import BACKENDS
 from lancet_kernels.layer.gradients import broadcast_replicated
 from lancet_kernels.layer.model_layers import groups_of, moe_layers, name_layers
@@ -206,6 +206,7 @@ def _captured(
 ) -> ModelStep:
     """The step of all ranks, whose parameters are then equal. Collective."""
     if reduce_gradients:
+        refuse_averages(model)
         # Of FSDP; the plan reads it, and FSDP itself scatters where the plan does not run.
         set_divisor(model, group_size(groups.data) if reduce_gradients == "mean" else 1)
     step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)

@@ -141,7 +141,10 @@ class OptimizedModule(nn.Module):
         self._reshard()
         if not torch.is_grad_enabled():
             self._agreement.way("a call without gradients", str)
-            return self.module(*inputs, **by_name)
+            # What FSDP gathers for the first time under inference_mode, it cannot gather again outside.
+            mode = contextlib.nullcontext() if self._step.twin is None else torch.inference_mode(False)
+            with mode, torch.no_grad():
+                return self.module(*inputs, **by_name)
         with self._staleness.counting():
             return self._with_gradients(inputs, by_name)
 

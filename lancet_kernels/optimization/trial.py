@@ -1,9 +1,10 @@
 """Which plan is fastest on the real ranks? A few steps of each way to run the step, in turn.
 
-A trial is a forward and a `backward()`, hooks on gradients included. It leaves no trace: `.grad`, buffers,
-inputs and the states of the random generators are afterwards what they were, and no hook that updates
-parameters when gradients are accumulated is called. A way that refuses the step on any rank (the module as it
-is, with reentrant checkpointing, whose gradients only a plan sums) is left out.
+A trial is a forward and a `backward()`, hooks on gradients included. It leaves no trace: `.grad`, buffers and
+other tensors that the forward reads, inputs and the states of the random generators are afterwards what they
+were, and no hook that updates parameters when gradients are accumulated is called. A way that refuses the
+step on any rank (the module as it is, with reentrant checkpointing, whose gradients only a plan sums) is left
+out.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ def _finish(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _without_trace(step: ModelStep) -> Iterator[None]:
-    changing = [*step.model.buffers(), *_tensors(step.arguments)]
+    plain = step.captured.plain.values()
+    changing = [*step.model.buffers(), *plain.values(), *_tensors(step.arguments)]
     before = [tensor.detach().clone() for tensor in changing]
     with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
         try:
@@ -199,5 +201,6 @@ def _without_trace(step: ModelStep) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for tensor, value in zip(changing, before, strict=True):
-                    tensor.detach().copy_(value)
+                    if not torch.equal(tensor, value):  # one that is expanded takes no copy
+                        tensor.detach().copy_(value)
             link.read()

@@ -28,7 +28,12 @@ class ReadsANumber(nn.Module):
         return x * x.max().item()
 
 
-@pytest.mark.parametrize("module", [BranchOnData(), ReadsANumber()])
+class ReturnsANumber(nn.Module):
+    def forward(self, x):
+        return x * 2, x.max().item()
+
+
+@pytest.mark.parametrize("module", [BranchOnData(), ReadsANumber(), ReturnsANumber()])
 def test_what_cannot_be_captured_says_why_in_one_line(module):
     with pytest.raises(CaptureError) as caught:
         capture(module, (torch.randn(3, requires_grad=True),))
@@ -38,6 +43,7 @@ def test_what_cannot_be_captured_says_why_in_one_line(module):
     assert type(module).__name__ in message
     assert "fullgraph=True" in message
     assert caught.value.__cause__ is not None
+    assert "got test_capture.py, line " in message
     reason = caught.value.got.lower()
     assert "data-dependent" in reason or "depends on data" in reason
 

@@ -47,6 +47,22 @@ def test_gradients_under_ddp_equal_one_process(pool, size):
         assert not {name: distance for name, distance in found.items() if distance > BOUND}
 
 
+def wrapped_anew() -> float:
+    """The largest difference of a gradient between a model that was wrapped twice and one that was once."""
+    mine, found = batch().chunk(RANKS)[dist.get_rank()], []
+    for times in (1, 2):
+        step = Step(Case(), dist.group.WORLD, 1)
+        for _ in range(times):
+            around = ddp(step)
+        around(mine)[0].backward()
+        found.append([parameter.grad for parameter in step.parameters()])
+    return max(float((once - twice).abs().max()) for once, twice in zip(*found, strict=True))
+
+
+def test_gradients_are_averaged_once_where_a_model_is_wrapped_anew(pool):
+    assert pool.run(wrapped_anew, ranks=RANKS) == [0.0] * RANKS
+
+
 def wrap_without_ddp() -> str:
     step = Step(Case(), dist.group.WORLD, 1)
     return refusal(lambda: DistributedDataParallel(step)(batch()[:4]))

@@ -106,6 +106,22 @@ def hooks_left_on_rank() -> int:
     return len(x._backward_hooks or ())
 
 
+class ReadsItsParameter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.factor if isinstance(self.weight, nn.Parameter) else x
+
+
+def reads_its_parameter() -> float:
+    model = ReadsItsParameter(2, 1)
+    model.weight.factor = 3.0
+    summed, x = SummedModule(model, Groups.around(), divide_by=1), torch.ones(1, 2)
+    return float(summed(x) / nn.Linear.forward(model, x))
+
+
+def test_a_forward_reads_attributes_of_its_parameters(pool) -> None:
+    assert pool.run(reads_its_parameter) == pytest.approx([3.0, 3.0])
+
+
 def test_no_hook_stays_on_an_input_that_is_returned(pool) -> None:
     assert pool.run(hooks_left_on_rank) == [0, 0]
 

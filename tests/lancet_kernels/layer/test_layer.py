@@ -366,6 +366,14 @@ def test_autocast_on_cpu(shared):
         assert parameter.grad.isfinite().all()
 
 
+def test_gradients_of_gradients_are_refused():
+    """A penalty on gradients would lack what comes through the experts, without a word."""
+    x = torch.randn(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(MoELayer(4, 8, 4)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        gradient.square().sum().backward()
+
+
 # ---- copies
 
 

@@ -66,11 +66,13 @@ def test_bad_input():
             layer(**{"x": torch.zeros(2, 4)} | given)
         assert_one_line(caught.value)
     y, sums = layer(torch.zeros(3, 4), return_sums=True)
+    of_six = MoELayer(4, 8, 6)(torch.zeros(3, 4), return_sums=True)[1]
     for wrong, message in [
         ([], "sums: got none, expected one RoutingSums per MoE layer"),
         (sums, "sums: got a RoutingSums, expected one"),
         (y, "sums: got a Tensor, expected one"),
         ([sums, y], "sums: got a Tensor in the list, expected one"),
+        ([sums, of_six], r"sums: got layers of \d and 6 experts, expected as many"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
             moe_losses(wrong)

@@ -120,6 +120,21 @@ def test_module_that_cannot_be_captured():
     assert re.search(rf'got {Path(__file__).name}, line \d+, "{re.escape(line)}": ', str(caught.value))
 
 
+def test_a_compiled_model_is_refused():
+    with pytest.raises(UserError, match="around it, expected the model that it wraps"):
+        optimize(torch.compile(nn.Linear(2, 2)), (torch.ones(1, 2),))
+
+
+def test_a_tensor_in_place_of_inputs_is_refused():
+    """Its rows would be the inputs, and a batch of one sequence would train as tokens of no batch."""
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with pytest.raises(UserError, match="got a tensor, expected a tuple"):
+        optimize(module, x)
+    step = optimized(module, (x,), accumulate=2)
+    with pytest.raises(UserError, match="got a tensor, expected a tuple"):
+        step.microbatches([x, x])
+
+
 def test_unknown_strategy():
     with pytest.raises(UserError, match="strategy: got 'best', expected one of none, tutel, lancet-dw"):
         optimize(nn.Linear(2, 2), (torch.ones(1, 2),), strategy="best")

@@ -27,7 +27,15 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp, moe_losses
+from lancet_kernels import (
+    MoELayer,
+    clip_gradients,
+    ddp,
+    expert_parameters,
+    fsdp,
+    moe_losses,
+    prepare_data_parallel,
+)
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.schedules.plan import PLAIN
 from tests.generated_setups.modules import LowRank
@@ -122,6 +130,9 @@ def hooks_on_parameters(setup: Setup) -> None:
     # A linear one: it sees the sum over the ranks where the plain module's sees one rank's.
     with setup.model.input.weight.register_hook(lambda gradient: 3 * gradient):
         setup.compare(*batch())
+    model = Plain()
+    model.input.weight.register_hook(lambda gradient: 3 * gradient)
+    Setup(model).compare(*batch())
 
 
 def updates_and_load_state_dict(setup: Setup) -> None:
@@ -825,9 +836,13 @@ def data_parallel_that_sums_experts(_setup: Setup) -> None:
 
 
 def data_parallel_inside(_setup: Setup) -> None:
-    """`optimize` of a model in DistributedDataParallel."""
+    """`optimize` of a model in DistributedDataParallel, or behind `prepare_data_parallel`."""
     with refused("DistributedDataParallel around it", "give optimize() the plain model"):
         optimized(DistributedDataParallel(Model()), batch())
+    model = Model()
+    prepare_data_parallel(model)
+    with refused_where_sums_are("gradient of layer.w1: got the average of ddp(model)", "leave these calls"):
+        optimized(model, batch())
 
 
 def experts_sharded_as_replicated(_setup: Setup) -> None:

@@ -391,6 +391,21 @@ def test_calls_without_the_plan(pool: RankPool) -> None:
     pool.run(calls_without_the_plan)
 
 
+def evaluated_under_inference_mode() -> None:
+    """By a planned step, before FSDP has gathered anything itself."""
+    x = batch_of(dist.get_rank(), 0)
+    step = optimized(sharded(Case()), (x,), "none")
+    with torch.inference_mode():
+        first = step(x)
+    step.eval()
+    assert torch.equal(step(x), first)
+
+
+@pytest.mark.long
+def test_a_sharded_step_is_evaluated_under_inference_mode(pool: RankPool) -> None:
+    pool.run(evaluated_under_inference_mode)
+
+
 def trained(case: Case, steps: Iterable[int], folder: Path, load: bool, plan: bool) -> list[float]:
     """Losses of some steps, after loading a checkpoint or before saving one."""
     step = sharded(case)

@@ -19,20 +19,25 @@ from tests.trials import with_times
 
 
 class Noisy(Model):
-    """With all that a step may leave behind: buffers, random numbers, an input that it changes."""
+    """With all that a step may leave behind: buffers and another tensor, random numbers, an input that it
+    changes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3).double()
         self.register_buffer("calls", torch.zeros(()))
+        self.uncounted, self.expanded = torch.zeros(()), torch.ones(1).expand(3)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         self.calls.add_(1)
-        return super().forward(torch.nn.functional.dropout(self.norm(x), 0.1), target)
+        self.uncounted.add_(1)
+        x = self.norm(x) * self.expanded[:, None]
+        return super().forward(torch.nn.functional.dropout(x, 0.1), target)
 
 
 def state_of(model: nn.Module, inputs: tuple) -> list[Tensor]:
-    kept = [*model.state_dict().values(), *inputs, torch.get_rng_state()]
+    attributes = [value for value in vars(model).values() if isinstance(value, Tensor)]
+    kept = [*model.state_dict().values(), *attributes, *inputs, torch.get_rng_state()]
     return [tensor.detach().clone() for tensor in kept]
 
 
