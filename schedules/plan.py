@@ -448,8 +448,8 @@ def _range_to_json(planned: PartitionRange) -> dict[str, Any]:
 def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:
     forms = {t: Form.parse(f) for t, f in data["forms"].items()}
     planned = PartitionRange(**{**data, "forms": forms})
-    if type(planned.parts) is not int:
-        raise TypeError(f"range from {planned.first}: the number of parts is a whole number")
+    if type(planned.parts) is not int or planned.parts < 1:
+        raise TypeError(f"range from {planned.first}: the number of parts is a whole number, at least 1")
     return planned
 
 

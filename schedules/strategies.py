@@ -233,7 +233,7 @@ class Planner:
             plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
             plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
-            plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
+            plans += [self._best(cut) for cut in map(self._cutting[strategy], self._part_limits()) if cut]
         distinct = {p.fingerprint: p for p in (replace(plan, strategy=strategy) for plan in plans)}
         best = sorted(distinct.values(), key=_predicted_ms)[:most]
         chosen = {plan.report.chosen for plan in best}

@@ -296,10 +296,10 @@ class KernelCosts:
         is_backward = instruction.op == ATTENTION_OPS[1]
         if not self.attention:
             return self.kernels.attention_backward if is_backward else self.kernels.attention_forward
-        query = tensors[instruction.inputs[1 if is_backward else 0]]  # the backward's gradient comes first
-        *_, sequence, width = query.shape
+        # The backward's gradient comes first. Queries may be a part of the sequence, keys are all of it.
+        query, key = (tensors[t].shape for t in instruction.inputs[is_backward : is_backward + 2])
         window = instruction.attributes["window"]
-        return self.cluster.attention[self.attention].efficiency(width, sequence, window, is_backward)
+        return self.cluster.attention[self.attention].efficiency(query[-1], key[-2], window, is_backward)
 
     def _gemm_efficiency(self, instruction: Instruction, tensors: Tensors) -> float:
         """Example: 4,096 x 512 outputs are 64 tiles of 128 x 256: 64 of 132 multiprocessors work."""
@@ -314,9 +314,11 @@ class KernelCosts:
         most = busy * contraction / (contraction + k.k_overhead)
         if not result:
             return most * k.dense
+        # Fewer rows than a tile has take the time of the tile, which `most` has counted.
+        rows = max(contraction if result == "weight" else m, k.tile_rows)
         if result == "weight":
-            return most * k.grouped_wgrad * contraction / (contraction + k.grouped_wgrad_half_rows)
-        return most * k.grouped * m / (m + k.grouped_half_rows)
+            return most * k.grouped_wgrad * rows / (rows + k.grouped_wgrad_half_rows)
+        return most * k.grouped * rows / (rows + k.grouped_half_rows)
 
     def all_to_all_ms(self, size: float) -> float:
         """A message of `size` bytes of rows on each rank, one row per chosen expert, spread evenly."""

@@ -222,12 +222,13 @@ class Rule:
         for text in () if only_experts else self.irregular:
             marks = text.replace("->", ",").replace(",", " ").split()
             if len(marks) == len(operands):
-                result.append(
-                    tuple(
-                        _MARKS.get(mark) or self._form(tensors[t].shape, dims, mark)
-                        for mark, (t, dims) in zip(marks, operands, strict=True)
-                    )
+                way = tuple(
+                    _MARKS.get(mark) or self._form(tensors[t].shape, dims, mark)
+                    for mark, (t, dims) in zip(marks, operands, strict=True)
                 )
+                # One token alone has no parts.
+                if way.count(WHOLE) == marks.count("."):
+                    result.append(way)
         return result
 
     def carried(self, instruction: Instruction, tensors: Tensors) -> list[tuple[int, int]]:

@@ -136,8 +136,8 @@ def search(question: Question, seconds: float = math.inf) -> SearchResult:
         else:
             try:
                 result = clock.timed(layout.question, QUICK)
-            except UserError as error:  # a model that cannot be sliced
-                if layout.question.tensor_ranks == 1:
+            except UserError as error:  # a model that cannot be sliced, or sharded
+                if layout.question.tensor_ranks == 1 and error.what == "--hf":
                     raise
                 others.append(replace(layout, why=str(error)))
                 continue
@@ -169,7 +169,10 @@ def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:
             expected=f"more time: {len(untried)} layouts may fit ({least:.0f} of {limit:.1f} GiB)",
             do="give more seconds or more GPUs",
         )  # fmt: skip
-    least = min(one.peak_memory_gib if one.strategy else one.least_gib for one in others)
+    too_large = [one for one in others if one.why.startswith("needs")]
+    if not too_large:
+        return UserError("layouts", got="none that is possible", expected="one", do=others[0].why)
+    least = min(one.peak_memory_gib if one.strategy else one.least_gib for one in too_large)
     return UserError(
         "layouts", got=f"at least {least:.1f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",
         do=f"free {least - limit:.1f} GiB: take more GPUs, shorter sequences, or --states bfloat16",
@@ -182,12 +185,14 @@ def layouts(question: Question) -> Iterator[Question]:
     config = question.config
     heads, pairs = (getattr(config, f"num_{what}_heads", None) or 0 for what in ("attention", "key_value"))
     most = min(math.gcd(heads, pairs) or 1, question.hardware.gpus_per_node, question.gpus)
-    among = question.gpus // question.context_ranks
+    among = math.gcd(question.gpus, question.sequence) // question.context_ranks
     for tensor_ranks in (n for n in TENSOR_RANKS if n <= most and not most % n and not among % n):
-        sequences = question.microbatch * question.accumulate * tensor_ranks // question.tensor_ranks
+        sequences, rest = divmod(
+            question.microbatch * question.accumulate * tensor_ranks, question.tensor_ranks
+        )
         chosen = product(question.possible_expert_ranks, SHARDING, SEQUENCES, policies)
         for expert_ranks, sharding, microbatch, recompute in chosen:
-            if not sequences % microbatch:
+            if not rest and not sequences % microbatch:
                 yield replace(
                     question, expert_ranks=expert_ranks, sharding=sharding, microbatch=microbatch,
                     accumulate=sequences // microbatch, recompute=recompute, tensor_ranks=tensor_ranks,

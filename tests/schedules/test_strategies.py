@@ -165,9 +165,11 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
 @examples(60)
 @hypothesis_given(random_programs(most=16))
 def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
-    plans = Planner(p, given).plans()
-    for plan in plans.values():
+    planner = Planner(p, given)
+    plans = planner.plans()
+    for name, plan in plans.items():
         assert len(p.reordered(plan.order)) == len(p)
+        assert planner.candidates(name)
     halves = [plans[name].report.predicted.iteration_ms for name in ("none", "lancet-dw", "lancet-partition")]
     best_known = min(simulate(p, given).iteration_ms, *halves)
     assert plans["lancet"].report.predicted.iteration_ms <= best_known + 1e-9

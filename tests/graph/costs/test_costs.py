@@ -291,6 +291,12 @@ def test_efficiencies_are_fractions_and_bandwidths_stay_below_the_links(name):
         assert len(dispatcher.ranks) == len(dispatcher.between_gb_per_s)
 
 
+def test_fewer_rows_than_a_tile_take_no_longer():
+    costs = KernelCosts(H100, 8)
+    times = [gemm_ms(costs, 16, m, 768, 2048) for m in (1, 16, 64, 128)]
+    assert times == pytest.approx([times[-1]] * 4)
+
+
 def test_attention_by_width_and_window():
     kernel = load_cluster("gb200-nvl72").attention["cudnn"]
     assert kernel.efficiency(128, 4096, 0, is_backward=False) == 0.563
@@ -314,6 +320,12 @@ def test_attention_without_a_kernel_is_as_the_file_says():
     plain, flex = (KernelCosts(H100, 8, attention=name)(one, tensors) for name in ("", "flex"))
     assert plain == pytest.approx(1e12 / (989e9 * K.attention_forward) + K.kernel_us * 1e-3)
     assert flex == pytest.approx(1e12 / (989e9 * 0.258) + K.kernel_us * 1e-3)
+    # A window is one of all keys, of which context parallelism leaves a rank some queries.
+    tensors["q"] = replace(query, shape=(1, 32, 512, 64))
+    window = replace(one, attributes={"window": 1024})
+    of_all = H100.attention["flex"].efficiency(64, 4096, 1024, is_backward=False)
+    expected = 1e12 / (989e9 * of_all) + K.kernel_us * 1e-3
+    assert KernelCosts(H100, 8, attention="flex")(window, tensors) == pytest.approx(expected)
     with pytest.raises(UserError, match="attention: got 'eager'"):
         KernelCosts(H100, 8, attention="eager")
     with pytest.raises(UserError, match=r"no table \[kernels\]"):

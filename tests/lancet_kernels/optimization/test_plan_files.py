@@ -86,6 +86,7 @@ SPOILED: dict[str, Callable[[str], str | bytes]] = {
     "reordered": edited(lambda data: data["order"].reverse()),
     "numbers": edited(lambda data: data.update(order=[*range(len(data["order"]))])),
     "strange parts": edited(lambda data: data["ranges"][0].update(parts="two")),
+    "no parts": edited(lambda data: data["ranges"][0].update(parts=0)),
     "other strategy": edited(lambda data: data.update(strategy="tutel")),
 }
 """What becomes of a fitting plan file."""

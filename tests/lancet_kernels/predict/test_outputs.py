@@ -104,6 +104,31 @@ def test_the_search_finds_what_all_layouts_give(dense):
     assert not any(one.why for one in searched.best)
 
 
+@pytest.mark.parametrize(("sequence", "tensor_ranks", "microbatch"), [(7, 1, 2), (64, 2, 1), (64, 2, 3)])
+def test_layouts_are_of_whole_sequences_and_of_as_many_tokens(dense, sequence, tensor_ranks, microbatch):
+    """Not of a slice of a token, nor of half a sequence."""
+    asked = replace(dense, gpus=8, sequence=sequence, tensor_ranks=tensor_ranks, microbatch=microbatch)
+    found = list(layouts(asked))
+    assert {one.tokens for one in found} == {asked.tokens}
+    assert asked.tensor_ranks in {one.tensor_ranks for one in found}
+    assert all(map(_by_formula, found))
+
+
+def test_a_layout_that_cannot_be_sharded_is_left_out(tmp_path, monkeypatch):
+    """Experts over 8 of 24 GPUs are held three times, which their widths are no multiple of."""
+    hf = written(tmp_path, QWEN3, num_hidden_layers=1)
+    asked = Question(hf, "dgx-h100", 24, 8, sequence=64)
+    monkeypatch.setattr(
+        "lancet_kernels.predict.search.layouts", lambda _: [asked, replace(asked, sharding="none")]
+    )
+    searched = search(asked)
+    assert [one.question.sharding for one in searched.best] == ["none"]
+    assert "experts to shard" in searched.others[0].why
+    monkeypatch.setattr("lancet_kernels.predict.search.layouts", lambda _: [asked])
+    with pytest.raises(UserError, match="layouts: got none that is possible, expected one; experts to shard"):
+        search(asked)
+
+
 @pytest.mark.long
 def test_nothing_fits(tmp_path):
     asked = Question(written(tmp_path, QWEN3, vocab_size=40_000_000, num_hidden_layers=1), "dgx-v100", 1, 1)

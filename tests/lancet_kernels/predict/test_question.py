@@ -55,11 +55,11 @@ def test_counts_of_a_run(tmp_path):
     [
         ("skewed", "got 'skewed'"),
         ("zipf:much", "got 'zipf:much'"),
+        ("balanced,capacity:0", "got 'balanced,capacity:0'"),
         ("nowhere.json", "nowhere.json .*No such file"),
         ("counts.json", "with \\[4\\] experts in its layers"),
         ("none.json", "got counts of none.json, expected none below 0, and some above"),
         ("nan.json", "got counts of nan.json, expected none below 0, and some above"),
-        ("balanced,capacity:0", "got 'balanced,capacity:0'"),
     ],
 )
 def test_bad_routing_is_one_line(tmp_path, monkeypatch, spec, message):

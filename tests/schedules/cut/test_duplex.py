@@ -170,10 +170,12 @@ def test_an_all_to_all_that_has_nothing_of_the_batch_is_refused():
         duplex(p)
 
 
-def test_one_sequence_is_refused():
-    step = read_only_step("gpt2", size("topk", batch=1, layers=2))
-    with pytest.raises(UserError, match="a batch of 1, expected at least 2"):
-        duplex(step.program)
+@pytest.mark.parametrize("batch", [0, 1])
+def test_one_sequence_or_none_is_refused(batch):
+    layer = Size(width=8).moe()
+    step = program_from_fx(capture(nn.Sequential(layer), (torch.randn(batch, 3, 8),)).joint)
+    with pytest.raises(UserError, match=f"a batch of {batch}, expected at least 2"):
+        duplex(step)
 
 
 def test_a_step_without_all_to_alls_is_refused():

@@ -116,6 +116,14 @@ def test_windows_of_slots(name, parts):
         assert set(forms.values()) <= {WINDOW, PARTIAL}
 
 
+def test_a_single_token_has_no_parts():
+    """Its dimension of size one looks like one that is broadcast."""
+    step = read_only_step("gpt2", replace(size(), batch=1, sequence=1))
+    ranges = forward_ranges(step)
+    assert ranges
+    assert not any(AxisInference(step.program).forms(*positions) for positions in ranges)
+
+
 def grid() -> Iterator[tuple[str, str, bool, int]]:
     """All models with both gates, one of them dropless, in 1 to 8 parts."""
     for number, (name, gate) in enumerate(product(MODELS, GATES)):
