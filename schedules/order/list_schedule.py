@@ -202,13 +202,14 @@ class ListScheduler:
         self.all_loaded_until = min(self.loaded_until.values(), default=INFINITY)
 
     def schedule(self) -> list[int]:
+        length = len(self.program)
         self._make_ready(self.dependencies.at_first)
-        while len(self.order) < len(self.program):
+        while len(self.order) < length:
             self.clock.catch_up()
             for message in self.clock.sent[self.arrived :]:
                 self._make_ready(self.dependencies.done(message))
             self.arrived = len(self.clock.sent)
-            if len(self.order) == len(self.program):
+            if len(self.order) == length:
                 break  # nothing but what is free was behind the last message
             i = self._next_compute()
             if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
@@ -179,8 +179,7 @@ class Clock(Generic[Key]):
         return max([message.issued_at, *(self.end.get(k, INFINITY) for k in message.after)])
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """The interval in which an instruction occupies a resource, in milliseconds from the start."""
 
     name: str
