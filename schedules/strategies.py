@@ -69,6 +69,13 @@ class PlanningOptions:
     memory_limit_gb: float | None = None
     free_memory_gb: float | None = None
 
+    def __post_init__(self) -> None:
+        limit = self.memory_limit_gb
+        if limit is not None and not limit > 0:
+            raise UserError(
+                "memory_limit_gb", got=limit, expected="more than 0", do="give gigabytes, or None"
+            )
+
     def limit_gb(self, program: Program) -> float:
         """The memory limit for plans of a program."""
         if self.memory_limit_gb is not None:

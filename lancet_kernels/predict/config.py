@@ -74,6 +74,11 @@ def layers_and_experts(hf: str) -> tuple[list[int], int]:
     """
     model = meta_model(load_config(hf))
     kinds = kinds_of_layers(model)
+    if not kinds:
+        raise UserError(
+            "--hf", got=f"{model.config.model_type} without layers", expected="at least one",
+            do="correct num_hidden_layers",
+        )  # fmt: skip
     for why in convert(model, Groups()).left_alone.values():
         raise UserError(
             "--hf", got=f"{model.config.model_type}, which cannot be converted: {why}",
