@@ -113,7 +113,7 @@ def test_the_default_limit_and_what_it_costs():
     assert free.report.options == plan.report.options
     stated = make_plan(p, given, "lancet-dw", PlanningOptions(memory_limit_gb=200e-9, free_memory_gb=1.0))
     for nonsense in (0, float("nan")):
-        with pytest.raises(UserError, match="memory_limit_gb: got .*, expected more than 0"):
+        with pytest.raises(UserError, match=r"memory_limit_gb: got .*, expected more than 0"):
             PlanningOptions(memory_limit_gb=nonsense)
     assert stated.report.predicted.iteration_ms == 13
     assert make_plan(p, given, "none").report.predicted.lower_bound_ms == 9

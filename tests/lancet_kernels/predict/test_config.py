@@ -75,7 +75,7 @@ WRONG = [{"hidden_act": "none"}, {"vocab_size": -1}, {"num_hidden_layers": 0}]
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_model_that_cannot_be_built_is_one_line(tmp_path, wrong):
-    with pytest.raises(UserError, match="--hf: got llama (that cannot be built |without layers)") as error:
+    with pytest.raises(UserError, match=r"--hf: got llama (that cannot be built |without layers)") as error:
         layers_and_experts(written(tmp_path, DENSE, **wrong))
     assert "\n" not in str(error.value)
 
