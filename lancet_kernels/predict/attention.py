@@ -90,7 +90,7 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def share_contexts(model: nn.Module, ranks: Sequence[int], cp_comm_type: str) -> str:
+def share_contexts(model: Any, ranks: Sequence[int], cp_comm_type: str) -> str:
     """Let attention see the tokens of all ranks that share sequences. -> the name of their group.
 
     Raises: UserError for layers that need other tokens in another way.
