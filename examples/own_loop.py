@@ -74,7 +74,9 @@ def main(folder: str = "own-loop", steps: int = STEPS) -> dict[int, float]:
             save(Path(folder), step, model, optimizer)
         if told[1] > 0 and step < steps:
             break
-    if rank == 0:
+    if rank == 0 and not losses:
+        print(f"all {first - 1} steps are in {folder}")
+    elif rank == 0:
         print(f"step {step}, loss {losses[step]:.3f}" + ("" if step == steps else "; start again to go on"))
     dist.destroy_process_group()
     return losses

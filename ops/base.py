@@ -121,6 +121,13 @@ def _is_more(value: Any) -> bool:
     return isinstance(value, Tensor) and type(value) not in _PLAIN
 
 
+def cast(tensor: Any) -> Any:
+    """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
 _numbers = itertools.count()
 
 

@@ -200,7 +200,7 @@ class Report:
         limit, free_ms = f"Memory limit: {self.memory_limit_gb:.3g} GB", self.without_limit_ms
         more_ms = 0.0 if free_ms is None else self.predicted.iteration_ms - free_ms
         if more_ms <= 0:
-            return f"{limit}; it costs nothing."
+            return f"{limit}; {'it costs nothing' if self.fits() else 'the plan needs more'}."
         return f"{limit}; it costs {more_ms:.2f} ms (without it, {free_ms:.2f} ms)."
 
     def _microbatches(self, pairs: bool) -> list[str]:

@@ -136,7 +136,9 @@ def told_to_stop_and_whole(folder: str) -> tuple[dict[int, float], list[dict[int
         whole = losses_of("own_loop", f"{folder}/whole", 12)
         with mock.patch.object(module, "batch", told):
             stopped = losses_of("own_loop", f"{folder}/told", 12)
-        return whole, [stopped, losses_of("own_loop", f"{folder}/told", 12)]
+        resumed = losses_of("own_loop", f"{folder}/told", 12)
+        assert losses_of("own_loop", f"{folder}/told", 12) == {}, "nothing is left to train"
+        return whole, [stopped, resumed]
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(number, handler)

@@ -137,8 +137,10 @@ def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:
 def _text(spec: str, result: dict[str, Any]) -> str:
     ranks, steps, parameters = result["ranks"], result["steps"], result["parameters"]
     lines = [f"{spec}: {ranks} ranks beside one, {parameters} parameters, {steps} steps on the same batch"]
+    # JSON has no infinity and no NaN.
     figures = [
-        ", then ".join(f"{x:.6g}" for x in result[f"loss{of}"]) for of in ("", "_on_one_rank", "_of_slices")
+        ", then ".join("not finite" if x is None else f"{x:.6g}" for x in result[f"loss{of}"])
+        for of in ("", "_on_one_rank", "_of_slices")
     ]
     lines.append(f"loss: {figures[0]}; on one rank {figures[1]}, slice by slice {figures[2]}")
     if cut := result["of_slices"]:

@@ -23,7 +23,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.kernels.config import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer.expert_states import ShardedExperts
-from lancet_kernels.ops.base import now
+from lancet_kernels.ops.base import cast, now
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
     Groups,
@@ -57,6 +57,16 @@ def check_sizes(
         raise UserError(
             "gate", got=repr(gate), expected=f"one of {', '.join(GATES)}, or a Gate", do="name one"
         )
+    name, kind = getattr(gate, "name", ""), type(gate)
+    if GATES.get(name) is not kind:
+        raise UserError(
+            f"gate {kind.__name__}",
+            got=f"name {name!r}, which is not that of this class in GATES",
+            expected="a class that ops find by its name",
+            do=f'give it a name of its own, and set GATES["..."] = {kind.__name__}',
+        )
+    check_name(f"key of gate {name}", gate.key or "index", ("token", "index"))
+    check_name(f"score of gate {name}", gate.score, ("softmax", "sigmoid"))
     sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k}
     if shared_d_ff is not None:
         sizes["shared_expert_d_ff"] = shared_d_ff
@@ -327,7 +337,7 @@ class ExpertLayer(ShardedExperts):
             # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
             # below are grouped GEMMs on the same compact rows, and need no regions.
             if self.ranks > 1:
-                w1, b1, w2, b2 = map(self._cast, self.weights())
+                w1, b1, w2, b2 = map(cast, self.weights())
                 return fused_experts(
                     x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, self.exchange
                 )
@@ -346,9 +356,9 @@ class ExpertLayer(ShardedExperts):
     def _run(self, rows_RD: Tensor, count_WL: Tensor) -> Tensor:
         """The experts of this rank on the rows that they received. -> [R, D]"""
         w1, b1, w2, b2 = self.weights()
-        hidden_RH = ops.grouped_gemm(rows_RD, count_WL, self._cast(w1), self._cast(b1))
+        hidden_RH = ops.grouped_gemm(rows_RD, count_WL, cast(w1), cast(b1))
         hidden_RF = ops.expert_activation(hidden_RH, count_WL, self.activation)
-        return ops.grouped_gemm(hidden_RF, count_WL, self._cast(w2), self._cast(b2))
+        return ops.grouped_gemm(hidden_RF, count_WL, cast(w2), cast(b2))
 
     def _most_rows(self, num_choices: int, capacity: int) -> int:
         """How many of these choices can be kept; `predict.simulate` has rows up to the capacity."""
@@ -359,9 +369,3 @@ class ExpertLayer(ShardedExperts):
         if not self.expert_group and not torch.compiler.is_compiling():
             return rows
         return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
-
-    def _cast(self, tensor):
-        """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
-        if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
-            return tensor
-        return tensor.to(torch.get_autocast_dtype(tensor.device.type))

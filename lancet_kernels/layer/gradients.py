@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.errors import UserError, check_name, class_name
 from lancet_kernels.graph.capture.fsdp_parameters import copies_of_shard, group_of_copies
 from lancet_kernels.layer.model_layers import (
     check_placement,
@@ -101,6 +101,10 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
     Returns: the norm before clipping, the same on every rank.
     Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            "model", got=class_name(model), expected="a module", do="give the model, not its parameters"
+        )
     groups = groups_of(model) if groups is None else Groups.of(groups)
     if group_size(groups.world) != group_size(groups.data):
         raise UserError(

@@ -42,7 +42,7 @@ from lancet_kernels.layer.expert_layer import (
     check_sizes,
 )
 from lancet_kernels.layer.expert_states import ExpertsByGlobalId
-from lancet_kernels.ops.base import now
+from lancet_kernels.ops.base import cast, now
 from lancet_kernels.ops.comm.groups import AnyGroups, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.moe.eager_experts import eager_experts
@@ -325,9 +325,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
                     slots = self.gate.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
                 slot_TK, used_out_E = run.as_at_first(self, slots) if self._slots_follow_logits() else slots
                 weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
-            y_TD = self._experts(
-                self._cast(x_TD), expert_TK, slot_TK, weight_TK, used_out_E, capacity, real_T1
-            )
+            y_TD = self._experts(cast(x_TD), expert_TK, slot_TK, weight_TK, used_out_E, capacity, real_T1)
         shared_TD = self._shared_expert(x_TD)
         y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if not return_sums:
@@ -346,7 +344,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
 
         They are selected again, too, because selective checkpointing counts ops.
         """
-        expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
+        expert_TK = self.gate.choose(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
         return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
 
     def _slots_follow_logits(self) -> bool:

@@ -82,6 +82,10 @@ class GraphedStep:
 
 def check_capturable(step: OptimizedModule) -> None:
     """Raise UserError unless a CUDA graph can capture the step."""
+    if not hasattr(step, "host_waits"):
+        raise UserError(
+            "step to capture", got=class_name(step), expected="one of optimize()", do="call it first"
+        )
     device = next(step.module.parameters()).device
     if device.type != "cuda":
         raise UserError("device of a captured step", got=device, expected="a CUDA device", do="call the step")

@@ -25,7 +25,7 @@ from torch._inductor import config
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.errors import UserError, check_name, class_name
 from lancet_kernels.graph.costs.clusters import (
     Cluster,
     CommunicationModel,
@@ -211,6 +211,11 @@ def overlap_pass(
     Returns: `gm`.
     Raises: UserError: a graph that it cannot read, in one line; the graph is then unchanged.
     """
+    if not isinstance(gm, fx.GraphModule):
+        name = class_name(gm)
+        raise UserError(
+            "graph of overlap_pass", got=name, expected="an fx.GraphModule", do="trace it, or optimize() it"
+        )
     check_name("strategy", strategy, STRATEGY_NAMES)
     if strategy not in _STRATEGIES:
         raise UserError(

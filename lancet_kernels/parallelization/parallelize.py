@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
 from lancet_kernels.graph.program import Instruction, Program, fingerprint
+from lancet_kernels.layer.expert_layer import is_number
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_name, group_of, group_size
 from lancet_kernels.optimization.guards import check_model, example_arguments
@@ -83,6 +85,13 @@ def parallelize(
         strategy for something else, an argument that has no meaning for the strategy, ranks that disagree).
     """
     check_model(model)
+    if not is_number(copies, Integral) or copies < 1:
+        raise UserError(
+            "copies of parallelize",
+            got=repr(copies),
+            expected="how many microbatches, at least 1",
+            do="leave it out for 2",
+        )
     group, mesh = _group(groups, next(model.parameters()).device.type)
     strategy = _strategy_or_file(strategy)
     if memory_gb and strategy != HIDUP:

@@ -41,6 +41,7 @@ from lancet_kernels.graph.rules.tile_layouts import (
     summing_groups,
 )
 from lancet_kernels.layer.gradients import set_gradient_group
+from lancet_kernels.ops.base import cast
 from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_rank, group_size, subgroup
 from lancet_kernels.ops.comm.redistribute import Way, check_alike, moved
 from lancet_kernels.ops.square_linear import Sums, square_linear
@@ -124,25 +125,26 @@ class PartitionedLinear(nn.Module):
         Raises: UserError (a shape that ranks cannot divide, or another one on another rank),
         CommunicationError.
         """
-        if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != self.weight.dtype:
+        x, weight, bias = cast(x), cast(self.weight), cast(self.bias)
+        if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != weight.dtype:
             raise UserError(
                 f"input tile of {type(self).__name__}",
                 got=f"{tuple(x.shape)} of {_name(x.dtype)}",
-                expected=f"[..., {self._width}] of {_name(self.weight.dtype)}",
+                expected=f"[..., {self._width}] of {_name(weight.dtype)}",
                 do="give what the operator before has on this rank, in the dtype of the weight",
             )
         self._compare(x)
         if not self._cuts_rows[0]:
             self._leading.shape = tuple(x.shape[:-1])
         tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
-        y = square_linear(tile, self.weight, self.bias, self._movements, self._sums, self._group)
+        y = square_linear(tile, weight, bias, self._movements, self._sums, self._group)
         y = self.leave(y, self._group, "O")
         heads, kinds = self._heads_and_kinds
         if kinds > 1:
             # By kind, then by head, as the code behind it wants it.
             own = heads // self._after.partition.slices(self._after.features)
             y = _regrouped(y, 1, own, kinds)
-        return y.view(*self._leading_of(y, x), -1)
+        return y.view(*self._leading_of(y, x), y.shape[-1])
 
     def _compare(self, x: Tensor) -> None:
         """Let all ranks raise if one of them has another layer or number of rows; once for each number."""

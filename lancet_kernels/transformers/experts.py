@@ -33,7 +33,7 @@ from lancet_kernels import ops
 from lancet_kernels.kernels.config import ALL_ACTIVATIONS, GATED
 from lancet_kernels.layer.expert_layer import ExpertLayer, Weights, check_data_parallel
 from lancet_kernels.layer.moe_layer import checkpointed_run
-from lancet_kernels.ops.base import now
+from lancet_kernels.ops.base import cast, now
 from lancet_kernels.ops.comm.groups import AnyGroups
 from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.moe.eager_experts import eager_experts
@@ -118,7 +118,7 @@ class ConvertedExperts(ExpertLayer, Derived):
         if run is not None:
             first_TK, real_T1 = run.as_at_first(self, (expert_TK.int(), real_T1))
             expert_TK = first_TK.long()
-        x_TD = self._cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))
+        x_TD = cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))
         weights = self._eager_weights(x_TD, real_T1) if top_k_weights.dtype == dtype else None
         if weights is not None:
             y_TD, _ = eager_experts(

@@ -216,7 +216,7 @@ class Way:
     def __init__(self, there: Redistribution, back: Redistribution) -> None:
         self.there, self.back = there, back
         self._changes = there.held != there.needed or back.held != back.needed
-        self._op, self._texts = _op(there), (there.text, back.text)
+        self._travels, self._texts = there.travels, (there.text, back.text)
         self._sources: list[int] | None = None
         if there.sources and back.sources:
             returns = all(back.sources[source] == place for place, source in enumerate(there.sources))
@@ -232,7 +232,7 @@ class Way:
             return x
         if self._sources is not None:
             return shift([x], self._sources, group, what, None)[0]
-        return self._op(x, *self._texts, group, what)
+        return _op(self._travels)(x, *self._texts, group, what)
 
 
 def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
@@ -266,7 +266,8 @@ def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
         arrived = x.new_empty(sum(receive))
         what = f"redistribution of {what}"
         link_group_of(group).all_to_all(arrived, leaving, receive, send, what).wait()
-        for piece, values in zip(coming, arrived.split([n for n in receive if n]), strict=True):
+        of_pieces = arrived.split([receive[piece.source] for piece in coming])
+        for piece, values in zip(coming, of_pieces, strict=True):
             target(piece).copy_(values.view(target(piece).shape))
     return result
 
@@ -285,7 +286,7 @@ def _keep_arguments(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     there, back, group, what = ctx.arguments
-    op = _op(redistribution_of(back))
+    op = _op(redistribution_of(back).travels)
     return op(grad, back, there, group, f"gradient of {what}"), None, None, None, None
 
 
@@ -299,5 +300,5 @@ for op in (_EXCHANGE, _TAKE):
     op.register_autograd(_backward, setup_context=_keep_arguments)
 
 
-def _op(plan: Redistribution):
-    return _EXCHANGE if plan.travels else _TAKE
+def _op(travels: bool):
+    return _EXCHANGE if travels else _TAKE

@@ -199,7 +199,8 @@ class LayerExchange:
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
-            more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
+            more creates larger exchanges, for half as many again or more, which all ranks must do in the same
+            pass (logged as a warning); the smaller ones stay.
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
             many; None: DEFAULT_FACTOR times on average over the passes of an exchange, and up to
             ONE_PASS_FACTOR times in one, or FEW_ROWS. A pass that needs more raises UserError on every rank.
@@ -264,19 +265,22 @@ class LayerExchange:
                 expected=f"at most {self.max_tokens} (max_tokens)",
                 do="declare more when the layer is made",
             )
-        before = self._shared.get(key)
+        before, least = self._shared.get(key), self.max_tokens or 1
         if before is not None and before[0] is memory:
             if num_tokens * num_choices <= before[1].sizes["send_rows"]:
                 return before[1:]
+            most = before[1].sizes["send_rows"] // num_choices
             _log.warning(
                 "%s: %d tokens, more than the %d before: larger exchanges are created, which all ranks must "
                 "do in this pass; set max_tokens to create them once",
-                current_layer() or "a fused layer", num_tokens, before[1].sizes["send_rows"] // num_choices,
+                current_layer() or "a fused layer", num_tokens, most,
             )  # fmt: skip
+            # Those before stay; growing by half, few of them do.
+            least = most + most // 2
         config = default_overlap_config(
             self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
         )
-        send_rows, worst = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
+        send_rows, worst = self._most_rows(memory.memory, num_tokens, num_choices, capacity, least)
         receive_rows, each_pass = self._room(send_rows, worst)
         with self._enough_memory(send_rows, receive_rows, like.dtype):
             shared = memory.pool(
@@ -310,15 +314,16 @@ class LayerExchange:
             ) from error
 
     def _most_rows(
-        self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
+        self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int, least: int
     ) -> tuple[int, int]:
-        """How many rows any rank may send, and receive at worst. Collective: ranks may differ.
+        """How many rows any rank may send, and receive at worst, with `least` tokens or more. Collective:
+        ranks may differ.
 
         Example: 4 ranks, 2 experts each, 100 tokens, top-3, dropless: 300 and 4 * 100 * 2 = 800.
         """
-        tokens = memory.largest(max(num_tokens, self.max_tokens or 0, 1))
-        # A capacity grows with the tokens, and is that of the rank with the most of them.
-        capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0)
+        tokens = memory.largest(max(num_tokens, least))
+        # A capacity grows with the tokens, and is that of the rank with the most of them; without tokens any.
+        capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0) or tokens
         return tokens * num_choices, self._worst(memory.world, tokens, num_choices, capacity)
 
     def _worst(self, world: int, tokens: int, num_choices: int, capacity: int) -> int:

@@ -23,7 +23,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -256,17 +256,22 @@ GATES: dict[str, type[Gate]] = {
 }
 
 
-@lru_cache
 def parse_gate(spec: str) -> Gate:
     """Read a gate from its spec: a name, or a name with options, as `topk(softmax='after')`.
 
     Raises: UserError for an unknown name, an unknown option, a value that is no literal or of the wrong type.
     """
-    name, bracket, rest = spec.partition("(")
-    name = name.strip()
+    name = spec.partition("(")[0].strip()
     check_name("gate", name, GATES)
+    return _parsed(spec, name, GATES[name])
+
+
+@lru_cache
+def _parsed(spec: str, name: str, gate: Any) -> Gate:
+    """By class, too: a notebook may define a gate anew."""
+    _, bracket, rest = spec.partition("(")
     if not bracket:
-        return GATES[name]()
+        return gate()
     if ")" not in rest:
         raise UserError(
             f"options of gate {name}",
@@ -278,14 +283,14 @@ def parse_gate(spec: str) -> Gate:
         call = ast.parse(f"gate({rest}", mode="eval").body
         if not isinstance(call, ast.Call):
             raise TypeError("not one pair of parentheses")
-        options = {k.arg: _value(GATES[name], k) for k in call.keywords if k.arg is not None}
+        options = {k.arg: _value(gate, k) for k in call.keywords if k.arg is not None}
         if call.args or len(options) < len(call.keywords):
             raise TypeError("options are given by name, each once")
-        return GATES[name](**options)
+        return gate(**options)
     except UserError:
         raise
     except (SyntaxError, ValueError, TypeError, AttributeError) as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(GATES[name])) or "none"
+        fields = ", ".join(field.name for field in dataclasses.fields(gate)) or "none"
         raise UserError(
             f"options of gate {name}",
             got=repr(spec),

@@ -232,7 +232,7 @@ class ShardingStrategy(SavedJson):
         names = names or {}
         parameters = {names.get(t, t): form for t, form in self.parameters.items()}
         shapes = {names.get(t, t): shape for t, shape in self.shapes.items()}
-        exposed = self.predicted_ms - self.computation_ms
+        exposed = max(0.0, self.predicted_ms - self.computation_ms)  # not -0.00
         sliced = sum(form.is_cut for form in parameters.values())
         lines = [
             f"Sharding `{self.name}` of {self.program} on {self.ranks} ranks",

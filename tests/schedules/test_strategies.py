@@ -117,6 +117,8 @@ def test_the_default_limit_and_what_it_costs():
             PlanningOptions(memory_limit_gb=nonsense)
     assert stated.report.predicted.iteration_ms == 13
     assert make_plan(p, given, "none").report.predicted.lower_bound_ms == 9
+    short = make_plan(p, given, "none", PlanningOptions(memory_limit_gb=1e-9))
+    assert "Memory limit: 1e-09 GB; the plan needs more." in short.explain()
 
 
 def test_fewer_parts_where_memory_is_short():

@@ -56,6 +56,8 @@ def test_what_is_said() -> None:
     same = command._text("step.py:make", RESULT)
     assert "loss: 2.5, then 2.25; on one rank 2.5, then 2.25" in same
     assert same.endswith("The same: the loss, and every gradient on every rank.")
+    not_finite = command._text("step.py:make", RESULT | {"loss": [None, None]})
+    assert "loss: not finite, then not finite; on one rank 2.5" in not_finite
     of_slices = command._text("step.py:make", RESULT | {"of_slices": ["w"]})
     assert "1 gradients are those of slice by slice" in of_slices
     other = command._text("step.py:make", RESULT | {"difference": FIRST, "others": ["a", "b", "c", "d"]})

@@ -231,6 +231,8 @@ def test_clipping_without_gradients_or_group():
     model.weight.grad = torch.tensor([[-3.0]])
     assert clip_gradients(model, 1.5, Groups()).item() == 3
     assert abs(model.weight.grad.item() + 1.5) < 1e-5
+    with pytest.raises(UserError, match="give the model, not its parameters"):
+        clip_gradients(model.parameters(), 1.5)
 
 
 def broadcast_on_rank() -> dict[str, Tensor]:

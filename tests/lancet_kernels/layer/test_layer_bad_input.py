@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels import MoELayer, UserError, moe_losses
-from lancet_kernels.ops.moe.gates import GATES
+from lancet_kernels.ops.moe.gate import Gate
+from lancet_kernels.ops.moe.gates import GATES, TopK
 from tests.refusals import refusal
 
 BAD_LAYERS = {
@@ -36,6 +37,42 @@ BAD_LAYERS = {
     "dtype": ({"dtype": "bf16"}, "dtype: got 'bf16', expected a floating-point dtype"),
     "class as gate": ({"gate": GATES["topk"]}, "gate: got <class .*, or a Gate"),
 }
+
+
+class Unnamed(TopK):
+    """A gate that was given no name of its own."""
+
+
+def of_attributes(**attributes: object) -> Gate:
+    """A gate that sends every token to experts 0, 1, ..., registered as "own"."""
+    first = {"select": lambda self, logits, *_: torch.arange(2).expand(len(logits), 2)}
+    GATES["own"] = type("Own", (Gate,), {"name": "own", **first, **attributes})
+    return GATES["own"]()
+
+
+def test_bad_gates_of_users(monkeypatch):
+    """None of them routes as another gate does."""
+    monkeypatch.setitem(GATES, "own", Gate)
+
+    def check(message: str, gate: Gate) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            MoELayer(4, 8, 4, gate=gate, top_k=2)(torch.zeros(3, 4))
+        assert_one_line(caught.value)
+
+    check("gate Unnamed: got name 'topk', which is not that of this class in GATES", Unnamed())
+    check("key of gate own: got 'tokens', expected one of token, index", of_attributes(key="tokens"))
+    check("score of gate own: got 'tanh', expected one of softmax, sigmoid", of_attributes(score="tanh"))
+    three = torch.zeros(3, 3, dtype=torch.int64)
+    check(r"select of gate own: got \[3, 3\] of torch.int64", of_attributes(select=lambda *_: three))
+    check("torch.int32, expected .* of torch.int64", of_attributes(select=lambda *_: three[:, :2].int()))
+    routed = [
+        MoELayer(4, 8, 4, gate=of_attributes(select=lambda *_, experts=experts: experts), top_k=2)(
+            torch.ones(3, 4), return_sums=True
+        )[1].assigned_E
+        for experts in (three[:, :2] + torch.arange(2), three[:, :2] + torch.tensor([2, 3]))
+    ]
+    assert routed[0].tolist() == [3, 3, 0, 0]
+    assert routed[1].tolist() == [0, 0, 3, 3], "a gate that is defined anew counts"
 
 
 @pytest.mark.parametrize("name", BAD_LAYERS)

@@ -20,6 +20,11 @@ def test_a_step_on_a_cpu_is_refused() -> None:
         GraphedStep(step, [torch.zeros(2)])
 
 
+def test_a_module_without_a_plan_is_refused() -> None:
+    with pytest.raises(UserError, match=r"step to capture: got Linear, expected one of optimize\(\)"):
+        GraphedStep(torch.nn.Linear(2, 2), [torch.zeros(2)])
+
+
 def test_what_makes_the_host_wait_is_named() -> None:
     parameter = SimpleNamespace(device=torch.device("cuda"))
     module = SimpleNamespace(parameters=lambda: iter([parameter]))

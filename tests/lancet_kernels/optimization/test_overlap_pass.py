@@ -243,6 +243,7 @@ def without_values() -> fx.GraphModule:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
+        (nn.Identity, {}, "graph of overlap_pass: got Identity, expected an fx.GraphModule"),
         (a_module_call, {}, "call_module of linear"),
         (without_values, {}, 'relu_default without meta\\["val"\\]'),
         (without_values, {"strategy": "lancet"}, "no rule cuts"),

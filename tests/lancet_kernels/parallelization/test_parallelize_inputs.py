@@ -282,6 +282,8 @@ def refusals() -> None:
     check("gradient of 0.weight: got a tensor of layout torch.sparse_coo", sparse, torch.arange(8), **by_hand)
     check("got 1 MoELayer", nn.Sequential(MoELayer(8, 16, 4)))
     check("got another one on rank(s) 1", Plain(), x[: 4 + 2 * dist.get_rank()])
+    for copies in (0, 2.0):
+        check(f"copies of parallelize: got {copies}, expected how many", Plain(), copies=copies)
     check("no strategy within 1e-09 GB a device", Plain(), memory_gb=1e-9)
     unused = "memory_gb of parallelize: got one, with strategy data parallel, expected none"
     check(unused, Plain(), memory_gb=1.0, **by_hand)

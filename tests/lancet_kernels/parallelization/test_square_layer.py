@@ -1,6 +1,7 @@
 """SquareLinear on real ranks: what nn.Linear computes, with 1 / 4^k of its weight on each rank, and no
 collective but for the gradient of the bias."""
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -178,6 +179,35 @@ def one_gradient_on_rank(sizes: tuple[int, int], needs_dx: bool) -> float:
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6)], ids=str)
 def test_one_of_both_gradients(pool: RankPool, sizes: tuple[int, int], needs_dx: bool) -> None:
     assert max(pool.run(one_gradient_on_rank, sizes, needs_dx, ranks=4)) < 1e-12
+
+
+def copied_empty_and_autocast_on_rank() -> tuple[float, Shape, float]:
+    """A copy beside its original; the shape for a batch without rows; under autocast, errors beside
+    nn.Linear."""
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 10)
+    layer = SquareLinear.from_linear(whole)
+    tile = layer.scatter(torch.randn(4, 6))
+    of_copy = distance(copy.deepcopy(layer)(tile), layer(tile))
+    nothing = layer.gather(layer(layer.scatter(torch.randn(2, 0, 6))), (2, 0))
+    x = torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = layer.gather(layer(layer.scatter(x)), (4,)), whole(x)
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.grad)
+    assert y.dtype == expected.dtype
+    pairs = (y, expected), (layer.to_linear().weight, whole.weight.grad)
+    return of_copy, tuple(nothing.shape), max(distance(a, b) / b.abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_copy_a_batch_without_rows_and_autocast(pool: RankPool, ranks: int) -> None:
+    for of_copy, shape, of_autocast in pool.run(copied_empty_and_autocast_on_rank, ranks=ranks):
+        assert of_copy == 0
+        assert shape == (2, 0, 10)
+        assert of_autocast < 0.02
 
 
 def traffic_on_rank(gbps: float) -> tuple[int, int, int]:

@@ -329,6 +329,8 @@ def test_json_both_ways_and_explain(tmp_path):
     assert ShardingStrategy.from_json(json.loads(json.dumps(strategy.to_json()))) == strategy
     strategy.save(tmp_path / "strategy.json")
     assert ShardingStrategy.load(tmp_path / "strategy.json", CHAIN) == strategy
+    rounded = replace(strategy, predicted_ms=strategy.computation_ms - 1e-9)
+    assert " 0.00 ms in which it waits" in rounded.explain()
     text = strategy.explain()
     assert all(name in text for name in CHAIN.index)
     assert "all_to_all" in text
