@@ -263,11 +263,12 @@ def parse_gate(spec: str) -> Gate:
     """
     name = spec.partition("(")[0].strip()
     check_name("gate", name, GATES)
-    return _parsed(spec, name, GATES[name])
+    gate: Any = GATES[name]
+    return _parsed(spec, name, gate)
 
 
 @lru_cache
-def _parsed(spec: str, name: str, gate: Any) -> Gate:
+def _parsed(spec: str, name: str, gate: type[Gate]) -> Gate:
     """By class, too: a notebook may define a gate anew."""
     _, bracket, rest = spec.partition("(")
     if not bracket:
