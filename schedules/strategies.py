@@ -40,7 +40,6 @@ from lancet_kernels.schedules.cut.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.order.best_order import SEARCHED, OrderSearch
 from lancet_kernels.schedules.order.ordering import issue_early, sums_gradients
 from lancet_kernels.schedules.plan import Plan, Report
-from lancet_kernels.schedules.rewrite.cut_parts import CutError
 from lancet_kernels.schedules.time.peak_memory import Recomputation, Storages, peak_memory
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from lancet_kernels.schedules.time.timeline import Prediction
@@ -300,7 +299,7 @@ class Planner:
     def _lancet_duplex(self) -> Plan:
         """The best order of two copies, or of three. Never predicted slower than `duplex`."""
         plans = [self.plan("duplex"), self._searched(self._scheduled((self._copies,)))]
-        with contextlib.suppress(CutError):  # a batch of two
+        with contextlib.suppress(UserError):  # a batch of two
             more = replace(self._copies, parts=MORE_COPIES)
             plans.append(self._searched(self._scheduled((more,))))
         return self._best(plans)
