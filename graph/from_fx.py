@@ -41,7 +41,7 @@ GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
 GATHERS = "gathers_parameters"
 """Attribute of a collective that gathers sharded parameters (`schedules.rewrite.gathers`)."""
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAITS = torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional.wait_tensor.default
 """Waits for a collective, and gives the storage that it fills."""
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
@@ -127,7 +127,7 @@ def is_element(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Does the node wait for a functional collective?"""
-    return node.target is _WAIT
+    return node.target in _WAITS
 
 
 def with_elements(node: fx.Node) -> list[fx.Node]:

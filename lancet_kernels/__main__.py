@@ -41,9 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        # Who reads it, `head` say, has enough. What is left is not to fail again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        try:
+            print(end="", flush=True)
+        except BrokenPipeError:
+            # Who reads it, `head` say, has enough. The interpreter must not fail again at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        raise
     except (UserError, RankFailed) as error:
         print(f"lancet: {error}", file=sys.stderr)
         return 1

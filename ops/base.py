@@ -125,6 +125,8 @@ def cast(tensor: Any) -> Any:
     """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
     if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor  # as autocast leaves them
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 

@@ -298,11 +298,10 @@ class Planner:
 
     def _lancet_duplex(self) -> Plan:
         """The best order of two copies, or of three. Never predicted slower than `duplex`."""
-        plans = [self.plan("duplex"), self._searched(self._scheduled((self._copies,)))]
+        plans = [self.plan("duplex"), self._scheduled((self._copies,))]
         with contextlib.suppress(UserError):  # a batch of two
-            more = replace(self._copies, parts=MORE_COPIES)
-            plans.append(self._searched(self._scheduled((more,))))
-        return self._best(plans)
+            plans.append(self._scheduled((replace(self._copies, parts=MORE_COPIES),)))
+        return self._best([self._searched(plan) for plan in plans])
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:

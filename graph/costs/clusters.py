@@ -300,7 +300,15 @@ class Dispatcher:
     between_gb_per_s: tuple[float, ...] = ()
 
     def between(self, ranks: int) -> float:
-        """The algorithm bandwidth in GB/s for a number of ranks; that of the nearest measured number."""
+        """The algorithm bandwidth in GB/s for a number of ranks; that of the nearest measured number.
+
+        Raises: UserError if the cluster file has none.
+        """
+        if not self.ranks:
+            raise UserError(
+                "dispatcher between nodes", got="no ranks in its file", expected="bandwidths by ranks",
+                do="add ranks and between_gb_per_s",
+            )  # fmt: skip
         nearest = min(range(len(self.ranks)), key=lambda n: abs(math.log(self.ranks[n] / ranks)))
         return self.between_gb_per_s[nearest]
 
@@ -442,7 +450,8 @@ def _from_table(kind: type, table: object, where: str) -> Any:
         if of == "str" and not isinstance(value, str):
             raise UserError(f"{key} in {where}", got=value, expected="text", do="put it in quotes")
         is_list, pair = of.startswith("tuple"), "..." not in of
-        if is_list and not (isinstance(value, list) and value and (len(value) == 2 or not pair)):
+        is_empty = value == [] and key in needed
+        if is_list and (not isinstance(value, list) or is_empty or (pair and len(value) != 2)):
             expected = "a list of two numbers" if pair else "a list of numbers"
             raise UserError(f"{key} in {where}", got=value, expected=expected, do="correct it")
         if of.startswith(("int", "float", "tuple")):
@@ -453,15 +462,15 @@ def _from_table(kind: type, table: object, where: str) -> Any:
     if len({*lengths.values()}) > 1:
         got = ", ".join(f"{length} {name}" for name, length in lengths.items())
         raise UserError(where, got=got, expected="as many of each", do="correct the lists")
-    if isinstance(read, Dispatcher) and read.sends != ("tokens" if read.ranks else "rows"):
-        expected = '"rows" and no ranks, or "tokens" and ranks'
-        raise UserError(f"sends in {where}", got=read.sends, expected=expected, do="correct it")
+    if isinstance(read, Dispatcher):
+        check_name(f"sends in {where}", read.sends, ("rows", "tokens"))
     return read
 
 
 def _check_number(key: str, value: Any, where: str, whole: bool = False) -> None:
     """Raise UserError unless it is a positive number; some may be zero."""
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or (value == 0 and not key.endswith(_MAY_BE_ZERO)):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_zero = value == 0 and not key.endswith(_MAY_BE_ZERO)
+    if not is_number or not 0 <= value < math.inf or is_zero or (whole and value % 1):
         expected = f"a positive {'whole ' if whole else ''}number"
         raise UserError(f"{key} in {where}", got=value, expected=expected, do="correct it")

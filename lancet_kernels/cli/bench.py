@@ -261,12 +261,12 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     }
     if rank.rank == 0:
         print(json_text(figures) if arguments.json else table(figures), flush=True)
-        if arguments.output:
-            with file_errors(arguments.output):
-                write_json_atomically(arguments.output, figures)
     if arguments.timeline:
         with file_errors(arguments.timeline, (OSError, ValueError)):
             step_bench.save_timeline(plans[best], inputs, arguments.timeline, rank.rank == 0)
+    if rank.rank == 0 and arguments.output:
+        with file_errors(arguments.output):
+            write_json_atomically(arguments.output, figures)
     return 0
 
 

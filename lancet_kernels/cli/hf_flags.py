@@ -73,7 +73,9 @@ class HfFlags:
     )  # fmt: skip
     eager: bool = option(False, "with --hf: element-wise ops run one by one, as without torch.compile")
     dispatch: str = option(
-        "all-to-all", "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep", metavar="NAME"
+        "all-to-all",
+        "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep",
+        metavar="NAME",
     )
     search: bool = option(False, "with --hf: find the best layouts for the GPUs")
     search_seconds: float = option(
@@ -126,6 +128,10 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
         if getattr(flags, name) != getattr(HfFlags, name) and not getattr(flags, needed):
             got = f"--{name.replace('_', '-')} without --{needed}"
             raise UserError("options", got=got, expected="both", do=f"add --{needed}")
+    if flags.cp_comm_type != HfFlags.cp_comm_type and flags.context == 1:
+        raise UserError(
+            "options", got="--cp-comm-type without --context", expected="both", do="add --context"
+        )
     measured_ms = None if arguments.measured is None else _milliseconds(arguments.measured)
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
@@ -138,7 +144,7 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     figures = result.to_json() | ({} if searched is None else {"search": searched.to_json()})
     name = result.best if strategy == AUTO else strategy
     if name not in result.strategies:
-        why = result.impossible.get(name, "leave out --search, which had no time for it")
+        why = result.impossible.get(name, "leave out --search, which did not try it")
         raise UserError("--strategy with --hf", got=name, expected="one that is possible here", do=why)
     chosen = result.strategies[name]
     rows: list[Difference] = []

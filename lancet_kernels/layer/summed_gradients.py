@@ -198,8 +198,8 @@ class PlannedSums:
         if early is not None:
             summed = early.noticed(summed)
         for tensor, parameter in zip(summed, parameters, strict=True):
-            # A forward may read attributes of its parameters; torch takes what has `_is_param` for one.
-            vars(tensor).update(vars(parameter), _is_param=True)
+            if vars(parameter):  # which a forward may read
+                vars(tensor).update(vars(parameter))
         replaced = dict(zip(self._names, summed, strict=True))
         with tensors_restored(module, buffers=False):
             result = torch.func.functional_call(module, replaced, tuple(inputs), dict(by_name))

@@ -194,13 +194,13 @@ def _finish(device: torch.device) -> None:
 def _without_trace(step: ModelStep) -> Iterator[None]:
     plain = step.captured.plain.values()
     changing = [*step.model.buffers(), *plain.values(), *_tensors(step.arguments)]
-    before = [tensor.detach().clone() for tensor in changing]
+    before = [(tensor.detach().clone(), tensor.is_inference() or tensor._version) for tensor in changing]
     with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
         try:
             yield
         finally:
             with torch.no_grad():
-                for tensor, value in zip(changing, before, strict=True):
-                    if not torch.equal(tensor, value):  # one that is expanded takes no copy
+                for tensor, (value, version) in zip(changing, before, strict=True):
+                    if tensor.is_inference() or tensor._version != version:  # an expanded one takes no copy
                         tensor.detach().copy_(value)
             link.read()

@@ -524,7 +524,7 @@ def _memory(program: Program, order: Sequence[int], at: int | None = None) -> di
 
 def _is_buffer(program: Program, tensor: str) -> bool:
     producer = program.instructions[program.producer[tensor]]
-    if producer.kind is Kind.OTHER_COMMUNICATION:
+    if producer.kind is Kind.OTHER_COMMUNICATION and collective_of(producer) != "all_to_all":
         return True
     readers = [program.instructions[i] for i in program.consumers[tensor]]
     return bool(readers) and all(reader.kind.is_communication for reader in readers)

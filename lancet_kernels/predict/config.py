@@ -144,6 +144,8 @@ def meta_model(config: Any) -> Any:
         with torch.device("meta"):
             model = own._from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
             return model if with_head else _with_head(model)
+    except ImportError:
+        raise
     except Exception as error:  # whatever a value that makes no sense leads to in the model's code
         why = shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...")
         raise UserError(

@@ -52,7 +52,8 @@ def _timeline(simulated: Simulated) -> dict[str, Any]:
     for event in sorted(simulated.events, key=lambda event: event.start_ms)[:MOST_EVENTS]:
         kind = label(event, held)
         if event.kind is Kind.OTHER_COMMUNICATION:
-            kind = "all-gather" if "all_gather" in event.name else "reduce-scatter"
+            kinds_of = {"all_gather": "all-gather", "all_to_all": "all-to-all"}
+            kind = next((kind for name, kind in kinds_of.items() if name in event.name), "reduce-scatter")
         number = kinds.setdefault(kind, len(kinds))
         lane = (COMPUTE, LINK, INSIDE_NODES).index(event.resource)
         rows.append(

@@ -207,12 +207,15 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     text += b" " * (-len(text) % 8)
     # Parameters may lie in a file of this name (a memory map): it stays theirs.
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered.values():
-            for part in [tensor] if tensor.is_contiguous() else tensor:
-                file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in ordered.values():
+                for part in [tensor] if tensor.is_contiguous() else tensor:
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_safetensors(

@@ -231,9 +231,12 @@ def _record_outputs(module: nn.Module) -> None:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:  # transformers 4.5x: nothing to set
         return
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            maybe_install_capturing_hooks(part)
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    for model in models:
+        # Those of a model reach the ones inside it, which must not have them already.
+        inside = [part for part in model.modules() if part is not model and part in models]
+        if not any(getattr(part, "_output_capturing_hooks_installed", False) for part in inside):
+            maybe_install_capturing_hooks(model)
 
 
 BEFORE_A_TRACE.append(_record_outputs)

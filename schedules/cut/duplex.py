@@ -102,7 +102,7 @@ class _Forms:
         self.in_parts: list[int] = []
         self.run_whole: list[int] = []
         self.refused: UserError | None = None
-        self._batch = (program.tensors[inputs[0]].shape[0] if inputs else 1) or 1  # none may be empty
+        self._batch = (program.tensors[inputs[0]].shape[0] if inputs else 1) or 1  # 1 for an empty batch
         self._read_whole: set[str] = set()
         self._read: set[str] = set()
         self.forms = {t: cut_along(0) for t in inputs}

@@ -91,8 +91,11 @@ P3DN, H100 = (
             r"got \d widths, 1 forward, \d backward, expected",
         ),
         (re.sub(r"window_keys = .*", "window_keys = [1]", H100), r"got \[1\], expected a list of two"),
-        (re.sub(r"ranks = .*", "ranks = []", H100), r"ranks in \[dispatchers.deepep\] .*: got \[\]"),
-        (H100.replace('"tokens"', '"token"'), r"sends in .*: got token, expected \"rows\" and no ranks, or"),
+        (
+            re.sub(r"ranks = .*", "ranks = []", H100),
+            r"deepep\] .*: got 0 ranks, 3 between_gb_per_s, expected",
+        ),
+        (H100.replace('"tokens"', '"token"'), r"sends in .*: got 'token', expected one of rows, tokens"),
         (P3DN.replace("memory_gb = 32.0", "memory_gb = [32]"), r"memory_gb in .*: got \[32\]"),
         (P3DN.replace("memory_gb = 32.0", "memory_gb = nan"), r"memory_gb in .*: got nan"),
         (P3DN.replace("gpus_per_node = 8", "gpus_per_node = 2.5"), "got 2.5, expected a positive whole"),
