@@ -344,7 +344,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
 
         They are selected again, too, because selective checkpointing counts ops.
         """
-        expert_TK = self.gate.choose(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
+        expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
+        expert_TK = self.gate.checked(expert_TK, self.num_experts, self.top_k)
         return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
 
     def _slots_follow_logits(self) -> bool:

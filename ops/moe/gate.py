@@ -214,16 +214,8 @@ class Gate:
         assert logits_TE is not None
         return top_k_stable(logits_TE, top_k)
 
-    def choose(
-        self,
-        logits_TE: Tensor | None,
-        key_T: Tensor | None,
-        bias_E: Tensor | None,
-        num_experts: int,
-        top_k: int,
-    ) -> Tensor:
-        """`select`. Raises: UserError unless it gives int64 [T, K]."""
-        expert_TK = self.select(logits_TE, key_T, bias_E, num_experts, top_k)
+    def checked(self, expert_TK: Tensor, num_experts: int, top_k: int) -> Tensor:
+        """What `select` gave. Raises: UserError unless it is int64 [T, K]."""
         choices = self.num_choices(num_experts, top_k)
         if expert_TK.dtype != torch.int64 or expert_TK.shape[1:] != (choices,):
             raise UserError(

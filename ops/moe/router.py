@@ -103,7 +103,8 @@ def gate(
     that is not finite either, so that it reaches the loss and the gradients.
     """
     chosen = parse_gate(spec)
-    expert_TK = chosen.choose(logits_TE, key_T, bias_E, used_E.numel(), top_k)
+    expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
+    expert_TK = chosen.checked(expert_TK, used_E.numel(), top_k)
     slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity, real_T1)
     weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
     return expert_TK, slot_TK, weight_TK, used_out_E
