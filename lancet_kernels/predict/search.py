@@ -171,9 +171,8 @@ def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:
         )  # fmt: skip
     too_large = [one for one in others if one.why.startswith("needs")]
     if not too_large:
-        return UserError("layouts", got="none that is possible", expected="one",
-            do=others[0].why if others else "choose another --tensor",
-        )  # fmt: skip
+        why = others[0].why if others else "choose another --tensor"
+        return UserError("layouts", got="none that is possible", expected="one", do=why)
     least = min(one.peak_memory_gib if one.strategy else one.least_gib for one in too_large)
     return UserError(
         "layouts", got=f"at least {least:.1f} GiB per GPU in each", expected=f"at most {limit:.1f} GiB",
