@@ -29,6 +29,8 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter)
 _FUNCTIONS: dict[object, Callable[..., Any]] = {}
 """By op as it stands in graphs."""
+BEFORE_A_TRACE: list[Callable[[nn.Module], None]] = []
+"""Called with a module that is to be traced: for what its first forward does and a trace cannot."""
 
 
 class Op:

@@ -53,11 +53,8 @@ from lancet_kernels.graph.capture.fsdp_parameters import Twin
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.meta import REGION
 from lancet_kernels.graph.ops import STARTED, facts
-from lancet_kernels.ops.base import during, now
+from lancet_kernels.ops.base import BEFORE_A_TRACE, during, now
 from lancet_kernels.ops.comm.waiting import enter_layer
-
-BEFORE_A_TRACE: list[Callable[[nn.Module], None]] = []
-"""Called with a module that is to be traced: for what its first forward does and a trace cannot."""
 
 
 @contextlib.contextmanager

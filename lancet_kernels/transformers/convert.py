@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, class_name
-from lancet_kernels.graph.capture.trace import BEFORE_A_TRACE
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import save_as_shards
 from lancet_kernels.ops.base import during
@@ -29,7 +28,7 @@ from lancet_kernels.transformers.experts import (
     has_interface,
     reason_against,
 )
-from lancet_kernels.transformers.routers import keep_choices, keep_float32
+from lancet_kernels.transformers.routers import keep_choices, keep_float32, record_outputs
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class CausalLMStep(nn.Module):
         super().__init__()
         self.model = model
         self.ranks = group_size(data_group_name(groups))
-        _record_outputs(model)  # also for a torch.compile of the caller's own
+        record_outputs(model)  # also for a torch.compile of the caller's own
 
     def forward(
         self,
@@ -219,24 +218,3 @@ class CausalLMStep(nn.Module):
         is_padding = attention_mask is not None and attention_mask.dim() == 2
         with during(padding_mask=attention_mask if is_padding else None):
             return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
-
-
-def _record_outputs(module: nn.Module) -> None:
-    """Let transformers 5 set its hooks that collect router logits before a trace: at the first forward it
-    would do so under a lock, which cannot be traced."""
-    if "transformers" not in sys.modules:
-        return
-    try:
-        from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # transformers 4.5x: nothing to set
-        return
-    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
-    for model in models:
-        # Those of a model reach the ones inside it, which must not have them already.
-        inside = [part for part in model.modules() if part is not model and part in models]
-        if not any(getattr(part, "_output_capturing_hooks_installed", False) for part in inside):
-            maybe_install_capturing_hooks(model)
-
-
-BEFORE_A_TRACE.append(_record_outputs)

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
 from lancet_kernels.errors import UserError, class_name
-from lancet_kernels.graph.capture.trace import BEFORE_A_TRACE
 from lancet_kernels.layer.expert_layer import ExpertLayer
-from lancet_kernels.ops.base import during, now
+from lancet_kernels.ops.base import BEFORE_A_TRACE, during, now
 from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, Groups, group_name
 from lancet_kernels.transformers.experts import (
     ConvertedExperts,

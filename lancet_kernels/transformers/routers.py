@@ -1,5 +1,5 @@
-"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, and
-their state that stays float32.
+"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, their
+state that stays float32, and their logits in a trace.
 
 A router need not choose twice alike (`layer.moe_layer`), and its weights and gradient belong to its choices,
 which are therefore kept where they are made: while a block with experts runs, `torch.topk` and the like give
@@ -12,6 +12,7 @@ the indices of the first run, and the values that lie there now.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.moe_layer import CheckpointedRun, checkpointed_run
+from lancet_kernels.ops.base import BEFORE_A_TRACE
 from lancet_kernels.transformers.experts import Derived, derived
 
 _DIMENSION = {"topk": 2, "sort": 1, "max": 1}
@@ -128,3 +130,24 @@ def _leave(block: nn.Module, args: tuple, output: Any) -> None:
     mode = modes.pop()
     if mode is not None:
         mode.__exit__(None, None, None)
+
+
+def record_outputs(module: nn.Module) -> None:
+    """Let transformers 5 set its hooks that collect router logits before a trace: at the first forward it
+    would do so under a lock, which cannot be traced."""
+    if "transformers" not in sys.modules:
+        return
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # transformers 4.5x: nothing to set
+        return
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    for model in models:
+        # Those of a model reach the ones inside it, which must not have them already.
+        inside = [part for part in model.modules() if part is not model and part in models]
+        if not any(getattr(part, "_output_capturing_hooks_installed", False) for part in inside):
+            maybe_install_capturing_hooks(model)
+
+
+BEFORE_A_TRACE.append(record_outputs)

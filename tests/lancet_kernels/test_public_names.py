@@ -41,5 +41,6 @@ def test_the_reference_describes_the_public_names() -> None:
 def test_importing_it_is_cheap() -> None:
     """Neither torch's tracer, nor what only launchers and kernels need."""
     heavy = ("ortools", "torch._dynamo", "torch._inductor", "triton", "matplotlib", "transformers")
-    code = f"import sys, lancet_kernels; print([name for name in {heavy} if name in sys.modules])"
+    names = "import sys, lancet_kernels; lancet_kernels.convert"
+    code = f"{names}; print([name for name in {heavy} if name in sys.modules])"
     assert printed("-c", code) == "[]\n"
