@@ -314,10 +314,11 @@ class KernelCosts:
         most = busy * contraction / (contraction + k.k_overhead)
         if not result:
             return most * k.dense
-        # Fewer rows than a tile has take the time of the tile, which `most` has counted.
-        rows = max(contraction if result == "weight" else m, k.tile_rows)
         if result == "weight":
+            rows = max(contraction, k.tile_rows)
             return most * k.grouped_wgrad * rows / (rows + k.grouped_wgrad_half_rows)
+        # Rows of a tile that is not full take as long as a full one's, which `most` has counted.
+        rows = math.ceil(m / k.tile_rows) * k.tile_rows
         return most * k.grouped * rows / (rows + k.grouped_half_rows)
 
     def all_to_all_ms(self, size: float) -> float:

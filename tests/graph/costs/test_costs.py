@@ -294,10 +294,10 @@ def test_efficiencies_are_fractions_and_bandwidths_stay_below_the_links(name):
         assert len(dispatcher.ranks) == len(dispatcher.between_gb_per_s)
 
 
-def test_fewer_rows_than_a_tile_take_no_longer():
-    costs = KernelCosts(H100, 8)
-    times = [gemm_ms(costs, 16, m, 768, 2048) for m in (1, 16, 64, 128)]
-    assert times == pytest.approx([times[-1]] * 4)
+@pytest.mark.parametrize("rows", [(1, 16, 64, 128), (129, 200, 256)])
+def test_fewer_rows_than_tiles_have_take_as_long(rows):
+    times = [gemm_ms(KernelCosts(H100, 8), 16, m, 768, 2048) for m in rows]
+    assert times == pytest.approx([times[-1]] * len(rows))
 
 
 def test_attention_by_width_and_window():
