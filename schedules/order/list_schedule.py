@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -195,20 +195,19 @@ class ListScheduler:
         self.order: list[int] = []
         self.is_issued = [False] * len(self.program)
         self.unsent = work.urgent
-        self.arrived = 0
         self.main_ms = 0.0
         self.loaded_until = dict.fromkeys(work.link_of.values(), 0.0)
         """By link, when all messages sent so far will have arrived."""
         self.all_loaded_until = min(self.loaded_until.values(), default=INFINITY)
 
     def schedule(self) -> list[int]:
-        length = len(self.program)
+        length, sent, arrived = len(self.program), self.clock.sent, 0
         self._make_ready(self.dependencies.at_first)
         while len(self.order) < length:
             self.clock.catch_up()
-            for message in self.clock.sent[self.arrived :]:
-                self._make_ready(self.dependencies.done(message))
-            self.arrived = len(self.clock.sent)
+            while arrived < len(sent):
+                self._make_ready(self.dependencies.done(sent[arrived]))
+                arrived += 1
             if len(self.order) == length:
                 break  # nothing but what is free was behind the last message
             i = self._next_compute()
@@ -224,10 +223,9 @@ class ListScheduler:
                 self._issue_first()
         return self.order
 
-    def _make_ready(self, starts: Iterable[int]) -> None:
+    def _make_ready(self, ready: list[int]) -> None:
         """Queue what is ready; what is free is issued at once, with all that is free behind it."""
         is_free = self.work.is_free
-        ready = list(starts)
         for i in ready:  # grows
             if is_free[i]:
                 self._issue(i)

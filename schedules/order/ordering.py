@@ -35,7 +35,7 @@ all-reduce and the optimizer follow by their dependencies. Details beyond the pa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -57,12 +57,11 @@ class Ready:
     """
 
     def __init__(self, program: Program, chains: Iterable[Sequence[int]] = ()) -> None:
-        self._dependents: Sequence[Sequence[int]] = program.dependents
+        self._dependents = [list(after) for after in program.dependents]
         self._missing = [len(before) for before in program.dependencies]
-        self._next: dict[int, list[int]] = {}
         for chain in chains:
             for before, after in pairwise(chain):
-                self._next.setdefault(before, []).append(after)
+                self._dependents[before].append(after)
                 self._missing[after] += 1
         self.at_first = [i for i, missing in enumerate(self._missing) if not missing]
 
@@ -70,12 +69,14 @@ class Ready:
         """Is everything done that the instruction at position i depends on?"""
         return not self._missing[i]
 
-    def done(self, i: int) -> Iterator[int]:
+    def done(self, i: int) -> list[int]:
         """Mark i as done. -> the positions that become ready by that."""
-        for j in (*self._dependents[i], *self._next.get(i, ())):
-            self._missing[j] -= 1
-            if not self._missing[j]:
-                yield j
+        missing, ready = self._missing, []
+        for j in self._dependents[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                ready.append(j)
+        return ready
 
 
 def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequence[int]] = ()) -> list[int]:
