@@ -70,7 +70,7 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
 
     Afterwards a DistributedDataParallel around this module leaves the experts alone, and their gradients are
     averaged over the ranks that hold the same experts. Collective over all ranks of the job; call it again
-    when other parameters train.
+    when other parameters train, and for a copy of the model.
 
     Args: groups: as for `optimize`.
     Returns: the groups of the model.
@@ -157,7 +157,14 @@ def fsdp(
             do="leave fsdp() and shard= out",
         )
     own = groups_of(model, groups)
-    kind = next(model.parameters()).device.type
+    kind = next(model.parameters()).device.type if mesh is None else mesh.device_type
+    if kind == "meta":
+        raise UserError(
+            "sharding",
+            got="parameters on the meta device, and no mesh",
+            expected="a mesh of the device that they will be on",
+            do="give it as mesh=: that of init_device_mesh, say",
+        )
     if mesh is None:
         mesh = (
             DeviceMesh.from_group(group_of(own.data), kind)

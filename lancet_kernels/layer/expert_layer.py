@@ -201,7 +201,8 @@ def check_input(
 
 
 def check_data_parallel(layer: ShardedExperts) -> None:
-    """Raise UserError inside a DistributedDataParallel that would average different experts."""
+    """Raise UserError inside a DistributedDataParallel that would average different experts, or where nothing
+    averages the gradients of the same ones."""
     if torch.compiler.is_compiling() or not layer.expert_group:
         return
     around = DistributedDataParallel._active_ddp_module
@@ -209,15 +210,24 @@ def check_data_parallel(layer: ShardedExperts) -> None:
         return
     names = {p: name for name, p in around.module.named_parameters()}
     for parameter in layer.expert_tensors().values():
-        name = names.get(parameter)
+        if (name := names.get(parameter)) is None:
+            continue
         # An adapter of PEFT registers a parametrization in each forward: it was ignored by its own name.
-        before = re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name or "")
-        if name is not None and not {name, before} & around.parameters_to_ignore:
+        before = re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name)
+        if not {name, before} & around.parameters_to_ignore:
             raise UserError(
                 "DistributedDataParallel around an MoELayer",
                 got=f"{name} among the parameters that it averages over all ranks",
                 expected="only parameters that are the same on all ranks (each rank has its own experts)",
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
+            )
+        # The names of what is ignored are copied with a model; what averages it, on a parameter, is not.
+        if not hasattr(parameter, "_ddp_ignored"):
+            raise UserError(
+                f"gradient of {name}",
+                got="a copy of the parameter that prepare_data_parallel was given, or another in its place",
+                expected="that parameter, whose gradients are averaged",
+                do="call ddp or prepare_data_parallel with this model, too",
             )
     _CHECKED[around].add(layer)
 

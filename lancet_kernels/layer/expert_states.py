@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 from weakref import WeakSet, ref
 
 import torch
@@ -144,6 +144,32 @@ class ExpertsByGlobalId(ShardedExperts):
         )
         # Under their global names they are told already.
         missing_keys += [key for key in own_missing if key not in not_stacked]
+
+
+class ShardedModule(nn.Module):
+    """A module that says of its parameters how a rank's part lies in the whole one."""
+
+    instances: ClassVar[WeakSet[ShardedModule]] = WeakSet()
+    """All that there are in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instances.add(self)
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """A rank's part of a parameter, or of an optimizer's state of it, as a DTensor; else itself."""
+        raise NotImplementedError
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The inverse of `whole`, which takes whole tensors, too."""
+        raise NotImplementedError
+
+
+class Part(NamedTuple):
+    """A parameter of such a module."""
+
+    module: ShardedModule
+    name: str
 
 
 def save_as_shards(layer: ShardedExperts) -> None:
@@ -280,6 +306,17 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
                 yield f"{path}.{name}" if path else name, tensor, place
 
 
+def experts_by_global_id(model: nn.Module) -> Iterator[tuple[list[str], DTensor]]:
+    """The names of all experts in the state dicts of all ranks, and the tensor of which they are the rows;
+    nothing where one rank has all."""
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, ExpertsByGlobalId):
+            before = f"{path}." if path else ""
+            for name, tensor, place in _placed(layer):
+                names = [f"{before}experts.{expert}.{name}" for expert in range(layer.num_experts)]
+                yield names, cast(DTensor, _as_shard(tensor.detach(), tensor, place))
+
+
 def _placed(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
     """The same of one adapter, or of the experts of a layer; of any other module, and where one rank has all
     experts, nothing."""
@@ -334,7 +371,9 @@ def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> Non
 register_module_module_registration_hook(_is_put_around)
 
 
-def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> None:
+def save_states_as_shards(optimizer: Optimizer, *_of_step: object) -> None:
+    """From now on state dicts of the optimizer hold such DTensors. Its first step does it, which some make
+    their state before."""
     if torch.compiler.is_compiling() or optimizer in _OPTIMIZERS:
         return
     _OPTIMIZERS.add(optimizer)
@@ -346,24 +385,26 @@ def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> 
         state.update({key: _own(value, parameter, place) for key, value in state.items()})
 
 
-register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_pre_hook(save_states_as_shards)
 
 
-def _places(optimizer: Optimizer) -> dict[Tensor, Place]:
-    """By parameter, the places of all that an optimizer updates of experts; where one rank has all experts,
-    none."""
+def _places(optimizer: Optimizer) -> dict[Tensor, Place | Part]:
+    """By parameter, the places of all that an optimizer updates of experts and of sharded modules; where one
+    rank has all experts, none."""
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     adapters = [module for adapter in _Adapter.adapters if (module := adapter.module()) is not None]
-    return {
-        tensor: place
-        for module in (*ShardedExperts.layers, *adapters)
-        for _, tensor, place in _placed(module)
-        if tensor in given
+    places: dict[Tensor, Place | Part] = {
+        parameter: Part(module, name)
+        for module in ShardedModule.instances
+        for name, parameter in module.named_parameters()
     }
+    for module in (*ShardedExperts.layers, *adapters):
+        places |= {tensor: place for _, tensor, place in _placed(module)}
+    return {tensor: place for tensor, place in places.items() if tensor in given}
 
 
 def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
-    """The state dict with the changed states of experts; neither it nor the optimizer changes.
+    """The state dict with the changed states of these; neither it nor the optimizer changes.
 
     torch checks afterwards whether the state dict is one of this optimizer.
     """
@@ -376,8 +417,10 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
     return {**state_dict, "state": states}
 
 
-def _as_shard(value: object, parameter: Tensor, place: Place) -> object:
-    """A tensor of this rank's experts as the shard of that of all experts."""
+def _as_shard(value: object, parameter: Tensor, place: Place | Part) -> object:
+    """A tensor of this rank's experts as the shard of that of all experts; the same of a sharded module."""
+    if isinstance(place, Part):
+        return place.module.whole(place.name, value) if isinstance(value, Tensor) else value
     form = place.form_of(value, parameter)
     if not form:
         return value
@@ -390,8 +433,11 @@ def _as_shard(value: object, parameter: Tensor, place: Place) -> object:
     return DTensor.from_local(place.laid(value, form), mesh, [Shard(_dimension(form))], run_check=False)
 
 
-def _own(value: object, parameter: Tensor, place: Place) -> object:
+def _own(value: object, parameter: Tensor, place: Place | Part) -> object:
     """This rank's part of such a tensor. Collective over the ranks of a DTensor that is sharded otherwise."""
+    if isinstance(place, Part):
+        is_own = not isinstance(value, DTensor) and getattr(value, "shape", None) in (None, parameter.shape)
+        return value if is_own else place.module.own(place.name, cast(Tensor, value))
     if isinstance(parameter, DTensor):
         return _own_shard(value, parameter, place)
     if isinstance(value, DTensor):

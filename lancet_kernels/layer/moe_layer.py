@@ -234,9 +234,14 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02) weights, zero biases. Experts' values depend on global ids, not on the ranks."""
+        """Normal(0, 0.02) weights, zero biases and buffers. Experts' values depend on global ids, not on the
+        ranks."""
         if isinstance(self.w1, FakeTensor):
             return  # Nothing to fill, and no number to read from a generator.
+        if self.correction_bias is not None:
+            self.correction_bias.zero_()
+        if self.gate.key == "index":
+            self.routing_step.zero_()
         # One number from the default generator, so that ranks that were seeded alike stay alike.
         seed = int(torch.randint(2**62, (), device="cpu"))
         for name in self.expert_names():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.rules.rules import Form
+from lancet_kernels.layer.expert_states import ShardedModule, save_states_as_shards
 from lancet_kernels.layer.gradients import broadcast_first, set_gradient_group
 from lancet_kernels.ops.comm.collectives import shard_of
 from lancet_kernels.ops.comm.groups import group_name
@@ -70,7 +70,7 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(ShardedModule):
     """This rank's part of a training step. Call it with the whole batch, like the model on one device; every
     rank gets the whole result, and by `backward` the gradients of its part: of whole parameters the sum over
     the ranks, of sharded ones their slice of it.
@@ -171,14 +171,13 @@ class ParallelModule(nn.Module):
         torch.distributed.checkpoint fills what is there."""
         self._check_optimizer(optimizer)
         _make_state(optimizer)
-        given: dict[str, Any] = get_optimizer_state_dict(self, optimizer)
-        return {**given, "state": _mapped(given["state"], self.whole)}
+        save_states_as_shards(optimizer)
+        return get_optimizer_state_dict(self, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` gave, on as many ranks or on others."""
         self._check_optimizer(optimizer)
-        own = {**state, "state": _mapped(state["state"], self.own)}
-        set_optimizer_state_dict(self, optimizer, own)
+        set_optimizer_state_dict(self, optimizer, dict(state))
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError for an optimizer of a parameter that is not this module's."""
@@ -227,13 +226,6 @@ class ParallelModule(nn.Module):
                 do="give the state dict of the whole model",
             )
         return shard_of(whole, dim, group_name(self.mesh.get_group()))
-
-
-def _mapped(
-    states: Mapping[str, Mapping[str, Any]], change: Callable[[str, Tensor], Tensor]
-) -> dict[str, Any]:
-    """States of an optimizer by parameter, their tensors changed."""
-    return {n: pytree.tree_map_only(Tensor, partial(change, n), state) for n, state in states.items()}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

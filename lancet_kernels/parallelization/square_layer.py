@@ -234,7 +234,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What `model.state_dict()` would be without partitions, on every rank. Collective over their groups."""
+    """What `model.state_dict()` would be without partitions, on every rank. Collective over their groups.
+
+    In `state_dict()` the tiles of all ranks have one name: torch.distributed.checkpoint would keep one tile.
+    """
     whole = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, PartitionedLinear):

@@ -20,9 +20,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lancet_kernels.errors import UserError, class_name
+from lancet_kernels.files import file_errors
 from lancet_kernels.layer.expert_layer import ExpertLayer
-from lancet_kernels.layer.expert_states import adapter_tensors
-from lancet_kernels.ops.comm.groups import group_name, group_rank, values_of_ranks
+from lancet_kernels.layer.expert_states import adapter_tensors, experts_by_global_id
+from lancet_kernels.ops.comm.groups import from_first_rank, group_name, group_rank
 from lancet_kernels.ops.comm.waiting import waiting
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
@@ -65,6 +66,8 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 do="merge it into the experts first: model.merge_and_unload()",
             )
     whole = {name: _whole(name, value) for name, value in model.state_dict().items()}
+    for names, shard in experts_by_global_id(model):
+        whole |= dict(zip(names, _whole(names[0], shard), strict=True))
     return _as_peft_has_it(model, whole)
 
 
@@ -101,7 +104,8 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     its part of the model it holds one layer with all of its experts, and the others one parameter.
 
     Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: is made.
-    Raises: UserError for another model, and for one with adapters; CommunicationError.
+    Raises: UserError for another model, for one with adapters, and on all ranks where the first one cannot
+    write; CommunicationError.
     """
     own = cast(Any, model)
     if hasattr(model, "get_base_model") or any("base_layer" in m._modules for m in model.modules()):
@@ -127,21 +131,39 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             if writes:
                 whole[name] = gathered.cpu()
             del gathered
+        with _on_first_rank(folder):
+            if writes:
+                file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
+                weight_map |= dict.fromkeys(_write(own, whole, folder / file), file)
+    with _on_first_rank(folder):
         if writes:
-            file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
-            weight_map |= dict.fromkeys(_write(own, whole, folder / file), file)
-    if writes:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        for old in {path.name for path in folder.iterdir()} - {*weight_map.values()}:
-            if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old):
-                (folder / old).unlink()  # it would be loaded in place of these
-        own.config.architectures = [class_name(model)]
-        own.config.save_pretrained(folder)
-        if own.can_generate():
-            own.generation_config.save_pretrained(folder)
-    # Then it is complete, for all ranks.
-    values_of_ranks(None, group_name(None), "end of a checkpoint")
+            index = {"metadata": {}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            for old in {path.name for path in folder.iterdir()} - {*weight_map.values()}:
+                if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old):
+                    (folder / old).unlink()  # it would be loaded in place of these
+            own.config.architectures = [class_name(model)]
+            own.config.dtype = str(own.dtype).removeprefix("torch.")  # `from_pretrained` loads in this one
+            own.config.save_pretrained(folder)
+            if own.can_generate():
+                own.generation_config.save_pretrained(folder)
+
+
+@contextmanager
+def _on_first_rank(folder: Path) -> Iterator[None]:
+    """The block writes on the first rank; the others leave it when that has. Collective over all ranks.
+
+    Raises: UserError on all of them for an error in the block.
+    """
+    failure = None
+    try:
+        with file_errors(folder, (Exception,)):
+            yield
+    except UserError as error:
+        failure = error
+    failure = from_first_rank(failure, group_name(None), "what was written of a checkpoint")
+    if failure is not None:
+        raise failure
 
 
 def _check_is_of_transformers(what: str, model: nn.Module) -> None:

@@ -1,9 +1,12 @@
 """DistributedDataParallel around models with MoE layers, against one process with the whole batch."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,6 +66,24 @@ def test_gradients_are_averaged_once_where_a_model_is_wrapped_anew(pool):
     assert pool.run(wrapped_anew, ranks=RANKS) == [0.0] * RANKS
 
 
+def copied() -> tuple[str, float]:
+    """What a copy behind `ddp` refuses, and how its gradients differ once it is wrapped, too."""
+    mine, step = batch().chunk(RANKS)[dist.get_rank()], Step(Case(), dist.group.WORLD, 1)
+    ddp(step)(mine)[0].backward()
+    copies = [copy.deepcopy(step) for _ in range(2)]
+    told = refusal(lambda: DistributedDataParallel(copies[0])(mine))
+    copies[1].zero_grad()
+    ddp(copies[1])(mine)[0].backward()
+    pairs = zip(step.parameters(), copies[1].parameters(), strict=True)
+    return told, max(float((once.grad - other.grad).abs().max()) for once, other in pairs)
+
+
+def test_a_copy_without_averages_is_refused(pool):
+    for told, difference in pool.run(copied, ranks=RANKS):
+        assert told.startswith("gradient of model.blocks.1.feed_forward.w1: got a copy of the parameter")
+        assert difference == 0.0
+
+
 def wrap_without_ddp() -> str:
     step = Step(Case(), dist.group.WORLD, 1)
     return refusal(lambda: DistributedDataParallel(step)(batch()[:4]))
@@ -100,3 +121,18 @@ def test_a_correction_bias_under_mixed_precision_keeps_small_updates(pool):
     for dtype, value, of_result in pool.run(bias_under_mixed_precision, ranks=2):
         assert (dtype, of_result) == (torch.float32, torch.bfloat16)
         assert value == pytest.approx(-1 + 8e-4, abs=1e-6)
+
+
+def sharded_on_meta() -> tuple[str, list[str]]:
+    """What is refused without a mesh; the devices of the meshes with one."""
+    with torch.device("meta"):
+        models = [nn.Sequential(nn.Linear(8, 8), MoELayer(8, 8, 4)) for _ in range(2)]
+    told = refusal(lambda: fsdp(models[0]))
+    fsdp(models[1], init_device_mesh("cpu", (dist.get_world_size(),)))
+    return told, [parameter.device_mesh.device_type for parameter in models[1].parameters()]
+
+
+def test_a_model_on_the_meta_device_is_sharded_over_a_mesh(pool):
+    for told, kinds in pool.run(sharded_on_meta, ranks=2):
+        assert told.startswith("sharding: got parameters on the meta device, and no mesh")
+        assert {*kinds} == {"cpu"}

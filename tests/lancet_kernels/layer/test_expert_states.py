@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lancet_kernels import Groups, MoELayer, clip_gradients, ddp, moe_losses
+from lancet_kernels import Groups, MoELayer, clip_gradients, ddp, export_state_dict, fsdp, moe_losses
 from tests.grids import few_of
 from tests.optimized import optimized
 
@@ -206,3 +206,19 @@ def names_on_rank() -> list[str]:
 def test_experts_have_their_global_names(pool) -> None:
     by_rank = pool.run(names_on_rank, ranks=2)
     assert by_rank == [[f"layer.experts.{e}.w1" for e in range(4 * r, 4 * r + 4)] for r in range(2)]
+
+
+def exported(sharing: int | None, is_sharded: bool) -> dict[str, Tensor]:
+    run = Run(0, torch.optim.SGD, sharing)
+    return export_state_dict(fsdp(run.model) if is_sharded else run.model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharing", "is_sharded"), few_of([(4, 2, True), (2, None, False), (4, 2, False)])
+)
+def test_all_ranks_export_all_experts(pool, ranks: int, sharing: int | None, is_sharded: bool) -> None:
+    torch.manual_seed(0)
+    whole = Step().state_dict()
+    for state in pool.run(exported, sharing, is_sharded, ranks=ranks):
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(state[name], whole[name]) for name in whole)

@@ -217,6 +217,15 @@ def test_the_correction_bias_keeps_small_updates_in_a_model_of_16_bits(to_16_bit
     assert layer.to("meta").correction_bias.is_meta
 
 
+@pytest.mark.parametrize(("gate", "buffer"), [("sigmoid", "correction_bias"), ("random", "routing_step")])
+def test_what_was_on_the_meta_device_is_reset_with_its_buffers(gate, buffer):
+    """`to_empty` leaves in them what was in memory before."""
+    layer = MoELayer(4, 8, 4, gate=gate, device="meta").to_empty(device="cpu")
+    getattr(layer, buffer).fill_(77)
+    layer.reset_parameters()
+    assert not getattr(layer, buffer).any()
+
+
 def test_update_correction_bias():
     layer = MoELayer(4, 4, 4, gate="sigmoid", top_k=2)
     layer.update_correction_bias(torch.tensor([10, 6, 0, 8]), rate=0.25)  # mean 6

@@ -38,6 +38,7 @@ from tests.grids import few_of
 from tests.optimized import optimized
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.ranks import RankPool
+from tests.refusals import refusal
 from tests.setups import refused
 from tests.transformers_models import (
     COMMON,
@@ -204,6 +205,29 @@ def test_ranks_dequantize_their_own_experts(pool: RankPool, tmp_path) -> None:
     for file in (tmp_path / "saved").glob("*.safetensors"):
         saved |= safetensors.load_file(file)
     check_equal(saved, expected)
+
+
+def saved_in_another_dtype(folder: str) -> tuple[str, Tensor, Tensor]:
+    """-> what is refused where the first rank cannot write; a weight before and behind a save."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
+    convert(model, strict=True)
+    weight = next(model.parameters())
+    with torch.no_grad():
+        weight.mul_(1.001)
+    told = refusal(lambda: save_safetensors(model, f"{folder}/config.json/below"))
+    save_safetensors(model, f"{folder}/saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    return told, weight.detach(), next(loaded.parameters()).detach()
+
+
+def test_a_save_names_its_dtype_and_fails_on_all_ranks(pool: RankPool, tmp_path) -> None:
+    tiny_model("Mixtral", torch.bfloat16).save_pretrained(tmp_path)
+    for told, weight, loaded in pool.run(saved_in_another_dtype, str(tmp_path)):
+        assert told.startswith(f"file to write: got {tmp_path}/config.json/below (Not a directory)")
+        assert loaded.dtype == torch.float32
+        assert torch.equal(loaded, weight)
 
 
 def asked_for_shapes(folder: str) -> None:
