@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.fsdp_parameters import (
@@ -29,6 +28,7 @@ from lancet_kernels.graph.capture.fsdp_parameters import (
     placements_over,
     set_divisor,
 )
+from lancet_kernels.layer.expert_layer import AVERAGES
 from lancet_kernels.layer.expert_states import adapter_tensors
 from lancet_kernels.layer.gradients import (
     broadcast_replicated,
@@ -38,9 +38,6 @@ from lancet_kernels.layer.gradients import (
 from lancet_kernels.layer.model_layers import expert_buffers, expert_groups, expert_parameters, groups_of
 from lancet_kernels.ops.comm.collectives import start_all_reduce
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_of, group_ranks, group_size
-
-_AVERAGES = WeakTensorKeyDictionary()
-"""By parameter, the hook of `prepare_data_parallel`."""
 
 
 def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:
@@ -103,12 +100,12 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
                 ignored += [f"{module_name}.{name}", f"{module_name}.{name}".removeprefix(".")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     for parameter, group in own.items():
-        if parameter in _AVERAGES:
-            _AVERAGES.pop(parameter).remove()
+        if parameter in AVERAGES:
+            AVERAGES.pop(parameter).remove()
         if parameter.requires_grad:
             # Before it is added to `.grad`, so that micro-batches add up.
             # The all-to-all has summed over the expert group.
-            _AVERAGES[parameter] = parameter.register_hook(
+            AVERAGES[parameter] = parameter.register_hook(
                 lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks
             )
     return groups
@@ -117,7 +114,7 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
 def refuse_averages(model: nn.Module) -> None:
     """Raise UserError for gradients that `prepare_data_parallel` averages: a plan would sum them again."""
     for name, parameter in model.named_parameters():
-        if parameter in _AVERAGES:
+        if parameter in AVERAGES:
             raise UserError(
                 f"gradient of {name}",
                 got="the average of ddp(model) or prepare_data_parallel(model), and sums of the plan",

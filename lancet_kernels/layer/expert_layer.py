@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError, check_name
@@ -40,6 +41,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.moe.fused_experts import LayerMemory
 
 
+AVERAGES = WeakTensorKeyDictionary()
+"""By parameter, the hook that averages its gradient over the ranks with the same experts."""
 # Layers whose experts a DistributedDataParallel module leaves alone.
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ShardedExperts]] = WeakKeyDictionary()
 
@@ -221,13 +224,13 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 expected="only parameters that are the same on all ranks (each rank has its own experts)",
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
             )
-        # The names of what is ignored are copied with a model; what averages it, on a parameter, is not.
-        if not hasattr(parameter, "_ddp_ignored"):
+        # The names of what is ignored are copied with a model; what averages a parameter is not.
+        if parameter.requires_grad and parameter not in AVERAGES:
             raise UserError(
                 f"gradient of {name}",
-                got="a copy of the parameter that prepare_data_parallel was given, or another in its place",
-                expected="that parameter, whose gradients are averaged",
-                do="call ddp or prepare_data_parallel with this model, too",
+                got="no average over ranks: it was frozen, or this model a copy, when others got theirs",
+                expected="one, as ddp and prepare_data_parallel set it",
+                do="call either again for this model",
             )
     _CHECKED[around].add(layer)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from lancet_kernels import Groups, MoELayer, UserError, ddp, fsdp
+from lancet_kernels import Groups, MoELayer, UserError, ddp, fsdp, prepare_data_parallel
 from tests.lancet_kernels.layer.test_expert_groups import (
     RANKS,
     Case,
@@ -66,21 +66,26 @@ def test_gradients_are_averaged_once_where_a_model_is_wrapped_anew(pool):
     assert pool.run(wrapped_anew, ranks=RANKS) == [0.0] * RANKS
 
 
-def copied() -> tuple[str, float]:
-    """What a copy behind `ddp` refuses, and how its gradients differ once it is wrapped, too."""
+def without_averages(is_frozen: bool) -> tuple[str, float]:
+    """What is refused of a copy behind `ddp`, or of one that was frozen then; and how its gradients differ
+    once it is wrapped, too."""
     mine, step = batch().chunk(RANKS)[dist.get_rank()], Step(Case(), dist.group.WORLD, 1)
     ddp(step)(mine)[0].backward()
-    copies = [copy.deepcopy(step) for _ in range(2)]
-    told = refusal(lambda: DistributedDataParallel(copies[0])(mine))
-    copies[1].zero_grad()
-    ddp(copies[1])(mine)[0].backward()
-    pairs = zip(step.parameters(), copies[1].parameters(), strict=True)
-    return told, max(float((once.grad - other.grad).abs().max()) for once, other in pairs)
+    other = copy.deepcopy(step)
+    if is_frozen:
+        prepare_data_parallel(other.requires_grad_(False))
+        other.requires_grad_(True)
+    told = refusal(lambda: DistributedDataParallel(other)(mine))
+    other.zero_grad()
+    ddp(other)(mine)[0].backward()
+    pairs = zip(step.parameters(), other.parameters(), strict=True)
+    return told, max(float((once.grad - own.grad).abs().max()) for once, own in pairs)
 
 
-def test_a_copy_without_averages_is_refused(pool):
-    for told, difference in pool.run(copied, ranks=RANKS):
-        assert told.startswith("gradient of model.blocks.1.feed_forward.w1: got a copy of the parameter")
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_experts_without_averages_are_refused(pool, is_frozen):
+    for told, difference in pool.run(without_averages, is_frozen, ranks=RANKS):
+        assert told.startswith("gradient of model.blocks.1.feed_forward.w1: got no average over ranks")
         assert difference == 0.0
 
 
