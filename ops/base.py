@@ -26,6 +26,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from lancet_kernels.errors import UserError
+
 _PLAIN = (Tensor, nn.Parameter)
 _FUNCTIONS: dict[object, Callable[..., Any]] = {}
 """By op as it stands in graphs."""
@@ -112,8 +114,22 @@ def is_traced(inputs: Iterable[Any]) -> bool:
         torch.compiler.is_compiling()
         or any(_is_more(value) for value in inputs)
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _is_transformed()
     )
+
+
+def _is_transformed() -> bool:
+    """Does torch.func transform this call? Raises: UserError for `jvp`, as torch (2.13) loses the tangents
+    of ops: their results would have none, without a word."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == torch._C._functorch.TransformType.Jvp for transform in transforms):
+        raise UserError(
+            "derivative of MoE layers and Dropout",
+            got="torch.func.jvp, or what uses it (jacfwd, hessian)",
+            expected="backward()",
+            do="differentiate with torch.autograd.grad",
+        )
+    return bool(transforms)
 
 
 def _is_more(value: Any) -> bool:

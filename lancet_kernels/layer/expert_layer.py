@@ -192,9 +192,9 @@ def check_input(
     for what, value, each in (("mask", mask, "flag"), ("token_ids", token_ids, "id")):
         if value is None:
             continue
-        # A mask may have other dimensions.
-        fits = value.numel() == shape.numel() if what == "mask" else value.shape == shape
-        if not fits:
+        # Flat, the mask of a batch lies as its tokens do; a transposed one would hide others.
+        is_flat = what == "mask" and 1 in (value.dim(), len(shape)) and value.numel() == shape.numel()
+        if value.shape != shape and not is_flat:
             raise UserError(
                 f"{what} of MoELayer",
                 got=f"shape {list(value.shape)}",
@@ -320,7 +320,7 @@ class ExpertLayer(ShardedExperts):
             return num_tokens
         return max(1, math.ceil(self.capacity_factor * num_tokens * top_k / self.num_experts))
 
-    def _eager_weights(self, x_TD: Tensor, real_T1: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _eager_weights(self, x_TD: Tensor) -> tuple[Tensor, Tensor] | None:
         """w1 and w2 for `eager_experts`, in a dropless call whose ops nobody has to see one by one; else
         None."""
         if (
@@ -329,8 +329,6 @@ class ExpertLayer(ShardedExperts):
             or self.exchange is not None
             or torch.is_autocast_enabled(x_TD.device.type)
         ):
-            return None
-        if real_T1 is not None and not bool(real_T1.any()):
             return None
         w1, b1, w2, _ = self.weights()
         return (w1, w2) if b1 is None and runs_eagerly(x_TD, w1, w2) else None

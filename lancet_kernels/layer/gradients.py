@@ -127,7 +127,7 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in _local_gradients(model.parameters()):
-            gradient.mul_(scale.to(gradient))
+            gradient.mul_(scale.to(gradient.device))  # which is not rounded to 16 bits
     return norm
 
 

@@ -311,7 +311,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         key_T, bias_E = self._keys(x_TD, token_ids), self.correction_bias
         # `eager_experts` has slots by order of tokens.
-        weights = None if self._slots_follow_logits() else self._eager_weights(x_TD, real_T1)
+        weights = None if self._slots_follow_logits() else self._eager_weights(x_TD)
         if weights is not None:
             expert_TK = self._select(run, logits_TE, key_T, bias_E)
             weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
@@ -332,7 +332,9 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
                 weight_TK = self.gate.weights(logits_TE, expert_TK, torch.float32)
             y_TD = self._experts(cast(x_TD), expert_TK, slot_TK, weight_TK, used_out_E, capacity, real_T1)
         shared_TD = self._shared_expert(x_TD)
-        y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
+        # No view, as of nn.Linear: one that somebody writes into would lose the hook that FSDP puts on it.
+        y = torch.ops.aten._unsafe_view(y_TD, x.shape)
         if not return_sums:
             return y
         return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens, real_T1)

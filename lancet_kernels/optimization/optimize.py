@@ -262,6 +262,13 @@ def _prepare(
     if backend == "fused":
         for layer in moe_layers(model):
             check_activation(layer.activation, "activation of a layer to be fused")
+    if any(isinstance(module, OptimizedModule) for module in model.modules()):
+        raise UserError(
+            "model",
+            got="a module that optimize() gave",
+            expected="one without a plan",
+            do="give optimize() its .module again",
+        )
     if shard is not None:
         fsdp(model, shard, groups)
     check_model(model)

@@ -119,7 +119,7 @@ class ConvertedExperts(ExpertLayer, Derived):
             first_TK, real_T1 = run.as_at_first(self, (expert_TK.int(), real_T1))
             expert_TK = first_TK.long()
         x_TD = cast(hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype))
-        weights = self._eager_weights(x_TD, real_T1) if top_k_weights.dtype == dtype else None
+        weights = self._eager_weights(x_TD)
         if weights is not None:
             y_TD, _ = eager_experts(
                 x_TD, expert_TK, top_k_weights, *weights,

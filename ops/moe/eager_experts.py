@@ -29,10 +29,11 @@ from lancet_kernels.ops.moe.expert_ops import expert_activation, expert_activati
 
 def runs_eagerly(x_TD: Tensor, w1: Tensor, w2: Tensor) -> bool:
     """Can `eager_experts` take these tokens and weights? Float32 on a CPU, nobody watches, and weights lie by
-    rows or by columns, in a multiple of 16 bytes (for torch's grouped_mm)."""
+    rows or by columns, in a multiple of 16 bytes (for torch's grouped_mm). Their number does not matter, so
+    that all ranks go one way: gradients of weights come in another order from the ops, and hooks on them
+    communicate (`ddp`)."""
     return (
-        x_TD.numel() > 0
-        and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x_TD, w1, w2))
+        all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x_TD, w1, w2))
         and all(
             (w.is_contiguous() or is_by_column(w)) and not any(n % 4 for n in w.shape[1:]) for w in (w1, w2)
         )
@@ -53,11 +54,13 @@ def eager_experts(
 ) -> tuple[Tensor, Tensor]:
     """-> y [T, D], and int64 [E]: how many choices each expert got. No choice is dropped.
 
-    Args: expert_TK int64. w1 [L, D, H], w2 [L, F, D]: of the experts of this rank. real_T1 bool: the tokens
-        that are no padding, N of them, at least one; None: all. Padding is left out; y is zero there.
+    Args: expert_TK int64. weight_TK: of any dtype. w1 [L, D, H], w2 [L, F, D]: of the experts of this rank.
+        real_T1 bool: the tokens that are no padding, N of them; None: all. Padding is left out; y is zero
+        there.
     Raises: UserError (ranks disagree), CommunicationError (a peer is missing).
     """
     experts = w1, w2, num_experts, activation, group
+    weight_TK = weight_TK.to(x_TD.dtype)  # a float64 router gives float64
     if real_T1 is None:
         return _EagerExperts.apply(x_TD, expert_TK, weight_TK, *experts)
     real_T = real_T1.view(-1)

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import optimize
+from lancet_kernels.errors import UserError
 from lancet_kernels.ops.base import Context, context_of, during, now, op
 
 
@@ -67,6 +68,14 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 times.register_autograd(lambda ctx, dy: (times(dy, ctx.factor), None), setup_context=_setup_context)
+
+
+def test_forward_derivatives_are_refused() -> None:
+    """torch's jvp gives zero for a `custom_op` whose inputs train nothing, without a word."""
+    x = torch.ones(3)
+    with pytest.raises(UserError, match=r"got torch.func.jvp.*, expected backward\(\)"):
+        torch.func.jvp(times, (x,), (x,))
+    assert torch.func.vmap(times)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
 
 
 def test_eager_gradients_use_the_formula_and_defaults() -> None:

@@ -231,6 +231,10 @@ def test_clipping_without_gradients_or_group():
     model.weight.grad = torch.tensor([[-3.0]])
     assert clip_gradients(model, 1.5, Groups()).item() == 3
     assert abs(model.weight.grad.item() + 1.5) < 1e-5
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    model.weight.grad = torch.full((1, 1), 6e4, dtype=torch.float16)
+    clip_gradients(model, 1e-3, Groups())  # by a number that float16 does not have
+    assert abs(model.weight.grad.item() - 1e-3) < 1e-6
     with pytest.raises(UserError, match="give the model, not its parameters"):
         clip_gradients(model.parameters(), 1.5)
 

@@ -97,6 +97,7 @@ def test_bad_input():
         ({"token_ids": ids[:2].float()}, "token_ids of MoELayer: got torch.float32, expected int64"),
         ({"mask": torch.ones(4)}, "mask of MoELayer: got torch.float32, expected bool"),
         ({"mask": ids.bool()}, r"mask of MoELayer: got shape \[3\], expected \[2\]"),
+        ({"x": torch.zeros(2, 3, 4), "mask": ids.bool().expand(2, 3).T}, r"got shape \[3, 2\], expected"),
         ({"mask": [1, 1]}, "mask of MoELayer: got a list, expected a tensor"),
     ]:
         with pytest.raises(UserError, match=message) as caught:

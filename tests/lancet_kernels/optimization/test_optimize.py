@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from lancet_kernels import MoELayer, optimize
+from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.optimization.optimize import Progress
 
 STAGES = ["capturing the step", "measuring ops", "planning", "applying the plan"]
@@ -36,6 +36,15 @@ def test_optimize_shows_its_stages(
     assert names(err.splitlines()) == STAGES * verbose
     logged = [r.message for r in caplog.records if r.name == optimize.__module__]
     assert names(logged) == STAGES
+
+
+def test_an_optimized_module_is_not_optimized_again() -> None:
+    x = torch.randn(4, 8)
+    step = optimize(Step(), (x,), strategy="none", cluster="local")
+    for model in (step, torch.nn.Sequential(step)):
+        with pytest.raises(UserError, match=r"model: got a module that optimize\(\) gave"):
+            optimize(model, (x,))
+    optimize(step.module, (x,), strategy="none", cluster="local")(x).backward()
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
