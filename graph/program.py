@@ -434,14 +434,20 @@ class SavedJson(ABC):
     @classmethod
     def from_json(cls: type[Saved], data: Any) -> Saved:
         """The object that `to_json` wrote. Raises: UserError: not of this kind and version."""
+        return cls._parsed(f"{cls.KIND} JSON", data)
+
+    @classmethod
+    def _parsed(cls: type[Saved], what: str, data: Any) -> Saved:
         actual = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
         if actual != (expected := (f"lancet-{cls.KIND}", cls.VERSION)):
-            raise UserError(f"{cls.KIND} JSON", got=actual, expected=expected, do=cls.AGAIN)
+            raise UserError(what, got=actual, expected=expected, do=cls.AGAIN)
         try:
             return cls.from_fields({k: v for k, v in data.items() if k not in ("format", "version")})
-        except (KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
-                f"{cls.KIND} JSON", got=repr(error), expected="every field of its version", do=cls.AGAIN
+                what, got=repr(error), expected="every field of its version", do=cls.AGAIN
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -461,7 +467,7 @@ class SavedJson(ABC):
             raise UserError(
                 f"{cls.KIND} file", got=f"{path} ({error})", expected=f"a saved {cls.KIND}", do=cls.AGAIN
             ) from error
-        saved = cls.from_json(data)
+        saved = cls._parsed(f"{cls.KIND} file {path}", data)
         if program is not None:
             saved.check(program)
         return saved

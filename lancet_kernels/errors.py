@@ -41,6 +41,12 @@ def check_name(what: str, value: object, names: Collection[str], do: str = "chec
         raise UserError(what, got=repr(value), expected=f"one of {', '.join(names)}", do=do)
 
 
+def check_type(what: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise UserError unless `value` is of one of the types. Args: expected: them, in words."""
+    if not isinstance(value, kinds):
+        raise UserError(what, got=type(value).__name__, expected=expected, do="see its docstring")
+
+
 class CommunicationError(RuntimeError):
     """A collective failed or ran out of time. The message names rank, operation and whom it waited for.
 

@@ -198,12 +198,20 @@ def cache_folder() -> Path:
     return _writable(Path(base or os.path.expanduser("~/.cache")) / "lancet_kernels")
 
 
+_ROOM = 1 << 16
+"""Bytes that the cache folder must have room for: files of measured times have some ten thousand."""
+
+
 @functools.cache
 def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A file, not the permissions: these do not tell of everything, least of all root.
-        with tempfile.TemporaryFile(dir=folder):
+        # A file, not the permissions: these do not tell of everything, least of all root. With content: the
+        # disk may be full.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+            os.fsync(file.fileno())
             return folder
     except OSError as error:
         if os.environ.get("RANK", "0") == "0":

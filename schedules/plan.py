@@ -409,7 +409,9 @@ class Plan(SavedJson):
             fields[name] = tuple(fields[name])
             if not all(isinstance(instruction, str) for instruction in fields[name]):
                 raise TypeError(f"{name} is no list of names")
-        return cls(**fields)
+        plan = cls(**fields)
+        plan.explain(details=True)  # it reads every figure, and fails where somebody has written another type
+        return plan
 
     def explain(self, details: bool = False) -> str:
         """The plan as text for people: its time beside that of others, predicted and measured, why it was

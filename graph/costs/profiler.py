@@ -102,7 +102,8 @@ class Profiler:
         """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
-        self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
+        # Of rank 0, whose file it is: the others look for the same times, also on other devices.
+        self.device_model = self._from_first(f"{device.type} {kind or platform.machine()}, {threads} threads")
         self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
         self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 

@@ -219,12 +219,19 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def _read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The steps of a run in order, without a line that a kill cut short. None in JSON is NaN."""
+    """The steps of a run in order, without lines that are none: a kill cuts the last one short. None in JSON
+    is NaN."""
     if not (run / _METRICS).exists():
         return []
-    lines = (run / _METRICS).read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines if line.endswith("}")]
-    return [{k: math.nan if v is None else v for k, v in step.items()} for step in steps]
+    steps = []
+    for line in (run / _METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            steps.append(json.loads(line))
+    return [
+        {k: math.nan if v is None else v for k, v in step.items()}
+        for step in steps
+        if isinstance(step, dict) and "step" in step
+    ]
 
 
 def _summary(run: Path, trainer: Trainer, validation_loss: float) -> dict[str, object]:

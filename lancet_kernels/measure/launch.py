@@ -297,7 +297,9 @@ def launch(
             failures = {rank: result.failures[rank] for rank in result.failures if rank not in job.ended}
             if failures:
                 _leave_if_stopped(failures)
-                raise root_cause(failures)
+                codes = {rank: handler.proc.poll() for rank, handler in job.subprocess_handlers.items()}
+                left = [rank for rank in codes if codes[rank] == 0 and rank not in job.ended]
+                raise root_cause(failures, left)
         except SignalException as stop:
             if finish_s:
                 with contextlib.suppress(SignalException):  # a second one
@@ -355,10 +357,12 @@ def _leave_if_stopped(failures: Mapping[int, ProcessFailure]) -> None:
 _BLAME_ORDER = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
 
 
-def root_cause(failures: Mapping[int, ProcessFailure]) -> RankFailed:
+def root_cause(failures: Mapping[int, ProcessFailure], left: Sequence[int] = ()) -> RankFailed:
     """The failure that caused the others, among the ranks that ended by themselves.
 
     A rank whose wait timed out names the rank that it waited for, if it knows it: then that one failed.
+
+    Args: left: ranks that ended without an error, which others may have lost.
     """
 
     def order(rank: int) -> tuple[int, int, int]:
@@ -371,6 +375,10 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> RankFailed:
         what = "lost a peer" if said["blames"] == "peer" else "failed"
         if said["blames"] == "timeout" and said["missing"]:
             rank, what = said["missing"][0], "did not answer"
+        if said["blames"] == "peer" and left:
+            rank = left[0]
+        if rank in left:
+            what = "ended with exit code 0 before the others"
         text = failure.error_file_data["message"]["message"]
         return RankFailed(rank, f"{what}: {text}", traceback_file=said["traceback_file"])
     if failure.exitcode < 0:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lancet_kernels.errors import UserError, class_name
+from lancet_kernels.errors import UserError, check_type, class_name
 from lancet_kernels.graph.capture.capture import hooks_of
 from lancet_kernels.graph.capture.fsdp_parameters import ShardedParameter, sharded_parameters
 from lancet_kernels.graph.capture.trace import Assumptions
@@ -328,6 +328,7 @@ def _autocast_text(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
 def check_model(model: nn.Module) -> None:
     """Raise UserError for a model that no plan can train: without parameters, with parameters that no
     gradient can reach, or distributed over ranks by a wrapper."""
+    check_type("model", model, nn.Module, "a torch.nn.Module whose forward returns the loss")
     name = f"model {class_name(model)}"
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UserError(

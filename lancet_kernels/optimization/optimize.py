@@ -12,6 +12,7 @@ rounding of sums over parts.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.errors import UserError, check_name, check_type
 from lancet_kernels.graph.capture.captured_graph import garbage_collection
 from lancet_kernels.graph.capture.fsdp_parameters import set_divisor
 from lancet_kernels.graph.capture.run import check_compiler
@@ -136,13 +137,15 @@ def optimize(
         "compare_every": compare_every,
         "trials": trials,
     }
+    _check_types(example_inputs, options, plan=plan, cache=cache, times=times)
     _check_choices(**checked)
     _prepare(model, backend, shard, groups)
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
     own_groups = groups_of(model, groups)
-    check_settings(own_groups.world, {**checked, "measured": cluster is None, "lowering": lowering})
+    given = {"plan": plan is not None, "measured": cluster is None, "lowering": lowering}
+    check_settings(own_groups.world, {**checked, **given})
     step = _captured(model, arguments, reduce_gradients, times, own_groups, accumulate)
     progress.begin("measuring ops")
     options = on_device(options, step.device, own_groups.world)
@@ -176,6 +179,7 @@ def optimize_each(
     measured once. Collective. The modules share their microbatches' sums: let only one at a time be within
     `no_sync`."""
     names = list(strategies)
+    _check_types(example_inputs, options, times=times)
     for name in names:
         _check_choices(name, accumulate)
     _prepare(model, None, None, None)
@@ -273,6 +277,15 @@ def _prepare(
         fsdp(model, shard, groups)
     check_model(model)
     name_layers(model)
+
+
+def _check_types(example_inputs: object, options: object, **files: object) -> None:
+    """Raise UserError for what is of no type that `optimize` takes."""
+    expected = "a tuple by position, or a dict by name"
+    check_type("inputs of a step", example_inputs, Iterable, expected)
+    check_type("options", options, (PlanningOptions, type(None)), "PlanningOptions")
+    for name, file in files.items():
+        check_type(name, file, (str, os.PathLike, type(None)), "the path of a file")
 
 
 def _check_choices(

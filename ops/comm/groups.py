@@ -173,15 +173,16 @@ def groups_of_all_ranks(ranks: list[int], what: str = "process groups") -> list[
     Of a job whose other ranks are fake: groups of the same shape. Example: [0, 2] of four ranks, [1, 3].
     """
     world = dist.get_world_size()
-    gathered: list[list[int]] = [[]] * world
     if dist.get_backend() == "fake":
+        groups, placed = list[list[int]](), set[int]()
         for rank in range(world):
-            if not gathered[rank]:
-                for other in ranks:
-                    gathered[other + rank - ranks[0]] = [r + rank - ranks[0] for r in ranks]
-    else:
-        with waiting(f"comparison of the {what}"):
-            dist.all_gather_object(gathered, ranks)
+            if rank not in placed:
+                groups.append([r + rank - ranks[0] for r in ranks])
+                placed.update(groups[-1])
+        return sorted(groups)
+    gathered: list[list[int]] = [[]] * world
+    with waiting(f"comparison of the {what}"):
+        dist.all_gather_object(gathered, ranks)
     return [list(group) for group in sorted(set(map(tuple, gathered)))]
 
 

@@ -167,6 +167,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
         Plan.load(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("figure", ["iteration_ms", "lower_bound_ms"])
+@pytest.mark.parametrize("value", [None, "4 ms", []])
+def test_a_file_whose_figures_are_of_another_type_is_refused(plans, tmp_path, figure, value):
+    path, data = tmp_path / "plan.json", plans["lancet"].to_json()
+    data["report"]["predicted"][figure] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"plan file {path}: got .*; plan again"):
+        Plan.load(path)
+
+
 @examples(60)
 @hypothesis_given(random_programs(most=16))
 def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):

@@ -191,6 +191,13 @@ def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp
     assert (summary["loss_first"], summary["loss_last"]) == (after[0]["loss"], after[-1]["loss"])
 
 
+def test_a_line_of_metrics_that_is_none_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": null}\n\xff}\n3}\n[]\n{}\n{"step": 2}\n{"ste'
+    )
+    assert [step["step"] for step in train._read_metrics(tmp_path)] == [1, 2]
+
+
 LOGGED = r"step \d+/\d+, loss \d+\.\d{3}, \d+ tokens/s, \d+\.\d ms"
 
 

@@ -1,6 +1,7 @@
 """Which tiles fit where, how launches are cut, which kernel takes them; the cache of tuned configurations."""
 
 import json
+import resource
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -236,6 +237,19 @@ def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_pat
     (said,) = caplog.messages
     assert said.startswith(f"nothing is remembered: {tmp_path}/file/lancet_kernels cannot be written")
     TunedCache(config.default_cache()).put([entry()])
+
+
+def test_a_cache_folder_on_a_full_disk_is_replaced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # An empty file can still be made.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        folder = config.cache_folder()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert tmp_path not in folder.parents
+    assert "cannot be written to (File too large)" in caplog.text
 
 
 def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, caplog):

@@ -52,14 +52,14 @@ def test_gradients_under_ddp_equal_one_process(pool, size):
 
 def wrapped_anew() -> float:
     """The largest difference of a gradient between a model that was wrapped twice and one that was once."""
-    mine, found = batch().chunk(RANKS)[dist.get_rank()], []
+    mine, gradients = batch().chunk(RANKS)[dist.get_rank()], []
     for times in (1, 2):
         step = Step(Case(), dist.group.WORLD, 1)
         for _ in range(times):
             around = ddp(step)
         around(mine)[0].backward()
-        by_dtype.append([parameter.grad for parameter in step.parameters()])
-    return max(float((once - twice).abs().max()) for once, twice in zip(*by_dtype, strict=True))
+        gradients.append([parameter.grad for parameter in step.parameters()])
+    return max(float((once - twice).abs().max()) for once, twice in zip(*gradients, strict=True))
 
 
 def test_gradients_are_averaged_once_where_a_model_is_wrapped_anew(pool):

@@ -135,6 +135,21 @@ def test_a_tensor_in_place_of_inputs_is_refused():
         step.microbatches([x, x])
 
 
+@pytest.mark.parametrize(
+    ("model", "inputs", "by_name", "says"),
+    [
+        (torch.sin, (), {}, "model: got builtin_function_or_method, expected a torch.nn.Module"),
+        (nn.Linear, (), {}, "model: got type, expected a torch.nn.Module"),
+        (nn.Linear(2, 2), None, {}, "inputs of a step: got NoneType, expected a tuple"),
+        (nn.Linear(2, 2), (), {"options": {}}, "options: got dict, expected PlanningOptions"),
+        (nn.Linear(2, 2), (), {"plan": 3}, "plan: got int, expected the path of a file"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(model, inputs, by_name, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        optimize(model, inputs, **by_name)
+
+
 def test_unknown_strategy():
     with pytest.raises(UserError, match="strategy: got 'best', expected one of none, tutel, lancet-dw"):
         optimize(nn.Linear(2, 2), (torch.ones(1, 2),), strategy="best")

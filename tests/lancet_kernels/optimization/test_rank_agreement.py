@@ -155,6 +155,7 @@ def arguments_that_differ() -> list[str]:
         planned(accumulate=2),
         planned(compare_every=7),
         planned(reduce_gradients="sum"),
+        planned(plan="plan.json"),
         passes,
     ]
 
@@ -168,11 +169,23 @@ def test_other_arguments_of_optimize_are_named(pool: RankPool) -> None:
                 "accumulate=1 on rank 0 and 2 on rank 1",
                 "compare_every=1000 on rank 0 and 7 on rank 1",
                 "reduce_gradients='mean' on rank 0 and 'sum' on rank 1",
+                "plan=False on rank 0 and True on rank 1",
                 "LANCET_WITHOUT_PASSES='' on rank 0 and 'order' on rank 1",
             ),
             strict=True,
         ):
             assert words in text
+
+
+def planned_with_other_threads(times: str) -> str:
+    with mock.patch.object(torch, "get_num_threads", return_value=1 + dist.get_rank()):
+        return optimize(Model(), batch(), times=times, trials=0).plan.fingerprint
+
+
+@pytest.mark.long
+def test_ranks_on_other_devices_look_for_the_same_times(pool: RankPool, tmp_path) -> None:
+    first, second = pool.run(planned_with_other_threads, str(tmp_path / "times.json"), timeout_s=300.0)
+    assert first == second
 
 
 def files_of_one_rank(folder: str) -> list[tuple[str, bool]]:
