@@ -208,10 +208,10 @@ def _writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         # A file, not the permissions: these do not tell of everything, least of all root. With content: the
         # disk may be full.
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_ROOM))
-            file.flush()
-            os.fsync(file.fileno())
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_ROOM))
+            probe.flush()
+            os.fsync(probe.fileno())
             return folder
     except OSError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -262,7 +262,8 @@ def _planned(
 def _prepare(
     model: nn.Module, backend: str | None, shard: DeviceMesh | None, groups: AnyGroups | None
 ) -> None:
-    """Shard the model if asked to, refuse one that cannot be planned, and tell its layers their names."""
+    """Refuse a model that cannot be planned, shard it if asked to, and tell its layers their names."""
+    check_model(model)
     if backend == "fused":
         for layer in moe_layers(model):
             check_activation(layer.activation, "activation of a layer to be fused")
@@ -275,7 +276,6 @@ def _prepare(
         )
     if shard is not None:
         fsdp(model, shard, groups)
-    check_model(model)
     name_layers(model)
 
 
