@@ -67,12 +67,21 @@ def start_ranks(device: str, timeout_s: float, even_alone: bool = False) -> Rank
 
     timeout_s: how long a collective may wait for a peer before it raises. Alone (no launcher, or a world of
     one) there is no process group; even_alone: there is one for a world of one that a launcher started.
-    Raises UserError if there is no such device, CommunicationError if a rank does not come.
+    Raises UserError for an incomplete environment, and if there is no such device; CommunicationError if a
+    rank does not come.
     """
-    rank, world, local_rank = (
-        int(os.environ[name]) if under_launcher() else alone
-        for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    try:
+        rank, world, local_rank = (
+            int(os.environ[name]) if under_launcher() else alone
+            for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            "environment of a rank",
+            got=repr(error),
+            expected="numbers RANK, WORLD_SIZE and LOCAL_RANK",
+            do="start it with torchrun, or set all three",
+        ) from error
     place = _place(device, local_rank)
     if place.type == "cpu":
         torch.set_num_threads(1)

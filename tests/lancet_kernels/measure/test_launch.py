@@ -255,6 +255,14 @@ def test_alone_there_is_no_group(monkeypatch):
         torch.set_num_threads(threads)
 
 
+def test_an_incomplete_environment(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match="got KeyError.'LOCAL_RANK'., expected numbers RANK"):
+        start_ranks("cpu", 1)
+
+
 def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
