@@ -259,7 +259,7 @@ def test_an_incomplete_environment(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UserError, match="got KeyError.'LOCAL_RANK'., expected numbers RANK"):
+    with pytest.raises(UserError, match=r"got KeyError.'LOCAL_RANK'., expected numbers RANK"):
         start_ranks("cpu", 1)
 
 
