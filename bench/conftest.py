@@ -2,9 +2,8 @@
 
 `pytest bench --benchmark-disable` runs each once, small, and measures nothing.
 
-What a benchmark is compared with is in its group (kernel and workload). Without a GPU our kernels run in
-Triton's interpreter: such a time is a proof that they run and nothing else, and says so. On a GPU, `make gpu`
-measures the fused launches.
+Contenders are in one group (kernel and workload). Without a GPU our kernels run in Triton's interpreter: such
+a time only proves that they run, and is labelled so. On a GPU, `make gpu` measures the fused launches.
 """
 
 import os
@@ -53,15 +52,15 @@ def dtype() -> torch.dtype:
 
 @pytest.fixture(params=list(WORKLOADS))
 def workload(request: pytest.FixtureRequest) -> Workload:
-    """The real one on a GPU; on a CPU a small one of its sort."""
+    """The real one on a GPU; on a CPU a small one of its kind."""
     real = WORKLOADS[request.param]
     return real if ON_GPU else real.small()
 
 
 @pytest.fixture
 def measure(benchmark, dtype: torch.dtype) -> Callable[..., None]:
-    """measure(run, group=.., name=.., ours=.., workload=..): time and note it. ours: do our Triton kernels
-    run in it?"""
+    """measure(run, group=.., name=.., ours=.., workload=..): time it, with these facts in the report. ours:
+    whether our Triton kernels run in it."""
 
     def time_it(
         run: Callable[[], object],

@@ -1,4 +1,4 @@
-"""MoE layers to compare with: what torch alone gives, always at hand; those of transformers, if installed."""
+"""MoE layers to compare with: of torch's ops alone, and of transformers, if installed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[
     """The experts of a layer by torch's ops, as torchtitan has them. -> y, dx, dweight, dw1, dw2."""
     choice = routing.choice[: int(routing.count.sum())].long()
     token = choice // routing.expert.shape[1]
-    given = x, routing.weight, experts.w1, experts.w2
-    x, weight, w1, w2 = (t.detach().clone().requires_grad_() for t in given)
+    tensors = x, routing.weight, experts.w1, experts.w2
+    x, weight, w1, w2 = (t.detach().clone().requires_grad_() for t in tensors)
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
         if rows.is_cuda:
@@ -27,7 +27,7 @@ def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[
         parts = rows.split(routing.count.tolist())
         return torch.cat([part @ each for part, each in zip(parts, weights, strict=True)])
 
-    # index_select and index_add are each other's backward; that of x[token] sorts.
+    # index_select and index_add are each other's backward; the backward of x[token] would sort.
     hidden = activate(product(x.index_select(0, token), w1), experts.activation)
     y = product(hidden, w2) * weight.reshape(-1)[choice, None].to(x.dtype)
     out = torch.zeros_like(x).index_add(0, token, y)
@@ -35,7 +35,7 @@ def by_torch(x: Tensor, dy: Tensor, routing: Routing, experts: Experts) -> list[
 
 
 class _Called(nn.Module):
-    """A function of x as a module, with the parameters that it uses."""
+    """A function of x as a module with these submodules."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *modules: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Dense(nn.Module):
 
 def _mixtral(w: Workload, implementation: str) -> nn.Module:
     """The MoE block of transformers' Mixtral, which takes [batch, sequence, width]."""
-    # Imported here, because what torch alone gives needs none.
+    # Imported here, because `by_torch` must work without transformers.
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -78,7 +78,7 @@ SAME_WEIGHTS = (
 
 
 def same_weights(w: Workload, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    """Layers by name that take x [T, D]; those that are dropless are checked to give the same."""
+    """Layers [T, D] -> [T, D] by name; dropless ones are checked to be equal."""
     router = 0.05 * torch.randn(w.experts, w.width, dtype=dtype, device=device)
     w1 = 0.05 * torch.randn(w.experts, w.width, w.wide, dtype=dtype, device=device)
     w2 = 0.05 * torch.randn(w.experts, w.hidden, w.width, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A loop of your own that loses nothing: it saves every tenth step and when told to stop, and resumes.
+"""A loop of your own with checkpoints: it saves every tenth step and when it must stop, and resumes.
 
     torchrun --nproc-per-node 2 examples/own_loop.py           # Ctrl-C, then the same again
 
@@ -31,7 +31,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step after which the newest checkpoint was saved, which is loaded; 0: there is none. Collective."""
+    """Load the newest checkpoint. -> its step; 0: there is none. Collective."""
     newest = [int((folder / "latest").read_text()) if (folder / "latest").exists() else 0]
     dist.broadcast_object_list(newest)  # all ranks load what the first one sees
     if newest[0]:
@@ -43,7 +43,7 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    """Follows from step and rank, so a resumed run goes on where the other one was."""
+    """Depends only on step and rank, so that a resumed run continues with the same data."""
     return torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -66,13 +66,13 @@ def main(folder: str = "own-loop", steps: int = STEPS) -> dict[int, float]:
         (loss + 0.01 * moe_losses([sums]).balance.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # One sum for both: ranks stop behind the same step, whichever of them was told to.
-        told = torch.stack([loss.detach(), stop])
-        dist.all_reduce(told)
-        losses[step] = float(told[0]) / dist.get_world_size()
-        if step % SAVE_EVERY == 0 or step == steps or told[1] > 0:
+        # One sum for both: all ranks stop after the same step, whichever of them got the signal.
+        total = torch.stack([loss.detach(), stop])
+        dist.all_reduce(total)
+        losses[step] = float(total[0]) / dist.get_world_size()
+        if step % SAVE_EVERY == 0 or step == steps or total[1] > 0:
             save(Path(folder), step, model, optimizer)
-        if told[1] > 0 and step < steps:
+        if total[1] > 0 and step < steps:
             break
     if rank == 0 and not losses:
         print(f"all {first - 1} steps are in {folder}")

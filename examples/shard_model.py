@@ -1,9 +1,9 @@
-"""A transformer written for one device, trained by two or more ranks: `parallelize` decides what is sharded.
+"""A transformer written for one device, trained by two or more ranks: `parallelize` shards it.
 
     torchrun --nproc-per-node 2 examples/shard_model.py
     torchrun --nproc-per-node 2 examples/shard_model.py "data parallel"
 
-Every rank gets the whole batch in every step; its part of the work is taken inside.
+Every rank gets the whole batch in every step, and computes its part of it.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""An MLP whose weights lie on 4 ranks, a quarter on each, beside the same MLP of `nn.Linear`.
+"""An MLP with a quarter of its weights on each of 4 ranks, beside the same MLP of `nn.Linear`.
 
     torchrun --nproc-per-node 4 examples/square_linear.py
 
-All ranks see the same batch; each takes its tile of it, and tiles of weights and activations travel from rank
-to rank behind the GEMMs. Collectives only gather the output and sum gradients of biases.
+All ranks see the same batch; each takes its tile of it, and tiles of weights and activations are sent from
+rank to rank during the GEMMs. Collectives only gather the output and sum gradients of biases.
 """
 
 import torch

@@ -4,7 +4,7 @@ a Trainer with one method per concern, a distributed checkpoint.
     torchrun --nproc-per-node 2 examples/torchtitan_style.py          # as FSDP2 runs it
     torchrun --nproc-per-node 2 examples/torchtitan_style.py --plan   # the same with a plan
 
-torchtitan itself is not imported: this is what to change in its loop.
+torchtitan itself is not imported.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Without attention, which has nothing to show here. ids[B, S], labels[B, S] -> loss."""
+    """ids[B, S], labels[B, S] -> loss. Without attention, for brevity."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
         super().__init__()

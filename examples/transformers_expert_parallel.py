@@ -4,13 +4,13 @@
     torchrun --nproc-per-node 4 examples/transformers_expert_parallel.py runs/ep     # experts in shards, too
     torchrun --nproc-per-node 2 examples/transformers_expert_parallel.py runs/ep --accumulate 4 --plan
 
-The import that registers `ep_implementation="lancet"` and the `DistributedConfig` are all that differs from
-a model on one device, but for checkpoints: the Trainer (transformers 5.23) saves no optimizer of a model that
-was sharded when it was loaded. `Checkpoints` does, as `own_loop.py`.
+The import that registers `ep_implementation="lancet"` and the `DistributedConfig` are the only differences
+from a model on one device, but for checkpoints: the Trainer (transformers 5.23) saves no optimizer of a model
+that was sharded when it was loaded. `Checkpoints` does, as `own_loop.py`.
 
 With a plan, `PlannedTrainer` gives all microbatches of an optimizer step to the plan at once, and the
 backward of each runs together with the forward of the next. Parameters, optimizer and checkpoints are the
-same: a run may go on with a plan, or without one.
+same, so a run may resume with a plan or without.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def sequence(number: int) -> dict[str, torch.Tensor]:
 
 
 class Checkpoints(TrainerCallback):
-    """Saves model and optimizer at the end, and begins with what was saved last, on any number of ranks."""
+    """Saves model and optimizer at the end, and loads the newest checkpoint, on any number of ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, latest = folder, folder / "latest"
@@ -85,7 +85,7 @@ class PlannedTrainer(Trainer):
 
 
 def main(folder: Path, steps: int, accumulate: int, plan: bool) -> list[float]:
-    """Train so many more steps. -> their losses.
+    """Train `steps` more steps. -> their losses.
 
     Args: folder: the same on all ranks. accumulate: microbatches of a step.
     """

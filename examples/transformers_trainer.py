@@ -7,7 +7,7 @@ Three things differ from a dense model, and each has its line here:
 
 - `prepare_data_parallel`: DistributedDataParallel leaves each rank its own experts.
 - `max_grad_norm=0` and `ClipGradients`: the Trainer would clip by a norm that differs from rank to rank.
-- `save_strategy="no"` and `export_state_dict`: the Trainer saves what rank 0 has, a part of the experts.
+- `save_strategy="no"` and `export_state_dict`: the Trainer would save only the experts of rank 0.
 """
 
 import sys

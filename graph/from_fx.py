@@ -3,9 +3,9 @@
 Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
 shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
 spread, dropless batch (`ops.base.Now`). The exchange of counts blocks the host, so it is
-computation. A functional collective and its `wait_tensor` are one instruction: whoever reads the result waits
-for it. All-gathers and reduce-scatters have the attribute `collective`. Ops that draw from torch's global
-random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.
+computation. A functional collective and its `wait_tensor` are one instruction, for which all readers of the
+result wait. All-gathers and reduce-scatters have the attribute `collective`. Ops that draw from torch's
+global random generator (`draws_random_numbers`) overwrite its state, so that they keep their order.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def program_from_graph(
                 milliseconds, count = parts[node.name]
                 attributes = {**instruction.attributes, "parts": count}
                 if unchanged is not None and (whole := whole_name(node.name)) in unchanged.index:
-                    of_whole = unchanged.instructions[unchanged.index[whole]].attributes
-                    attributes |= {"link": of_whole["link"]} if "link" in of_whole else {}
+                    uncut = unchanged.instructions[unchanged.index[whole]].attributes
+                    attributes |= {"link": uncut["link"]} if "link" in uncut else {}
                 instruction = replace(instruction, milliseconds=milliseconds, attributes=attributes)
             instructions.append(instruction)
     if any(GENERATOR in i.mutates for i in instructions):
@@ -414,16 +414,12 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     read = [n for n in node.all_input_nodes if n is not unread]
     values = [v for v in map(_value, read) if isinstance(v, Tensor)]
     if op == "lancet.all_to_all":
-        return float(_content_bytes(_value(node.args[0])))
+        return float(_value(node.args[0]).nbytes)
     if facts(op).collective == "reduce_scatter":
         # As for an all-gather, the bytes of the whole, not of the shard.
-        return float(sum(_content_bytes(v) for v in values))
+        return float(sum(v.nbytes for v in values))
     if facts(op).kind.is_communication:
         return float(sum(spec.content_bytes for spec in outputs))
     own = _value(node)
     values += own if isinstance(own, (tuple, list)) else [own]
-    return float(sum(_content_bytes(v) for v in values if isinstance(v, Tensor)))
-
-
-def _content_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return float(sum(v.nbytes for v in values if isinstance(v, Tensor)))

@@ -1,6 +1,6 @@
-"""What this library writes on nodes of fx graphs, as typed entries of `node.meta`, all in one place; and what
-follows from it: which nodes of a joint graph are its forward, and when recomputation and the gathering of
-sharded parameters may begin. The entries of torch are read under their own names.
+"""This library's entries of `node.meta` in fx graphs, typed; and what follows from them: which nodes of a
+joint graph are its forward, and when recomputation and the gathering of sharded parameters may begin. The
+entries of torch are read under their own names.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ number of their unit."""
 IN_BACKWARD: Entry[bool] = Entry("in_backward")
 """The node belongs to the backward although it depends on no tangent."""
 GRADIENTS_OF: Entry[tuple] = Entry("gradients_of")
-"""What identifies a sum of gradients over the ranks, with the names of its parameters, which other sums may
-have, too."""
+"""The key of a sum of gradients over the ranks, and the names of its parameters, which other sums may
+share."""
 WRITTEN_INTO: Entry[str] = Entry("written_into")
 """The name of the tensor into whose storage the node writes its result."""
 IN_PLACE: Entry[bool] = Entry("parts_in_place")
@@ -70,9 +70,9 @@ IN_PLACE: Entry[bool] = Entry("parts_in_place")
 HOLDS_PARTS: Entry[bool] = Entry("holds_parts")
 """The node is only the storage of parts, or a slice of it."""
 SAME_CALL: Entry[dict[str, Any]] = Entry("same_call")
-"""What nodes share that call one op with arguments of equal shapes, as parts of repeated layers do: what the
-call costs (`graph.from_fx`) and the cache key of its result (`schedules.rewrite.cut_parts`), each from the
-first that was asked."""
+"""Shared by nodes that call one op with arguments of equal shapes, as parts of repeated layers do: the cost
+of the call (`graph.from_fx`) and the cache key of its result (`schedules.rewrite.cut_parts`), computed
+once."""
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -102,8 +102,7 @@ def forward_first(graph: fx.Graph) -> set[fx.Node]:
 
 
 def not_before(nodes: list[fx.Node], forward: Collection[fx.Node]) -> Mapping[fx.Node, fx.Node]:
-    """By node that recomputes or gathers, the node that must have run before, although it reads nothing of
-    it."""
+    """By node that recomputes or gathers, the node that must have run before, without being read by it."""
     return {**recompute_after(nodes, forward), **_gather_after(nodes)}
 
 

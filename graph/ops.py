@@ -1,7 +1,7 @@
 """The facts of every op, in one table: what it occupies, along which dimensions it may be cut, what its price
 depends on, whether the host waits for it, whether checkpointing recomputes it.
 
-A row of `OPS` is all that the planner must be told of a new op; `tests/graph/test_ops.py` fails for an op of
+A new op needs a row of `OPS` for the planner, and nothing else; `tests/graph/test_ops.py` fails for an op of
 this library without one. An op of torch without a row is computation that is never cut.
 """
 
@@ -33,8 +33,8 @@ class OpFacts:
 
     rule: how it may be cut; None: never.
     kind: the resource that it occupies.
-    collective: by which cost models find a gather or a scatter.
-    start: starts the collective, and returns what to wait for; None: torch does.
+    collective: the name of a gather or scatter in cost models.
+    start: starts the collective and returns its `Pending`; None: torch does.
     over_link: a link group has this functional collective (`ops.comm.link_group`).
     of_a_layer: an error in it names the MoE layer, though it is computation in the Program.
     host_waits: does the host wait for the GPU in this node, whose sources have `meta["val"]`? None: never.
@@ -73,7 +73,7 @@ def rule_for(instruction: Instruction) -> Rule | None:
 
 
 def is_gate(instruction: Instruction) -> bool:
-    """Does it give slots, and hand on how many are used?"""
+    """Does it assign slots, and carry the number of used ones from part to part?"""
     rule = rule_for(instruction)
     return rule is not None and bool(rule.carries)
 

@@ -4,8 +4,8 @@ Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, o
 work on Programs only, so they need no torch, can be tested with synthetic programs, and can plan for clusters
 that are not available. `graph.from_fx` makes a Program of an fx graph; read `graph.rules.rules` next.
 
-Which instructions paths lead to is one bitset per instruction, a Python int: 10,000 instructions take about
-25 MB and well under a second.
+The descendants of an instruction are a bitset, a Python int: those of 10,000 instructions take about 25 MB
+and well under a second.
 
 A plan, say, is saved as JSON with the fingerprint of its Program, and applies to no other.
 """
@@ -100,8 +100,9 @@ class Instruction:
 
     `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
     overwritten: readers of the old value stay before this instruction, readers of the new value after it.
-    `after` names an earlier instruction that must have run, although nothing of it is read; "": none. So many
-    `microbatches` share the instruction, a sum that only the last of them runs; costs are the share of one.
+    `after` names an earlier instruction that must have run, although nothing of it is read; "": none.
+    `microbatches`: how many share the instruction, a sum that only the last of them runs; costs are the share
+    of one.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Instruction:
 
     @property
     def is_free(self) -> bool:
-        """Does it take no time? Then whoever reads its result may repeat it."""
+        """Does it take no time? Then readers of its result may repeat it."""
         return self.kind is Kind.COMPUTE and not (self.flops or self.bytes or self.milliseconds)
 
 

@@ -29,7 +29,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. -> exit code."""
-    # What the library has to say is logged; a command says it on standard error.
+    # A command prints the library's log on standard error.
     logging.basicConfig(format="lancet: %(message)s")
     argv = list(sys.argv[1:] if argv is None else argv)
     if under_launcher():
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             print(end="", flush=True)
         except BrokenPipeError:
-            # Who reads it, `head` say, has enough. The interpreter must not fail again at its end.
+            # The reader, `head` say, has closed the pipe. The interpreter must not fail again at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         raise

@@ -1,6 +1,6 @@
 """The exceptions of this library; each message is one clear line.
 
-The message of a `UserError` says what was got, what was expected, and what to do. It is a ValueError, so
+The message of a `UserError` says what was got, what was expected, and what to do. It is a ValueError, so that
 code that does not know this library can catch it, too.
 """
 
@@ -28,10 +28,10 @@ def class_name(module: object) -> str:
     """
     own = type(module)
     while len(own.__bases__) == 2:
-        made_of = own.__bases__[1]
-        if own.__name__ not in (f"FSDP{made_of.__name__}", f"Lancet{made_of.__name__}"):
+        base = own.__bases__[1]
+        if own.__name__ not in (f"FSDP{base.__name__}", f"Lancet{base.__name__}"):
             break
-        own = made_of
+        own = base
     return own.__name__
 
 

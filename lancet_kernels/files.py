@@ -1,6 +1,5 @@
-"""Files that are replaced as a whole (a process that dies while writing leaves the old file intact), and the
-user's cache: its folder, and files of measurements that processes share. What cannot be read in one is
-ignored, and written anew.
+"""Files that are replaced atomically, and the user's cache: its folder, and files of measurements that
+processes share. Unreadable content of these is ignored, and written anew.
 """
 
 from __future__ import annotations
@@ -115,12 +114,12 @@ def _without_non_finite(data: object) -> object:
 Content = TypeVar("Content")
 _log = logging.getLogger(__name__)
 _WRONG = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a file, or content of other types than expected, can raise."""
+"""Errors of reading a file, or of content with unexpected types."""
 
 
 class CacheFile:
-    """A JSON object in a file: its format, its version, and sections. Args: consequence: of what cannot be
-    read, for the warning."""
+    """A JSON object in a file: its format, its version, and sections. Args: consequence: of unreadable
+    content, for the warning."""
 
     def __init__(
         self, path: str | Path, format: str, version: int, consequence: str = "they are ignored"
@@ -189,11 +188,8 @@ class CacheFile:
 
 
 def cache_folder() -> Path:
-    """Where this library remembers things for this user.
-
-    If that cannot be written to, a folder with the same content that goes when this process ends; rank 0
-    logs a warning, once.
-    """
+    """The user's cache folder; if it is not writable, a temporary copy that is removed with this process, and
+    a warning of rank 0, once."""
     base = os.environ.get("XDG_CACHE_HOME")
     return _writable(Path(base or os.path.expanduser("~/.cache")) / "lancet_kernels")
 
@@ -206,8 +202,8 @@ _ROOM = 1 << 16
 def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A file, not the permissions: these do not tell of everything, least of all root. With content: the
-        # disk may be full.
+        # By a file, because permissions do not tell everything, least of all for root; with content, because
+        # the disk may be full.
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(_ROOM))
             probe.flush()

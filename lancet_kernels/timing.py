@@ -1,12 +1,9 @@
-"""How long does it take on the device, and how much memory does it hold at most?
+"""Times of launches on the device, and peak memory of a step.
 
-Launches are timed with events: with a cold L2 cache, and without the time of the host.
-
-For each sample, the device first sleeps as long as the host needs to launch everything, so that launch
-overhead is not measured; then the L2 cache is overwritten; then event, work, event. Candidates are timed in
-turn, so that clock rates and heat affect all of them equally, and they can be compared round by round.
-
-Peak memory of a step is what it is given, and what it allocates.
+Launches are timed with events, with a cold L2 cache and without the time of the host: for each sample, the
+device first sleeps as long as the host needs to launch everything; then the L2 cache is overwritten; then
+event, work, event. Candidates are timed in turn, so that clock rates and heat affect all of them equally, and
+they can be compared round by round.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ def in_turn(
     warmup: int,
     first_changes: bool = False,
 ) -> dict[Name, list[Value]]:
-    """What `measure` gives for all names in turn, `rounds` times after `warmup` rounds, which do not count.
+    """The results of `measure` for all names in turn, `rounds` times after `warmup` rounds.
 
-    Args: first_changes: from round to round, because the first finds the caches as the last one left them.
+    Args: first_changes: rotate the order, because the first of a round starts with the caches of the last.
     """
     order = list(names)
     values: dict[Name, list[Value]] = {name: [] for name in order}
@@ -48,6 +45,11 @@ def in_turn(
             if number >= warmup:
                 values[name].append(value)
     return values
+
+
+def cpu_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Clock:
@@ -64,7 +66,7 @@ class Clock:
         self._launched = 0.0
 
     def prepare(self) -> None:
-        """Let the device sleep while the host launches, and empty its L2 cache. Nothing on a CPU."""
+        """Let the device sleep while the host launches, and overwrite its L2 cache. Nothing on a CPU."""
         if self._cold is not None:
             torch.cuda._sleep(int(CYCLES_PER_MS * (1.5 * self._host_ms + 0.2)))
             self._cold.zero_()
@@ -107,7 +109,7 @@ def peak_memory_gb(module: nn.Module, inputs: object, run: Callable[[], object])
 
     On a GPU torch's allocator counts; on a CPU torch's profiler does, which slows that call down.
     """
-    given = {
+    resident = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*module.parameters(), *module.buffers(), *pytree.tree_leaves(inputs))
         if isinstance(tensor, Tensor)
@@ -122,12 +124,12 @@ def peak_memory_gb(module: nn.Module, inputs: object, run: Callable[[], object])
         allocated = torch.cuda.max_memory_allocated(device) - before
     else:
         allocated = allocated_on_cpu(run)
-    return (sum(given.values()) + allocated) / 1e9
+    return (sum(resident.values()) + allocated) / 1e9
 
 
 def allocated_on_cpu(run: Callable[[], object]) -> int:
-    """The largest sum, at any time of the call, of bytes that were allocated less those freed."""
-    # Above all levels of the profiler's log, which writes lines of its own to standard error.
+    """The most bytes that the call has allocated, and not freed, at any time."""
+    # Silences the profiler's log on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()

@@ -1,15 +1,15 @@
-"""What all ops share: how they are registered, so that eager calls cost no more than the work they do; the
-objects of a planned step; and what this process does now.
+"""Shared by all ops: registration with cheap eager calls, the objects of a planned step, and process-wide
+state (`now`).
 
 torch's `custom_op` passes each call twice through the dispatcher and checks its results, 15 to 40 us; a layer
-calls ten of them forward and as many backward. Traced tensors (fake, functional, subclasses, under a dispatch
-mode) need it. Others call the function itself, or an autograd Function with the same formula.
+calls ten of them forward and ten backward. Traced tensors (fake, functional, subclasses, under a dispatch
+mode) need it. Other calls run the function itself, or an autograd Function with the same formula.
 
     context = Context(Accumulation())         one for each planned step, which keeps it alive
     fused_experts(..., context.number, "dispatch_1")      a graph has numbers and names, no objects
     context_of(number).layers["dispatch_1"]   in the op
 
-The emulated link (`ops.comm.link`) is not in it: ranks have one wire, whatever steps they run.
+The emulated link (`ops.comm.link`) is no part of a context: a rank has one wire for all its steps.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from lancet_kernels.errors import UserError
 
 _PLAIN = (Tensor, nn.Parameter)
 _FUNCTIONS: dict[object, Callable[..., Any]] = {}
-"""By op as it stands in graphs."""
+"""By op overload, the target of a graph's node."""
 BEFORE_A_TRACE: list[Callable[[nn.Module], None]] = []
 """Called with a module that is to be traced: for what its first forward does and a trace cannot."""
 
 
 class Op:
-    """The op `torch.ops.<name>`, made of a function; a call gives what that gives. See `custom_op` of torch.
+    """A function as the op `torch.ops.<name>`, like torch's `custom_op`.
 
-    Args: name: "lancet::combine", say. function: typed, its arguments by position; mutates none of them, and
-        returns tensors of its own.
+    Args: name: "lancet::combine", say. function: typed, with positional arguments; mutates none of them, and
+        returns new tensors.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -76,7 +76,7 @@ class Op:
         if by_name or is_traced(inputs):
             return self._in_graphs(*inputs, **by_name)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            if self._autograd is None:  # torch's own says in a backward that there is no formula
+            if self._autograd is None:  # its backward raises: no formula
                 return self._in_graphs(*inputs)
             return self._autograd.apply(*inputs, *self._defaults[len(inputs) :])
         with torch.no_grad():
@@ -91,28 +91,28 @@ def op(name: str, like: str = "", is_own_fake: bool = False) -> Callable[[Callab
     """
 
     def registered(function: Callable[..., Any]) -> Op:
-        of_library = Op(name, function)
+        new = Op(name, function)
         if like:
             position = list(inspect.signature(function).parameters).index(like)
             contiguous = partial(torch.empty_like, memory_format=torch.contiguous_format)
-            of_library.register_fake(lambda *inputs: contiguous(inputs[position]))
+            new.register_fake(lambda *inputs: contiguous(inputs[position]))
         elif is_own_fake:
-            of_library.register_fake(function)
-        return of_library
+            new.register_fake(function)
+        return new
 
     return registered
 
 
 def function_of(target: object) -> Callable[..., Any] | None:
-    """What an op of this library computes, given its target in a graph; None: it is none."""
+    """The function of one of our ops, by its target in a graph; None for other targets."""
     return _FUNCTIONS.get(target)
 
 
 def is_traced(inputs: Iterable[Any]) -> bool:
-    """Is someone watching a call: dynamo, a tensor that is more than its numbers, a mode, or a transform?"""
+    """Is a call traced: by dynamo, a tensor subclass, a dispatch mode or a functorch transform?"""
     return (
         torch.compiler.is_compiling()
-        or any(_is_more(value) for value in inputs)
+        or any(map(_is_subclass, inputs))
         or torch._C._len_torch_dispatch_stack() > 0
         or _is_transformed()
     )
@@ -132,10 +132,10 @@ def _is_transformed() -> bool:
     return bool(transforms)
 
 
-def _is_more(value: Any) -> bool:
-    """Is a value, or one in a list of them, a tensor that is more than its numbers?"""
+def _is_subclass(value: Any) -> bool:
+    """Is a value, or one in a list of them, of a tensor subclass?"""
     if isinstance(value, list):
-        return any(map(_is_more, value))
+        return any(map(_is_subclass, value))
     return isinstance(value, Tensor) and type(value) not in _PLAIN
 
 
@@ -152,10 +152,10 @@ _numbers = itertools.count()
 
 
 class Context:
-    """The objects of a planned step, also of that for inputs of other shapes.
+    """The objects of a planned step, shared by its plans for other input shapes.
 
-    number: by which its graphs refer to it. accumulation: its sums of gradients, an
-    `ops.comm.collectives.Accumulation`. layers: by name, the exchanges of its fused MoE layers
+    number: its graphs refer to it by this. accumulation: its sums of gradients, an
+    `ops.comm.collectives.Accumulation`. layers: the exchanges of its fused MoE layers by name
     (`ops.moe.fused_experts.LayerExchange`).
     """
 
@@ -180,14 +180,14 @@ def context_of(number: int) -> Context:
 
 @dataclass
 class Now:
-    """What this process does now: of all threads, as autograd runs a backward in threads of its own.
+    """State of this process, not of a thread: autograd runs a backward in threads of its own.
 
-    layer: the MoE layer whose collectives are entered next, for messages. runs_a_plan: the collectives of a
-    plan differ from those of the module, so it is an error if a rank runs the plan while another runs the
-    module. expects_sizes: ops that make rows give a trace the expected number of them, instead of a symbol.
-    padding_mask: of the batch, for MoE layers that are called without one (`MoELayer.forward`). weights: by
-    name, what the MoE layer that runs takes for its parameters, in a trace. routed: by layer, the rows of
-    each of this rank's experts, where somebody counts.
+    layer: the MoE layer whose collectives are entered next, for messages. runs_a_plan: is a plan running?
+    Its collectives differ from the module's, so all ranks must run the plan or none. expects_sizes: in a
+    trace, ops that make rows give the expected number of rows instead of a symbol. padding_mask: of the
+    batch, for MoE layers that are called without one (`MoELayer.forward`). weights: in a trace, what stands
+    for the parameters of the running MoE layer, by name. routed: by layer, the rows of each of this rank's
+    experts; None: they are not counted.
     """
 
     layer: str = ""

@@ -1,24 +1,17 @@
 """Random numbers that do not depend on how a batch is cut: a counter, the indices of tokens, dropout.
 
-Numbers come from a counter: splitmix64 (Steele et al. 2014), without a stream and without a state.
-
-The number depends on its key alone, never on what was drawn before or on how the batch was cut. Gates that
-route by a key and dropout draw from it. Tensors are int64 and hold the bits of uint64; arithmetic wraps.
+A number is a hash of its key, splitmix64 (Steele et al. 2014), without a stream or a state. Gates that route
+by a key and dropout use it. Tensors are int64 and hold the bits of uint64; arithmetic wraps.
 
 The indices of this rank's T tokens in the global batch are an op of their own (T may differ by rank), so that
 every rank captures the same graph: the rank is looked up when it runs.
 
-The mask of dropout depends on the identity of an element, not on the rank, time or chunk that draws it.
-
     x[..., D]  D features of tokens; "..." are the dimensions that tell tokens apart
 
-Whether an element is kept is decided by a hash of (seed, call site, step, token, feature). Token and feature
-are given as index tensors beside x: a plan that cuts x into parts slices them along with it, so
-every part knows its place and the rule is the plain "... d, ..., d, - -> ... d".
-
-Nothing is saved for the backward: it is the same op on the gradient, so the mask is drawn again. A saved
-mask would have to be reassembled after every range that is cut, and would keep a byte (or bit) per element
-until the backward.
+Dropout keeps an element by a hash of (seed, call site, step, token, feature). Token and feature are index
+tensors beside x: a plan that cuts x into parts slices them along with it, and the rule is the plain
+"... d, ..., d, - -> ... d". The backward is the same op on the gradient and draws the mask again: a saved
+mask would have to be reassembled after every range that is cut, and would keep a byte (or bit) per element.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.groups import group_device, group_of, group_rank, group_size
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""What the counter grows by."""
+"""The increment of the counter."""
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -53,7 +46,7 @@ def splitmix64(x: Tensor) -> Tensor:
 def mix_high_bits_(z: Tensor, scratch: Tensor) -> None:
     """The finalizer but for its last step, which only changes the low 33 bits, in place.
 
-    For who needs no more than 31 random bits. z: counters, GOLDEN already added. scratch: shaped like z.
+    Enough for 31 random bits. z: counters, GOLDEN already added. scratch: shaped like z.
     """
     for bits, factor in ((30, _FIRST), (27, _SECOND)):
         torch.bitwise_right_shift(z, bits, out=scratch)

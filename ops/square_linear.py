@@ -77,14 +77,14 @@ class _SquareLinear(torch.autograd.Function):
         dx = dweight = dbias = None
         if needs_dbias:
             dbias = _start_sum(dy.sum(0), sums.dbias)
-        of_x = _sums(
+        dx_sums = _sums(
             "backward",
             {"dO": (dy, moves.backward_dy), "W": (weight, moves.backward_weight)},
             lambda dy, weight: (dy, weight),
             ctx.group,
             dy,
         )
-        of_weight = _sums(
+        dweight_sums = _sums(
             "gradient",
             {"I": (x, moves.gradient_x), "dO": (dy, moves.gradient_dy)},
             lambda x, dy: (dy.T, x),
@@ -95,10 +95,10 @@ class _SquareLinear(torch.autograd.Function):
         for t in range(steps):
             is_last = t + 1 == steps
             if needs_dx:
-                product = next(of_x)
+                product = next(dx_sums)
                 dx = _start_sum(product, sums.dx) if is_last else None
             if needs_dweight:
-                product = next(of_weight)
+                product = next(dweight_sums)
                 dweight = _start_sum(product, sums.dweight) if is_last else None
         gradients = [None if started is None else started.wait() for started in (dx, dweight, dbias)]
         return *gradients, None, None, None
@@ -139,7 +139,7 @@ def _sums(
 def _travelling(
     tile: Tensor, sources: Sources, group: str, name: str, after: Tensor | None
 ) -> Pending[list[Tensor]]:
-    """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart."""
+    """A shift in two halves; in a captured graph one op, which a plan splits."""
     if tuple(sources) == tuple(range(len(sources))):
         return Pending.here([tile])
     if torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ def _travelling(
 
 
 def _start_sum(summand: Tensor, group: str) -> Pending[Tensor]:
-    """An all-reduce in two halves, like a shift; nothing where the tensor is complete."""
+    """An all-reduce in two halves, like a shift; none where the tensor is complete."""
     if not group:
         return Pending.here(summand)
     if torch.compiler.is_compiling():

@@ -1,10 +1,9 @@
 """A Plan: how to run a Program, as data that can be saved, loaded, explained, compared and applied.
 
-All ranks must run the same plan: they compare `Plan.fingerprint` before the first step. What is said about it
-is its `Report`, which does not change what runs: predicted and measured times, why it was chosen, what hides
-which message.
+All ranks must run the same plan: they compare `Plan.fingerprint` before the first step. Its `Report`
+(predicted and measured times, why it was chosen, what hides which message) does not change what runs.
 
-How long would a fused launch take? A formula, for plans of clusters that are not at hand.
+The time of a fused launch, by formula, for plans of clusters that are not at hand:
 
     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, from the times of the ops on streams
 
@@ -32,13 +31,13 @@ from lancet_kernels.schedules.time.peak_memory import Recomputation
 from lancet_kernels.schedules.time.timeline import WEIGHT_GRADIENTS, Filler, Hiding, Prediction
 
 PLAIN = "plain"
-"""The module without a plan, among what was measured."""
+"""Key of the module without a plan among measured times."""
 IN_PAIRS, ONE_BY_ONE = "in pairs", "one by one"
-"""How several microbatches run, among what was measured."""
+"""Keys of the ways to run several microbatches among measured times."""
 WORTH = 0.02
 """The share of the plain module's time that a plan must save, or the module runs as it is."""
 MOST_LINES = 12
-"""Communications that are explained without details, those that take longest."""
+"""The number of communications, longest first, in an explanation without details."""
 _KINDS = {
     Kind.ALL_TO_ALL.value: "all-to-all",
     Kind.ALL_REDUCE.value: "all-reduce",
@@ -49,7 +48,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a plan, and what it was planned for.
+    """The figures of a plan, and its setting.
 
     predicted: of the plan. compared: predictions of other strategies for the same Program and costs.
     method: the scheduling method that gave the order.
@@ -104,7 +103,7 @@ class Report:
         return float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
 
     def lines(self, strategy: str, plain: bool, pairs: bool, details: bool) -> list[str]:
-        """What `Plan.explain` says of the figures. Args: of the plan: plain, pairs: it is, or has any."""
+        """The figures in `Plan.explain`. Args: plain: is the plan? pairs: has it any?"""
         compared, lines = self.compared, list[str]()
         if self.hidings or any(p.exposed_ms for p in (self.predicted, *compared.values())):
             lines += self._table(self.chosen or strategy, details)
@@ -177,16 +176,16 @@ class Report:
                 f"{name} {ms:.2f}" for name, ms in self.measured.items() if name != self.chosen
             )
             return f"Chosen: {self.chosen}, measured fastest: {own:.2f} ms a step ({others})."
-        as_it_is = self.measured[PLAIN]
-        saved = (as_it_is - own) / as_it_is
+        plain_ms = self.measured[PLAIN]
+        saved = (plain_ms - own) / plain_ms
         saves = f"saves {saved:.1%}, less than {WORTH:.0%}" if saved > 0 else "saves nothing"
         return (
             f"Not worth planning here: {self.chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
-            f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
+            f"module as it is {plain_ms:.2f} (measured on these ranks). The module runs as it is."
         )
 
     def _account(self) -> str:
-        """Where the milliseconds of the predicted iteration go."""
+        """The parts of the predicted iteration."""
         uncut_ms = self.compared.get("none", self.predicted).computation_ms
         text = f"Of {self.predicted.iteration_ms:.2f} ms: computation {uncut_ms:.2f}"
         if cutting := round(self.predicted.computation_ms - uncut_ms, 2):
@@ -272,8 +271,8 @@ def layers_text(paths: Iterable[str]) -> str:
         else:
             names[path.rpartition(".")[2]] = None
     blocks = [
-        f"{name.removesuffix('s') if len(of) == 1 else name} {_runs(sorted(of))}"
-        for name, of in numbers.items()
+        f"{name.removesuffix('s') if len(own) == 1 else name} {_runs(sorted(own))}"
+        for name, own in numbers.items()
     ]
     return ", ".join([*blocks, *names])
 
@@ -301,13 +300,13 @@ LEAST_HIDDEN = 0.5
 
 
 class LaunchWork(NamedTuple):
-    """What one launch does, in milliseconds as separate ops."""
+    """The work of one launch, in milliseconds of separate ops."""
 
     communication_ms: float
     gemm_ms: float
 
     def milliseconds(self, fillers_ms: float = 0.0) -> float:
-        """The time of the launch, with so many milliseconds of more computation in it."""
+        """The time of the launch, fillers included."""
         return max(self.communication_ms, self.gemm_ms + fillers_ms) / EFFICIENCY + LAUNCH_MS
 
 
@@ -317,12 +316,12 @@ def best_fit(candidates: Mapping[str, float], work: LaunchWork) -> list[str]:
     Args: candidates: milliseconds on a stream, by name.
     """
     chosen: list[str] = []
-    taken_ms = 0.0
+    chosen_ms = 0.0
     for name, ms in sorted(candidates.items(), key=lambda item: item[1], reverse=True):
-        longer = work.milliseconds(taken_ms + ms) - work.milliseconds(taken_ms)
+        longer = work.milliseconds(chosen_ms + ms) - work.milliseconds(chosen_ms)
         if ms - longer >= LEAST_HIDDEN * ms:
             chosen.append(name)
-            taken_ms += ms
+            chosen_ms += ms
     return chosen
 
 
@@ -428,7 +427,7 @@ class Plan(SavedJson):
         return "\n".join(lines + (self._details() if details else []))
 
     def _details(self) -> list[str]:
-        """What the planner did, op by op."""
+        """The planner's decisions, op by op."""
         report = self.report
         lines = ["", *([f"Costs: {report.costs}"] if report.costs else [])]
         lines.append(f"Order: {report.method}, {len(self.order)} instructions.")

@@ -54,7 +54,7 @@ FAMILIES = (tuple(name for name in STRATEGY_NAMES if name not in (AUTO, *DUPLEX)
 ORIGINAL_ORDER = "original order"
 """The method of plans that do not change the order."""
 MORE_MEMORY = 1.1
-"""The default memory limit, in peaks of the original order, if neither a limit nor a device is known."""
+"""The default memory limit without a given limit or a device, in peaks of the original order."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Planner:
         return self._plans[strategy]
 
     def plans_or_reasons(self, strategies: Sequence[str]) -> dict[str, Plan | UserError]:
-        """The plan of each of these strategies, or why it is impossible: work for one of several ranks."""
+        """The plan of each of these strategies, or why it is impossible: one rank's share of the planning."""
         return {name: self._plan_or_reason(name) for name in strategies}
 
     def add_plans(self, families: Iterable[Mapping[str, Plan | UserError]]) -> None:
@@ -340,7 +340,7 @@ class Planner:
 
     @cached_property
     def _draft(self) -> Plan:
-        """What all plans for this program and its costs say."""
+        """The fields that all plans for this program and its costs share."""
         forward = self.program.instructions[: forward_length(self.program)]
         report = Report(
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
@@ -422,8 +422,8 @@ class Planner:
     def _searched(self, plan: Plan) -> Plan:
         """The plan with its best order improved by local search, which is done for the plans of strategies
         only: a search takes half a second."""
-        done = plan.report.method.startswith(ORIGINAL_ORDER) or plan.report.method.endswith(SEARCHED)
-        if done or not self._search:
+        method = plan.report.method
+        if method.startswith(ORIGINAL_ORDER) or method.endswith(SEARCHED) or not self._search:
             return plan
         return self._with_order(plan, search=True)
 

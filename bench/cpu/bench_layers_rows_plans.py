@@ -1,14 +1,14 @@
-"""An MoE layer beside its peers, rows on their way, and how long plans take.
+"""An MoE layer beside alternatives, permutation of rows, and planning time.
 
-The layer, forward and backward, beside what a user would have instead, in turns: one round each.
+The layer, forward and backward, beside its alternatives, in turns: one round each.
 
     ours, dropless; ours, capacity 1.25     `MoELayer`
     transformers grouped_mm, eager          its Mixtral block, with the same weights; checked equal first
-    dense                                   a SwiGLU layer of the same FLOPs: what no MoE layer gets below
+    dense                                   a SwiGLU layer of the same FLOPs: a lower bound
 
-`extra_info` has the medians of all, and ours over each of them.
+`extra_info` has the medians of all, and the ratios of ours to each of them.
 
-Rows to where those of their experts lie (permute) and back with weights (combine); peers: the torch ops.
+Rows sorted by expert (permute) and back with weights (combine); alternatives: the torch ops.
 
 Plans of models on a cluster file; on the CPU, real sizes everywhere.
 """
@@ -114,7 +114,7 @@ def bench_planning(benchmark, measure, model, strategy) -> None:
     step = setting.priced
     options = PlanningOptions(PartitionOptions.from_environment(), setting.hardware.memory_gb)
     measure(
-        # A planner anew each time: it remembers what it planned.
+        # A new planner each time, because planners cache plans.
         lambda: step.planner(options).plan(strategy),
         group=f"planning {model}",
         name=strategy,

@@ -1,4 +1,4 @@
-"""Training steps of small transformers models, as they are and converted, in turn, on CPU ranks:
+"""Training steps of small transformers models, original and converted, in turn, on CPU ranks:
 
     python -m bench.cpu.converted       # three models of widths 32, 64, 256 on 1 and 2 ranks
     python -m bench.cpu.converted --ranks 1 --widths 32,1024 --contenders transformers,convert
@@ -8,8 +8,8 @@
     none, auto      converted and optimized with that strategy
 
 Random weights, one batch of random tokens for each rank, float32, one thread for each rank. A step is
-forward, backward and the sums of gradients. Ratios to `transformers` are medians of the ratios of each round:
-a machine whose speed drifts does not move them.
+forward, backward and the sums of gradients. Ratios to `transformers` are medians of the ratios of each round,
+so that drift of the machine's speed cancels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARMUP = 3
 
 
 def _causal_lm(classes: str, width: int, **sizes: object) -> nn.Module:
-    """A model of transformers by what the names of its classes begin with."""
+    """A model of transformers by the common prefix of its classes."""
     import transformers
 
     config = getattr(transformers, f"{classes}Config")(
@@ -61,7 +61,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "Mixtral": lambda width: _causal_lm("Mixtral", width, intermediate_size=width, num_local_experts=EXPERTS),
     "OLMoE": lambda width: _causal_lm("Olmoe", width, intermediate_size=width, num_experts=EXPERTS),
 }  # fmt: skip
-"""Models by name, from their width, which is the hidden width of an expert, too."""
+"""Models by name, from their width, which is also the hidden width of an expert."""
 
 
 def contenders_of(name: str, width: int, which: Sequence[str]) -> tuple[dict[str, nn.Module], dict]:
@@ -114,8 +114,8 @@ def measured(name: str, width: int, which: Sequence[str], rounds: int) -> dict[s
 def _row(case: dict) -> str:
     ratios = next(value for key, value in case.items() if key.startswith("over_"))
     cells = [f"{case['milliseconds'][kind]:>10.1f} {ratio:>5.3f}" for kind, ratio in ratios.items()]
-    by_auto = f"   {case['auto_chose']}" if case["auto_chose"] else ""
-    return f"{case['model']:<10}{case['width']:>6}{case['ranks']:>6}" + "".join(cells) + by_auto
+    choice = f"   {case['auto_chose']}" if case["auto_chose"] else ""
+    return f"{case['model']:<10}{case['width']:>6}{case['ranks']:>6}" + "".join(cells) + choice
 
 
 def _numbers(text: str) -> list[int]:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in options.ranks:
         launch(ranks, arguments)
         if options.json:
-            # What the ranks wrote is of their number of ranks alone.
+            # The ranks have written only the cases of this number of ranks.
             cases += json.loads(Path(options.json).read_text())["cases"]
     if options.json:
         conditions = {

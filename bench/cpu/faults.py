@@ -1,11 +1,11 @@
-"""What happens to a training job when something happens to one of its ranks?
+"""Injects faults into one rank of a training job, and records how the job ends.
 
     python -m bench.cpu.faults --json bench/results/faults-2-core-cpu.json
 
 Two CPU ranks train a small model, whose experts they share and whose other parameters FSDP shards or both
-hold, and keep a checkpoint of every second step. Rank 1 is struck in the forward, the backward, the trials of
-plans, or while it saves. The job is to end soon and to name the cause; a second one goes on from the last
-checkpoint, and is to train as if nothing had happened. The table is in docs/explanation/proof.md.
+hold, and save a checkpoint in every second step. Rank 1 fails in the forward, the backward, the trials of
+plans, or while it saves. The job must end soon and name the cause; a second one resumes from the last
+checkpoint, and must have the losses of an undisturbed run. The table is in docs/explanation/proof.md.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pathlib import Path
 from unittest import mock
 
 TIMEOUT_S, MEETING_S = 20.0, 240.0
-"""How long a collective waits for a rank: in a step, in trials and while saving; and before."""
+"""Timeouts of collectives: in a step, in trials and while saving; and before the first step."""
 KINDS = ("killed", "stopped", "raises", "10 s late", "60 s late", "disk full")
 PLACES = ("forward", "backward", "trials", "saving")
 WAYS = ("experts and FSDP", "experts")
 EVERY, STRUCK, STEPS = 2, 6, 8
-"""Steps between checkpoints; the step in which a rank is struck; steps of the whole run."""
+"""Steps between checkpoints; the step of the fault; steps of the whole run."""
 BOUND = 1e-9
-"""Largest difference of a loss from that of a run that was left alone, relative, in float64."""
+"""Largest relative difference of a loss from that of an undisturbed run, in float64."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to rank 1, where, and how the parameters are held."""
+    """kind and place of the fault of rank 1; way: distribution of the parameters, one of WAYS."""
 
     kind: str
     place: str
@@ -48,9 +48,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class End:
-    """What became of a job. after_s: from the fault to the end of all ranks; None: it went on. said: its one
-    line. lost: steps that were trained and are in no checkpoint. same: does a second job train what a run
-    does that was left alone?"""
+    """The end of a job. after_s: from the fault to the end of all ranks; None: it went on. said: its error
+    line. lost: trained steps that are in no checkpoint. same: whether a second job has the losses of an
+    undisturbed run."""
 
     fault: Fault
     after_s: float | None
@@ -60,23 +60,20 @@ class End:
 
 
 def faults() -> list[Fault]:
-    """All of them; a disk is only full for who saves."""
+    """All combinations; a full disk only matters while saving."""
     every = (Fault(*one) for one in product(KINDS, PLACES, WAYS))
     return [fault for fault in every if fault.kind != "disk full" or fault.place == "saving"]
 
 
-# ---- On a rank
-
-
-class Struck:
-    """Does the fault, once, on rank 1 and where it belongs."""
+class Injector:
+    """Injects the fault, once, on rank 1 and at its place."""
 
     def __init__(self, fault: Fault | None, rank: int, folder: Path) -> None:
         self.fault = fault if rank == 1 else None
         self.folder, self.place = folder, ""
 
     def here(self) -> None:
-        """Called where messages leave, and where a checkpoint has been written."""
+        """Called at the start of messages, and after a checkpoint is written."""
         if self.fault is None or self.fault.place != self.place:
             return
         kind, self.fault = self.fault.kind, None
@@ -110,8 +107,8 @@ def train(fault: Fault | None, way: str, folder: Path) -> int:
         fsdp(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     checkpoint = find_checkpoint(folder)
-    done = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    struck = Struck(fault, rank, folder)
+    first = load_checkpoint(checkpoint, model, optimizer) + 1 if checkpoint else 1
+    injector = Injector(fault, rank, folder)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.Generator().manual_seed(10 * step + rank)
@@ -120,19 +117,19 @@ def train(fault: Fault | None, way: str, folder: Path) -> int:
 
     sends, writes, tries = link.start, FileSystemWriter.write_data, library.fastest
 
-    def start(*given, **by_name):
-        struck.here()
-        return sends(*given, **by_name)
+    def start(*args, **kwargs):
+        injector.here()
+        return sends(*args, **kwargs)
 
-    def write_data(*given):
-        written = writes(*given)
-        struck.here()
-        return written
+    def write_data(*args):
+        result = writes(*args)
+        injector.here()
+        return result
 
-    def fastest(*given):
+    def fastest(*args):
         _wait_briefly()
-        struck.place = "trials"
-        return tries(*given)
+        injector.place = "trials"
+        return tries(*args)
 
     patches = mock.patch.object(link, "start", start), mock.patch.object(library, "fastest", fastest)
     with patches[0], patches[1], mock.patch.object(FileSystemWriter, "write_data", write_data):
@@ -142,26 +139,26 @@ def train(fault: Fault | None, way: str, folder: Path) -> int:
         times = folder / "times.json"
         step = library.optimize(module, batch(0), strategy=strategy, cluster=cluster, times=times)
         _wait_briefly()
-        for number in range(done + 1, STEPS + 1):
-            struck.place = "forward" * (number == STRUCK)
+        for number in range(first, STEPS + 1):
+            injector.place = "forward" * (number == STRUCK)
             loss = step(*batch(number)).objective
-            struck.place = "backward" * (number == STRUCK)
+            injector.place = "backward" * (number == STRUCK)
             loss.backward()
-            struck.place = ""
+            injector.place = ""
             optimizer.step()
             optimizer.zero_grad()
             with (folder / f"losses-{rank}.jsonl").open("a") as file:
                 print(json.dumps([number, loss.item()]), file=file)
             if number % EVERY == 0:
-                struck.place = "saving" * (number == STRUCK)
-                if struck.fault is not None and struck.fault.kind == "disk full" and struck.place:
+                injector.place = "saving" * (number == STRUCK)
+                if injector.fault is not None and injector.fault.kind == "disk full" and injector.place:
                     full = folder / f"step-{number:08d}" / "__1_0.distcp"
                     full.parent.mkdir(exist_ok=True)
                     full.symlink_to("/dev/full")
-                    struck.note()
-                    struck.fault = None
+                    injector.note()
+                    injector.fault = None
                 save_checkpoint(folder, number, model, optimizer)
-                struck.place = ""
+                injector.place = ""
     return 0
 
 
@@ -172,11 +169,8 @@ def _wait_briefly() -> None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
 
 
-# ---- The jobs
-
-
 def run(fault: Fault | None, way: str, folder: Path) -> tuple[float | None, str]:
-    """-> seconds from the fault to the end of all ranks, or None if they finished; the line that was said."""
+    """-> seconds from the fault to the end of all ranks, or None if they finished; the error line."""
     from lancet_kernels.errors import RankFailed
     from lancet_kernels.measure.launch import launch
 
@@ -193,25 +187,25 @@ def run(fault: Fault | None, way: str, folder: Path) -> tuple[float | None, str]
 
 
 def losses(folder: Path) -> dict[int, tuple[float, ...]]:
-    """By step, of both ranks; of a step that was trained twice the later one."""
-    of_rank = [
+    """The losses of both ranks by step; if a step was trained twice, the later ones."""
+    own, other = (
         dict(json.loads(line) for line in (folder / f"losses-{rank}.jsonl").read_text().splitlines())
         for rank in range(2)
-    ]
-    return {step: (of_rank[0][step], of_rank[1][step]) for step in of_rank[0] if step in of_rank[1]}
+    )
+    return {step: (own[step], other[step]) for step in own if step in other}
 
 
-def ends(wanted: list[Fault]) -> Iterator[End]:
-    """What becomes of each fault."""
+def ends(chosen: list[Fault]) -> Iterator[End]:
+    """Run a job for each fault."""
     from lancet_kernels.cli.trainer import find_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="lancet-faults-") as temporary:
-        for way in dict.fromkeys(fault.way for fault in wanted):
+        for way in dict.fromkeys(fault.way for fault in chosen):
             alone = Path(temporary, way)
             alone.mkdir()
             run(None, way, alone)
             undisturbed = losses(alone)
-            for number, fault in enumerate(fault for fault in wanted if fault.way == way):
+            for number, fault in enumerate(fault for fault in chosen if fault.way == way):
                 folder = Path(temporary, f"{way} {number}")
                 folder.mkdir()
                 yield _end(fault, folder, undisturbed, find_checkpoint)
@@ -238,27 +232,25 @@ def _end(fault: Fault, folder: Path, undisturbed: dict[int, tuple[float, ...]], 
 
 
 def line(end: End) -> str:
-    """One of the table."""
     fault, after = end.fault, "went on" if end.after_s is None else f"{end.after_s:.1f} s"
-    told = f"{end.lost} steps lost, {'the same' if end.same else 'OTHER LOSSES'} afterwards"
-    return f"{fault.kind} in {fault.place} ({fault.way}): {after}; {end.said or '-'}; {told}"
+    resumed = f"{end.lost} steps lost, {'the same' if end.same else 'OTHER LOSSES'} afterwards"
+    return f"{fault.kind} in {fault.place} ({fault.way}): {after}; {end.said or '-'}; {resumed}"
 
 
 def main() -> None:
-    """Print what becomes of each fault."""
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--only", nargs="+", default=(), help="words of the faults that are tried")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = []
-    for end in ends([f for f in faults() if {*given.only} <= {f.kind, f.place, f.way}]):
+    for end in ends([f for f in faults() if {*options.only} <= {f.kind, f.place, f.way}]):
         print(line(end), flush=True)
         rows.append(asdict(end))
-        if given.json:
+        if options.json:
             about = {"torch": torch.__version__, "date": str(date.today()), "timeout_s": TIMEOUT_S}
-            given.json.write_text(json.dumps(about | {"ends": rows}, indent=2) + "\n")
+            options.json.write_text(json.dumps(about | {"ends": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

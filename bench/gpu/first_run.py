@@ -1,13 +1,14 @@
-"""The first minutes on a GPU: facts in the order of their worth, each in a process of its own with a limit.
+"""The first minutes on a GPU: checks and measurements by priority, each in its own process with a time limit.
 
     python bench/gpu/first_run.py --out DIR [--until SECONDS] [--only machine,eta]
     python bench/gpu/first_run.py --out DIR --device cpu      what runs in Triton's interpreter: no figures
 
-DIR/first-run-DEVICE-DATE.jsonl has a line as soon as a step ends; the .log beside it all that steps said. A
-step that hangs or crashes costs its limit and no more: what it said before is in its line. It runs from a
-checkout with the Python that calls it (3.10 or newer, torch, Triton, numpy, pytest), and installs nothing.
+DIR/first-run-DEVICE-DATE.jsonl has a line as soon as a step ends; the .log beside it has the output of all
+steps. A step that hangs or crashes costs at most its limit, and its line has the results before that. It runs
+from a checkout with the Python that calls it (3.10 or newer, torch, Triton, numpy, pytest), and installs
+nothing.
 
-Exit code: 0 all that ran is right; 1 a step failed, hung, or is wrong; 2 what it needs is missing, in a line.
+Exit code: 0 all that ran is right; 1 a step failed, hung, or is wrong; 2 a requirement is missing.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ FACT = "FACT "  # what a step prints before each of its results, a JSON object
 
 
 class Step(NamedTuple):
-    """It is killed after limit_s, and not begun with less than expected_s left. module: has it."""
+    """A step of `module`, killed after limit_s, and not begun with less than expected_s left."""
 
     limit_s: float
     expected_s: float
     module: str = "bench.gpu.steps"
 
 
-# In the order of their worth. Expected on an H100 with an empty Triton cache.
+# By priority. Expected times are those on an H100 with an empty Triton cache.
 STEPS = {
     "machine": Step(60, 15),
     "one_program": Step(75, 30),
@@ -117,7 +118,7 @@ def _refuse(why: str) -> int:
 
 
 def _append(file: Path, line: dict) -> None:
-    """On the disk before anything else happens; the beginning of it on the screen."""
+    """Write a line to the disk at once, and its beginning to the screen."""
     text = json.dumps(line)
     with file.open("a", encoding="utf-8") as lines:
         lines.write(text + "\n")
@@ -134,7 +135,7 @@ def _commit() -> str:
 
 
 def copy_tree(tree: Path) -> None:
-    """Everything where an installation would put it: ops/, graph/ and schedules/ lie inside the package."""
+    """Copy the sources to where an installation puts them: ops/, graph/ and schedules/ inside the package."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     mapped = re.findall(r'^"lancet_kernels\.(\w+)" = "(\w+)"$', project, re.MULTILINE)
     inside = {folder: f"lancet_kernels/{name}" for name, folder in mapped}
@@ -145,12 +146,12 @@ def copy_tree(tree: Path) -> None:
 
 
 def wrong(result: object) -> bool:
-    """Does a result, or a part of it, say that it is not right?"""
+    """Whether a result, or a part of it, has `right` = false."""
     return isinstance(result, dict) and (result.get("right") is False or any(map(wrong, result.values())))
 
 
 class Runner(NamedTuple):
-    """Where steps run, and until when, by time.monotonic()."""
+    """tree: the folder in which steps run. until: the end, by time.monotonic()."""
 
     device: str
     tree: Path
@@ -169,18 +170,18 @@ class Runner(NamedTuple):
             print(f"\n==== {name}", file=file, flush=True)
             from_here = self.log.stat().st_size
             exit_code = self._run(name, file, min(step.limit_s, left))
-        said = self.log.read_bytes()[from_here:].decode(errors="replace")
+        output = self.log.read_bytes()[from_here:].decode(errors="replace")
         result: dict = {}
-        for fact in re.findall(f"^{FACT}(.*)$", said, re.MULTILINE):
+        for fact in re.findall(f"^{FACT}(.*)$", output, re.MULTILINE):
             result |= json.loads(fact)
         outcome = "killed" if exit_code is None else "failed" if exit_code else "right"
         if outcome == "right" and wrong(result):
             outcome = "wrong"
         line = {"step": name, "outcome": outcome, "seconds": round(time.monotonic() - begin, 1)}
-        return line | {"result": result} | ({} if outcome == "right" else {"said": said[-600:]})
+        return line | {"result": result} | ({} if outcome == "right" else {"said": output[-600:]})
 
     def _run(self, name: str, log: IO[str], limit_s: float) -> int | None:
-        """-> exit code; None: killed. With a step ends all that it has started, in other sessions, too."""
+        """-> exit code; None: killed. All processes of a step end with it, in other sessions, too."""
         path = os.pathsep.join(filter(None, [str(self.tree), os.environ.get("PYTHONPATH")]))
         mark = f"{os.getpid()}-{time.monotonic_ns()}"
         environment = os.environ | {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "STEP": mark}

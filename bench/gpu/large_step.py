@@ -1,4 +1,4 @@
-"""A step whose products are so long that a host is ahead of its GPU, for `lancet bench FILE.py:FUNCTION`."""
+"""A step with products so long that the host is ahead of the GPU, for `lancet bench FILE.py:FUNCTION`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = ModelConfig("small", layers=4, width=64, heads=2, sequence=64, vocab=256
 
 
 def large_step() -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
-    """The step and its inputs, of one rank: as large as a GPU is made for where there is one."""
+    """The step and its inputs of one rank: large on a GPU, small on a CPU."""
     on_gpu = torch.cuda.is_available()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     config = LARGE if on_gpu else SMALL

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 -m bench.gpu.several_ranks one-gpu    their kernels take turns
     TRITON_INTERPRET=1 torchrun --standalone --nproc-per-node 2 -m bench.gpu.several_ranks cpu
 
-Every rank has another number of tokens in every step, sometimes none, and now and then a rank comes late. All
-ranks can make the tokens of all others again, so each compares with the whole layer on one device: its
-outputs, its tokens' gradients, and the gradients of its experts.
+Every rank has another number of tokens in every step, sometimes none, and sometimes a rank comes late. Every
+rank can generate the tokens of all others, and so compares with the whole layer on one device: its outputs,
+its tokens' gradients, and the gradients of its experts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(kind: str) -> int:
 
 
 def tokens_of(sizes: Sizes, step: int, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """x and dy of a rank in a step, the same wherever they are made. Of 20 steps one is without tokens."""
+    """x and dy of a rank in a step, the same on all ranks. One of 20 steps is without tokens."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     most = 0 if (step + rank) % 20 == 1 else sizes.tokens
     number = min(most, int(torch.randint(1, sizes.tokens + 1, (), generator=generator)))
@@ -96,8 +96,8 @@ def run(sizes: Sizes, device: torch.device) -> dict:
     here = slice(rank * sizes.experts_each, (rank + 1) * sizes.experts_each)
     with torch.no_grad():
         for name, parameter in fused.named_parameters():
-            given = whole.get_parameter(name)
-            parameter.copy_(given if parameter.shape == given.shape else given[here])
+            source = whole.get_parameter(name)
+            parameter.copy_(source if parameter.shape == source.shape else source[here])
     wrong = []
     for step in range(sizes.steps):
         if step % LATE_EVERY == LATE_EVERY - 1 and rank == step % world:
@@ -108,14 +108,14 @@ def run(sizes: Sizes, device: torch.device) -> dict:
             whole.zero_grad(set_to_none=False)
             expected = [one_pass(whole, *tokens_of(sizes, step, r, like)) for r in range(world)][rank]
             right: dict[str, Any] = dict(zip(("y", "dx"), expected, strict=True))
-            got: dict[str, Any] = {"y": y, "dx": dx, "w1": fused.w1.grad, "w2": fused.w2.grad}
+            own: dict[str, Any] = {"y": y, "dx": dx, "w1": fused.w1.grad, "w2": fused.w2.grad}
             for name in ("w1", "w2"):
                 right[name] = whole.get_parameter(name).grad[here]  # type: ignore[index]
-            if not (outcome := agreement(got, right, like.dtype))["right"]:
+            if not (outcome := agreement(own, right, like.dtype))["right"]:
                 wrong.append({"rank": rank, "step": step, **outcome})
-    of_ranks: list[list[dict]] = [[]] * world
-    dist.all_gather_object(of_ranks, wrong)
-    wrong = list(itertools.chain(*of_ranks))
+    by_rank: list[list[dict]] = [[]] * world
+    dist.all_gather_object(by_rank, wrong)
+    wrong = list(itertools.chain(*by_rank))
     return {"right": not wrong, "wrong": wrong, "ranks": world, "steps": sizes.steps}
 
 

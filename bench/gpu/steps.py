@@ -1,4 +1,4 @@
-"""What the steps of `first_run` do. Each yields results as they come; on a CPU it is small, and interpreted.
+"""The steps of `first_run`. Each yields results as they come; on a CPU it is small, and interpreted.
 
 python -m bench.gpu.steps eta cuda
 """
@@ -42,8 +42,8 @@ from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.timing import Clock
 
 Results = Iterator[dict]
-# How far the norm of a tensor may be off, and its worst element by the root of the mean square. Rounding to
-# bfloat16 gives 0.005 and 0.04 in one computation, a row that is missing 3 in the worst element.
+# Allowed errors of a tensor relative to its norm, and of its worst element relative to the root mean square.
+# Rounding to bfloat16 gives 0.005 and 0.04 in one computation, a missing row 3 in the worst element.
 ALLOWED = {torch.bfloat16: (1.5e-2, 0.25), torch.float32: (1e-4, 1e-3)}
 MIDDLE = Workload("middle", 8192, 2048, 1024, 16, 4, "swiglu")
 SPEEDS = {
@@ -58,8 +58,8 @@ PES = KERNELS + "test_virtual_pes.py"
 # Kernels and ops one by one, and NVSHMEM where it is installed; layers and steps of the library.
 OPS = ("ops/moe", "graph/costs", KERNELS + "symmetric", KERNELS + "protocol", KERNELS + "test_row_kernels.py")
 LAYERS = ("lancet_kernels/layer", "lancet_kernels/optimization")
-# By step: files and folders of tests, what is chosen of them on a GPU, on a CPU, and processes side by side.
-# Virtual PEs wait for one another: nothing may take turns with them.
+# By step: files and folders of tests, their -k expressions on a GPU and on a CPU, and parallel processes.
+# Virtual PEs wait for one another, and must not share the GPU with other processes.
 TESTS = {
     "virtual_pes": ((PES,), "is_as and (gelu] or swiglu]) or passes and 2- or never", "without_tasks", 1),
     "virtual_pes_more": ((PES,), "is_as or passes or graph or warm_up", "forward_and_backward", 1),
@@ -86,7 +86,7 @@ class Layer:
             torch.cuda.synchronize()
 
     def compare(self) -> dict:
-        """Forward and backward against the same by torch's ops and autograd."""
+        """Compare forward and backward with torch's ops and autograd."""
         begin = time.monotonic()
         y, saved = self.passes.begin(self.config)
         self.synchronize()
@@ -96,33 +96,33 @@ class Layer:
         seconds = time.monotonic() - begin
         for exchange in self.passes.exchanges(self.config):
             exchange.check()
-        got = {"y": y} | {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
+        own = {"y": y} | {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
         expected = by_torch(self.passes.x, self.passes.dy, self.passes.routing, self.passes.experts)
-        distances = agreement(got, dict(zip(got, expected, strict=True)), self.dtype)
+        distances = agreement(own, dict(zip(own, expected, strict=True)), self.dtype)
         about = {"sizes": str(self.workload), "bodies": self.config.bodies, "programs": self.config.programs}
         return {**about, "seconds": seconds, **distances}
 
 
-def agreement(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict:
-    """How far tensors computed in `dtype` are off, by name: norm and worst element. NaN is never right.
+def agreement(own: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict:
+    """Errors of tensors computed in `dtype`, by name: norm and worst element. NaN is never right.
 
-    What rounding an element and a factor of it may cost does not count: the gradient of one token, a product
-    of two vectors, has elements of 200 times the root of its mean square.
+    Rounding of an element and of one factor of it does not count: the gradient of one token, a product of two
+    vectors, has elements of 200 times its root mean square.
     """
     off = {}
-    for name, tensor in got.items():
-        wanted = expected[name].float()
-        error = (tensor.float() - wanted).nan_to_num(nan=math.inf)
-        scale = max(wanted.norm().item(), 1e-30)
-        beyond = error.abs() - 2 * torch.finfo(dtype).eps * wanted.abs()
+    for name, tensor in own.items():
+        right = expected[name].float()
+        error = (tensor.float() - right).nan_to_num(nan=math.inf)
+        scale = max(right.norm().item(), 1e-30)
+        beyond = error.abs() - 2 * torch.finfo(dtype).eps * right.abs()
         worst = beyond.max().clamp_min(0).item() if error.numel() else 0.0
-        off[name] = error.norm().item() / scale, worst * wanted.numel() ** 0.5 / scale
+        off[name] = error.norm().item() / scale, worst * right.numel() ** 0.5 / scale
     norm, worst = ALLOWED[dtype]
     return {"right": all(a < norm and b < worst for a, b in off.values()), "off": off}
 
 
 def machine(device: torch.device) -> Results:
-    """The ceilings: what cuBLAS multiplies and memory copies here."""
+    """The ceilings: throughput of cuBLAS and of memory."""
     clock, (size, room) = Clock(device), (8192, 2**30) if device.type == "cuda" else (512, 2**24)
     x, y = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     a, b = (torch.empty(room, dtype=torch.uint8, device=device) for _ in range(2))
@@ -136,7 +136,7 @@ def machine(device: torch.device) -> Results:
 
 
 def one_program(device: torch.device) -> Results:
-    """Does the kernel run at all: one program does everything, so no race between programs can hang it."""
+    """The kernel with a single program, so that no race between programs can hang it."""
     yield Layer(Workload("tiny", 300, 256, 192, 4, 2, "swiglu"), device, programs=1).compare()
 
 
@@ -184,13 +184,13 @@ def speed(workload: Workload, device: torch.device) -> Results:
 
 
 def eta(device: torch.device) -> Results:
-    """How much of the shorter of puts and GEMMs is hidden: max(puts, GEMMs) / both, at four speeds of puts.
+    """Overlap efficiency: max(puts, GEMMs) / both, at four speeds of puts.
 
-    One PE. A narrow window of puts stands for a slow wire; its speed is measured, in a launch without GEMMs.
-    Puts of the backward are not measured alone, for its weight gradients wait for tiles: they are as many.
+    One PE. A narrow window of puts stands for a slow wire; its speed is measured in a launch without GEMMs.
+    The backward has as many puts, which cannot run alone: its weight gradients wait for tiles.
     """
     layer = Layer(Workload("eta", 16384, 2048, 768, 64, 8, "swiglu"), device)
-    # Rows and elements of a step of a put; how many steps a program has on the way (0: the default).
+    # Rows and elements of a step of a put; steps in flight per program (0: the default).
     windows = {"full": (2, 1024, 0), "fast": (1, 1024, 3), "middle": (1, 1024, 2), "slow": (1, 512, 2)}
     slots, widest = hopper_kernel.put_slots, triton.next_power_of_2(layer.workload.width)
     configs = {
@@ -219,7 +219,7 @@ def eta(device: torch.device) -> Results:
 
 
 def launch_ms(layer: Layer, *, puts: bool, tiles: bool) -> list[float]:
-    """Milliseconds of the overlap launch of a forward and, with tiles, a backward that do only this."""
+    """Milliseconds of the overlap launch of a forward and, with tiles, a backward, with these tasks only."""
     forward, backward = layer.passes.exchanges(layer.config)
     rounds, warmup = (9, 2) if layer.on_gpu else (1, 0)
     with shortened(Clock(layer.device), puts, tiles) as ms:
@@ -240,7 +240,7 @@ def launch_ms(layer: Layer, *, puts: bool, tiles: bool) -> list[float]:
 
 @contextmanager
 def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
-    """Inside, passes only put, or only multiply, and add nothing up; -> ms of their overlap launches."""
+    """A context in which passes only put or multiply, without combine. -> ms of their overlap launches."""
     launch, schedule, ms = overlap._launch, Exchange.schedule, []
 
     def timed(*arguments: Any) -> None:
@@ -248,8 +248,8 @@ def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
 
     def without(exchange: Exchange, opened, count: Tensor) -> None:
         schedule(exchange, opened, count)
-        for word, wanted in ((NUM_PUTS, puts), (NUM_TILES, tiles)):
-            if not wanted:
+        for word, is_kept in ((NUM_PUTS, puts), (NUM_TILES, tiles)):
+            if not is_kept:
                 opened.state.table[word.value] = 0
 
     patch = mock.patch.object
@@ -258,7 +258,7 @@ def shortened(clock: Clock, puts: bool, tiles: bool) -> Iterator[list[float]]:
 
 
 def shapes(device: torch.device) -> Results:
-    """Other activations, one expert, many; tokens that are another number in each pass, and favour some."""
+    """Other activations, one expert, many experts; uneven numbers of tokens and skewed routing."""
     silu = Workload("silu", 1000, 512, 576, 4, 2, "silu")
     one = replace(MIDDLE, name="one expert", experts=1, choices=1)
     for workload in (silu, one, replace(MIDDLE, name="many experts", experts=256)):
@@ -271,7 +271,7 @@ def shapes(device: torch.device) -> Results:
 
 
 def passes(device: torch.device) -> Results:
-    """Open passes of two layers through one exchange; a third that may not, and one that does not fit."""
+    """Open passes of two layers through one exchange; a third one, which is refused, and one without room."""
     layer = Layer(MIDDLE, device)
     yield {"alone": layer.compare()}
     p, config, w = layer.passes, layer.config, layer.workload
@@ -305,7 +305,7 @@ def refused(call: Callable[[], object]) -> dict:
 
 
 def planned_step(device: torch.device) -> Results:
-    """GPT2-S-MoE of the paper, as one of 16 ranks on an emulated wire: what each strategy exposes."""
+    """GPT2-S-MoE of the paper, as one of 16 ranks on an emulated wire, with each strategy."""
     # Each strategy costs 15 to 30 s on the host before it runs.
     model = "--model gpt2-s-moe --batch 24 --rounds 8"
     if device.type == "cpu":
@@ -314,7 +314,7 @@ def planned_step(device: torch.device) -> Results:
 
 
 def wire(device: torch.device) -> Results:
-    """Products that an emulated wire is to hide: alone, and while a message is under way."""
+    """Products alone, and beside a message of the emulated wire, which must not slow them down."""
     x, y = (torch.randn(16384, 4096, device=device, dtype=torch.bfloat16) for _ in range(2))
     stream = torch.cuda.Stream(device)
 
@@ -332,15 +332,15 @@ def wire(device: torch.device) -> Results:
 
 
 def large_step(device: torch.device) -> Results:
-    """The same where products take so long that the host is ahead of the GPU; with the measured choice."""
+    """The same with products so long that the host is ahead of the GPU; with strategy auto."""
     rounds = "--rounds 8" if device.type == "cuda" else "--device cpu --rounds 1 --warmup 0"
     yield from benchmark(f"bench/gpu/large_step.py:large_step {rounds}", "none,tutel,lancet-dw,lancet,auto")
 
 
 def benchmark(step: str, strategies: str) -> Results:
-    """What `lancet bench` measures of a step on one of 16 ranks."""
+    """`lancet bench` of a step on one of 16 ranks."""
     options = f"--stands-for 16 --share 0.4 --strategies {strategies} --json"
-    figures = json.loads(said_by("-m", "lancet_kernels", "bench", *step.split(), *options.split()))
+    figures = json.loads(output_of("-m", "lancet_kernels", "bench", *step.split(), *options.split()))
     yield {"link_gbps": figures["link_gbps"], "prediction_error": figures["prediction_error"]}
     for name, ms in figures["iteration_ms"].items():
         account = figures["account_ms"][name]
@@ -349,9 +349,9 @@ def benchmark(step: str, strategies: str) -> Results:
 
 
 def host(device: torch.device) -> Results:
-    """A step of GPT2-S-MoE on one rank: how long the host takes to issue it, the GPU to compute it, and both.
+    """A step of GPT2-S-MoE on one rank: times of the host that issues it, of the GPU, and of both.
 
-    As it is, by a plan, by one whose computation is compiled, by one with fused layers, and that in a graph.
+    Plain, with a plan, with one whose computation is compiled, with one of fused layers, and in CUDA graphs.
     """
     on_gpu = device.type == "cuda"
     config, batch = model_config("gpt2-s-moe" if on_gpu else "gpt2-tiny-moe"), 24 if on_gpu else 2
@@ -377,12 +377,12 @@ def host(device: torch.device) -> Results:
         call = partial(module, *inputs) if "graphed" in name else partial(run, module)
         yield {name: host_and_device(call, device)}
         if isinstance(module, OptimizedModule) and name == "plan":
-            # Without autograd, guards and the call: what the host needs for the ops themselves.
+            # Without autograd, guards and the call, for the host's time of the ops themselves.
             yield {"graph of the plan": host_and_device(module.run_as_a_whole(), device)}
 
 
 def host_and_device(run: Callable[[], object], device: torch.device) -> dict:
-    """Milliseconds of a run, of the host that issues it, and of all kernels together; their number."""
+    """Milliseconds of a run, of the host that issues it, and of all kernels; the number of kernels."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     runs = 10 if device.type == "cuda" else 1
     whole, issued = [], []
@@ -402,21 +402,21 @@ def host_and_device(run: Callable[[], object], device: torch.device) -> dict:
     return result | {"kernels": len(kernels), "kernels_ms": busy_ms}
 
 
-def said_by(*arguments: str) -> str:
-    """What Python prints for these arguments; where it fails this step does."""
-    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
-    print(done.stdout, flush=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
+def output_of(*arguments: str) -> str:
+    """The output of Python with these arguments; if that fails, this step fails."""
+    process = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    print(process.stdout, flush=True)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return process.stdout
 
 
 def run_tests(
     tests: tuple[str, ...], on_gpu: str, on_cpu: str, processes: int, device: torch.device
 ) -> Results:
-    """Each test by its own outcome, as soon as it has one."""
+    """The outcome of each test, as soon as it ends."""
     chosen = ("gpu", on_gpu) if device.type == "cuda" else ("not gpu and not long", on_cpu)
-    # While a kernel spins, loading a module would wait for it.
+    # Eager, because loading a module waits for running kernels, which may wait for one another.
     command = ["env", "CUDA_MODULE_LOADING=EAGER", sys.executable, "-m", "pytest", "-v", "--color=no"]
     command += ["-p", "no:cacheprovider", "-m", chosen[0], "-k", chosen[1]]
     command += [f"tests/{name}" for name in tests]
@@ -426,7 +426,7 @@ def run_tests(
     outcome = "(?P<outcome>PASSED|FAILED|ERROR|SKIPPED)"
     for line in process.stdout or ():
         print(line, end="", flush=True)
-        # By one process "file::test OUTCOME", by several "[gw0] [ 16%] OUTCOME file::test".
+        # One process prints "file::test OUTCOME", several "[gw0] [ 16%] OUTCOME file::test".
         if match := re.match(rf"\S+::(?P<test>.+?) {outcome}\b", line) or re.match(
             rf"\[gw\d+\] .*?{outcome} \S+?::(?P<test>.+?)\s*$", line
         ):
@@ -436,7 +436,7 @@ def run_tests(
 
 
 def counters(device: torch.device) -> Results:
-    """What tensor cores, L2 and memory do in the overlap launches of a forward and a backward."""
+    """Use of tensor cores, L2 and memory in the overlap launches of a forward and a backward."""
     metrics = (
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__t_sector_hit_rate.pct",
         "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum",
@@ -447,17 +447,17 @@ def counters(device: torch.device) -> Results:
     command = ["ncu", "--clock-control", "none", "--kernel-name", "regex:overlap_kernel", "--csv"]
     command += ["--launch-count", "2", "--metrics", ",".join(metrics)]
     command += [sys.executable, "-m", "bench.gpu.steps", "all_programs", str(device)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    print(done.stdout[-8000:], done.stderr[-2000:])
-    lines = [line.strip('"').split('","') for line in done.stdout.splitlines() if line.startswith('"')]
-    yield {"exit": done.returncode, "metrics": [line[-3:] for line in lines]}
+    ncu = subprocess.run(command, capture_output=True, text=True)
+    print(ncu.stdout[-8000:], ncu.stderr[-2000:])
+    lines = [line.strip('"').split('","') for line in ncu.stdout.splitlines() if line.startswith('"')]
+    yield {"exit": ncu.returncode, "metrics": [line[-3:] for line in lines]}
 
 
 def ranks_on_one_gpu(device: torch.device) -> Results:
     """Two ranks that share the GPU, over torch's symmetric memory."""
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     where = "one-gpu" if device.type == "cuda" else "cpu"
-    yield json.loads(said_by(*ranks, "-m", "bench.gpu.several_ranks", where).splitlines()[-1])
+    yield json.loads(output_of(*ranks, "-m", "bench.gpu.several_ranks", where).splitlines()[-1])
 
 
 def main(name: str, device: str) -> None:

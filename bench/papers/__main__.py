@@ -22,7 +22,6 @@ PAPERS = {"lancet": lancet, "hidup": hidup, "primepar": primepar}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, draw and print. -> exit code."""
     parser = argparse.ArgumentParser(
         prog="bench.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reproduced(options: argparse.Namespace) -> str:
-    """What is printed. Raises: UserError for figures the paper does not have, and a folder that cannot be
-    written."""
+    """The text to print. Raises: UserError for figures that the paper does not have, and for a folder that
+    cannot be written."""
     paper, folder = PAPERS[options.paper], Path(options.output_folder)
     figures = _chosen(options.figures, options.paper, paper.FIGURES)
     # Created before the simulation, which takes minutes, so that an error comes early.

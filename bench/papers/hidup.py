@@ -68,7 +68,7 @@ def figure8(layers: int | None) -> list[Row]:
 
 
 def figure11(layers: int | None) -> list[Row]:
-    """Parameters of BERT-SGMoE replicated or sharded, by bandwidth; as found, and as published."""
+    """Parameters of BERT-SGMoE replicated or sharded, by bandwidth: by our search and the published one."""
     rows: list[Row] = []
     for gbit in BANDWIDTHS:
         setting, row = two_machines("bert-sgmoe", gbit, layers), {"gbit_per_s": gbit}
@@ -89,27 +89,27 @@ def table4(layers: int | None) -> list[Row]:
     rows: list[Row] = []
     for name, setting in settings.items():
         others = WholeBatch.of(setting.expert_parallel, overlaps_gradients=False)
-        for system, wall, of, overlapped in (
+        for system, wall, times, overlapped in (
             ("hidup", setting.hidup.predicted_ms, setting.hidup, setting.hidup.overlapped),
             ("as published", setting.published.predicted_ms, setting.published, setting.published.overlapped),
             ("expert parallel", others.wall_ms, others, 0.0),
         ):
-            numbers = wall, of.computation_ms, of.communication_ms, overlapped
+            numbers = wall, times.computation_ms, times.communication_ms, overlapped
             rows.append({"setting": name, "system": system} | dict(zip(PARTS, numbers, strict=True)))
     return rows
 
 
 SHARED = (("8", "11", "table 4"), ("6", "7"))
-"""Figures that use the same searches, which one process therefore works out; the longest first."""
+"""Figures that share searches, and so a process; the longest first."""
 
 
 def simulate(figures: Sequence[str], run: Run, layers: int | None = None) -> dict[str, Any]:
     """Args: layers: of the models, an even number (None: 8)."""
     groups = [chosen for group in SHARED if (chosen := [n for n in group if n in figures])]
-    worked_out: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for result in run([(_figures_of, (group, layers)) for group in groups]):
-        worked_out |= result
-    return {"paper": "hidup", "figures": {number: worked_out[number] for number in figures}}
+        results |= result
+    return {"paper": "hidup", "figures": {number: results[number] for number in figures}}
 
 
 def _figures_of(numbers: Sequence[str], layers: int | None) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def _figures_of(numbers: Sequence[str], layers: int | None) -> dict[str, Any]:
 
 
 def quantities(data: Data) -> Row:
-    """What the paper's claims are about, of the figures that were simulated."""
+    """The quantities of the paper's claims, for the simulated figures."""
     named: Row = {}
-    for number, of in data["figures"].items():
-        named |= FIGURES[number][1](of)
+    for number, rows in data["figures"].items():
+        named |= FIGURES[number][1](rows)
     return named
 
 
@@ -147,18 +147,18 @@ FIGURES: dict[str, tuple[Callable[[int | None], Any], Callable[[Any], Row]]] = {
     "11": (figure11, _sharded),
     "table 4": (table4, _overlapped),
 }
-"""What is simulated for each, and the quantities that claims about it need."""
+"""The simulation of each, and the quantities of claims about it."""
 
 
 def exhibits(data: Data) -> Iterator[Exhibit]:
     """One per figure and table."""
-    for number, of in data["figures"].items():
+    for number, rows in data["figures"].items():
         if number in ("6", "7", "8"):
             chart = Chart("bars", ("model", "gpus", "gbit_per_s"), ("hidup_ms", "baselines_ms"))
-            yield Exhibit(number, f"Figure {number}: iteration", of, chart)
+            yield Exhibit(number, f"Figure {number}: iteration", rows, chart)
         elif number == "11":
             chart = Chart("bars", ("gbit_per_s",), ("replicated", "sharded"))
-            yield Exhibit(number, "Figure 11: parameters of BERT-SGMoE", of, chart)
+            yield Exhibit(number, "Figure 11: parameters of BERT-SGMoE", rows, chart)
         else:
-            rows = [r | {"paper": PAPER_TABLE_4.get((r["setting"], r["system"]), {})} for r in of]
-            yield Exhibit(number, "Table 4: an iteration of BERT-SGMoE", rows)
+            compared = [r | {"paper": PAPER_TABLE_4.get((r["setting"], r["system"]), {})} for r in rows]
+            yield Exhibit(number, "Table 4: an iteration of BERT-SGMoE", compared)

@@ -1,12 +1,12 @@
-"""One setting of the HiDup paper, simulated: its model, its strategies, and how long an iteration takes.
+"""One simulated setting of the HiDup paper: its model, its strategies, and the time of an iteration.
 
 A setting is a model on a number of GPUs of a cluster. Its forward is captured for one device, on one of two
 microbatches of the batch of all GPUs together; costs come from the cluster file and `links`.
 
 Models are those of table 1: 8 layers of BERT-Base's size, every other feed-forward an MoE layer. The MoE
-layer is GShard's in dense form: who goes where is a tensor [B, S, E, C], and dispatch and combine are
-products with it. Experts are a dimension like any other, so all of it can be sharded. Capacity is per
-sequence, so sequences do not depend on each other.
+layer is GShard's in dense form: routing is a tensor [B, S, E, C], and dispatch and combine are products with
+it. Experts are a dimension like any other, so all of it can be sharded. Capacity is per sequence, so
+sequences do not depend on each other.
 
 B  sequences      S  sequence length      M  model width      V  vocabulary
 E  experts        C  most tokens of a sequence for one expert      H  width of an expert
@@ -117,7 +117,7 @@ class DenseMoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward (or MoE), each behind a norm, added to what came in."""
+    """Attention and a feed-forward (or MoE), each behind a norm and with a residual."""
 
     def __init__(self, config: HiDupConfig, has_experts: bool) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class Layer(nn.Module):
 
     def attention(self, x_BSM: Tensor) -> Tensor:
         query, key, value = (
-            of(x_BSM).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for of in (self.query, self.key, self.value)
+            project(x_BSM).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -222,16 +222,16 @@ class HiDupSetting:
 
     @cached_property
     def hidup(self) -> ShardingStrategy:
-        """The strategy of the search."""
         return self._searched()
 
     @cached_property
     def published(self) -> ShardingStrategy:
-        """The strategy if the backward is counted without overlap; its prediction counts so, too."""
+        """The strategy if search and prediction count the backward without overlap."""
         return self._searched(name="hidup, searched as published", overlaps_backward=False)
 
-    def _searched(self, **how: Any) -> ShardingStrategy:
-        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb, **how)
+    def _searched(self, **options: Any) -> ShardingStrategy:
+        memory_gb = self.cluster.memory_gb
+        return search_sharding(self.program, self.gpus, self.cost, memory_gb=memory_gb, **options)
 
     @cached_property
     def expert_parallel(self) -> ShardingStrategy:
@@ -245,8 +245,8 @@ class HiDupSetting:
 
     @property
     def baselines(self) -> dict[str, WholeBatch]:
-        """What others need for an iteration; data parallel only within one machine, as in the paper, and
-        where it fits into memory."""
+        """Iterations of baselines; data parallel only within one machine, as in the paper, and where it fits
+        into memory."""
         times = {"expert parallel": WholeBatch.of(self.expert_parallel, overlaps_gradients=False)}
         fits = self.data_parallel.memory_bytes <= self.cluster.memory_gb * 1e9
         if fits and self.machines == 1:
@@ -254,7 +254,7 @@ class HiDupSetting:
         return times
 
     def row(self) -> dict[str, object]:
-        """What is shown of a setting, as JSON values."""
+        """A row of tables and charts, as JSON values."""
         baselines = {name: times.wall_ms for name, times in self.baselines.items()}
         parameters = self.hidup.parameters.values()
         return {
@@ -284,7 +284,7 @@ class WholeBatch:
     @classmethod
     def of(cls, strategy: ShardingStrategy, *, overlaps_gradients: bool) -> WholeBatch:
         """Computation and all-to-alls one after the other; all-reduces of gradients beside the backward, or
-        behind it. The restricted strategies gather no parameters."""
+        after it. Baseline strategies gather no parameters."""
         messages = [c for stage in strategy.stages for c in stage.communication]
         # A stage counts half of a gradient's all-reduce, for one microbatch of two.
         gradients = COPIES * sum(c.backward_ms for c in messages if c.tensor in strategy.parameters)
@@ -296,18 +296,17 @@ class WholeBatch:
 
     @property
     def wall_ms(self) -> float:
-        """The whole iteration."""
         return self.computation_ms + self.communication_ms - self.hidden_ms
 
 
 def links(cluster: Cluster, gpus: int) -> CommunicationModel:
-    """How long NCCL's collectives take among `gpus` GPUs that fill the machines of a cluster one after
-    another: formulas between machines, inside one the rates that the paper's authors measured and published.
+    """Times of NCCL's collectives among `gpus` GPUs that fill the machines of a cluster one after another:
+    formulas between machines, inside one the rates that the paper's authors measured and published.
 
     Sizes are those of the whole tensor. Between machines (NCCL 2.10, PyTorch 1.10):
       all-gather, reduce-scatter  one ring through all GPUs: (n-1)/n of the tensor leaves every machine
       all-reduce                  a ring, twice that; between two machines a tree: the tensor leaves once
-      all-to-all                  of every GPU's slice what is for other machines, all of one by one card
+      all-to-all                  the parts of all GPUs for other machines, through one card per machine
     So an all-reduce is faster than a reduce-scatter and an all-gather, as the paper says in section 6.10.
     """
     calculated = CommunicationModel.from_cluster(cluster, gpus)
@@ -316,7 +315,7 @@ def links(cluster: Cluster, gpus: int) -> CommunicationModel:
 
     def milliseconds(name: str, size: float) -> float:
         if machines == 1:
-            # An all-to-all is asked for with a rank's slice.
+            # The size of an all-to-all is that of a rank's slice.
             whole = gpus if name == "all_to_all" else 1
             return calculated.milliseconds(name, 0.0) + size / (inside[name] * 1e9 / whole) * 1e3
         leaving = size * (gpus - 1) / gpus
@@ -344,7 +343,7 @@ def with_bandwidth(cluster: Cluster, gbit_per_s: float, gpus_per_machine: int) -
 
 @lru_cache(maxsize=16)
 def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -> Program:
-    """The forward on so many sequences of all GPUs together."""
+    """The forward on `sequences` sequences of all GPUs together."""
     config = hidup_config(model, gpus, layers)
     with without_contents():
         module = HiDupModel(config)

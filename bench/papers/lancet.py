@@ -86,7 +86,7 @@ def measure(setting: Setting) -> Measured:
 
 
 def _with_real_rows(simulated: Simulated, setting: Setting) -> Timeline:
-    """The plan `lancet` with unpadded all-to-alls: only real rows, 1 / capacity factor of all, travel."""
+    """The plan `lancet` with unpadded all-to-alls, of only real rows: 1 / capacity factor of all."""
     share = 1.0 / max(1.0, setting.capacity_factor or 1.0) if setting.padded else 1.0
 
     def cost(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
@@ -248,19 +248,19 @@ FIGURES = {
 
 
 def simulate(figures: Sequence[str], run: Run) -> dict[str, Any]:
-    """Each setting once, whatever figures need it. -> title, method ("simulated") and data of figures."""
+    """Simulate each setting once. -> title, method ("simulated") and data of figures."""
     settings = dict.fromkeys(s for name in figures for s in FIGURES[name].settings())
     # Deep models first, so that the last simulations are short.
     deep_first = sorted(settings, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
     results = run([(measure, (setting,)) for setting in deep_first])
-    of_setting = dict(zip(deep_first, results, strict=True))
+    by_setting = dict(zip(deep_first, results, strict=True))
     chosen = {name: FIGURES[name] for name in figures}
-    return {"figures": {n: {"title": f.title, "how": f.how, **f.data(of_setting)} for n, f in chosen.items()}}
+    return {"figures": {n: {"title": f.title, "how": f.how, **f.data(by_setting)} for n, f in chosen.items()}}
 
 
 def quantities(data: Data) -> dict[str, Any]:
-    """What the paper's claims are about: `figure_11` and so on, `answers` of the ablation."""
-    named = {f"figure_{number}": dict(of) for number, of in data["figures"].items()}
+    """The quantities of the paper's claims: `figure_11` and so on, `answers` of the ablation."""
+    named = {f"figure_{number}": dict(figure) for number, figure in data["figures"].items()}
     if planning := named.get("figure_15"):
         planning["most_seconds"] = max(row["seconds"] for row in planning["rows"])
     if ablation := named.get("figure_16"):
@@ -271,8 +271,8 @@ def quantities(data: Data) -> dict[str, Any]:
 def exhibits(data: Data) -> Iterator[Exhibit]:
     """One per figure, two of figures 13 and 15."""
     places = ("cluster", "model")
-    for number, of in data["figures"].items():
-        title, rows = f"Figure {number}: {of['title']} ({of['how']})", of["rows"]
+    for number, figure in data["figures"].items():
+        title, rows = f"Figure {number}: {figure['title']} ({figure['how']})", figure["rows"]
         if number in ("11", "12"):
             chart = Chart("bars", ("gpus", "speedup"), ("iteration_ms",), places)
             full = "the strategies under `out_of_memory` do not fit into the GPU's memory"
@@ -291,8 +291,10 @@ def exhibits(data: Data) -> Iterator[Exhibit]:
             yield Exhibit(number, title, bars, Chart("stack", ("strategy",), parts, places))
         elif number == "15":
             yield Exhibit(number, title, rows, Chart("lines", ("gpus",), ("seconds",), places))
-            growth = "{layers:.0f} times the layers take {seconds:.1f} times as long".format(**of["growth"])
-            deep = [{"layers of gpt2-l-moe": r["layers"], **r} for r in of["by_layers"]]
+            growth = "{layers:.0f} times the layers take {seconds:.1f} times as long".format(
+                **figure["growth"]
+            )
+            deep = [{"layers of gpt2-l-moe": r["layers"], **r} for r in figure["by_layers"]]
             chart = Chart("lines", ("layers of gpt2-l-moe",), ("seconds",))
             yield Exhibit(number, "gpt2-l-moe with other depths, p4de, 16 GPUs", deep, chart, [growth])
         else:

@@ -76,7 +76,7 @@ def problem(cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devi
 
 
 def spatial(problem: Problem) -> Problem:
-    """Splits alone, what others search."""
+    """Spatial splits only, as in other searches."""
     choices = zip(problem.operators, problem.choices, strict=True)
     return problem.restricted({o.name: [p for p in partitions if p.steps == 1] for o, partitions in choices})
 
@@ -187,14 +187,14 @@ def _middle_layer(solution: Solution, operators: int) -> tuple[Partition, ...]:
 
 
 class _Writer:
-    """Instructions one after another; what comes next reads what is `needed`."""
+    """Writes instructions one after another; the next one reads the tensors in `needed`."""
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
         self.needed: list[str] = ["input"]
 
     def add(self, name: str, kind: Kind, phase: Phase, ms: float) -> str:
-        """-> its output. Computation and what is waited for is needed by all that follows."""
+        """-> the name of its output."""
         self.instructions.append(
             Instruction(name, name, tuple(self.needed), (name,), kind, phase, milliseconds=ms)
         )
@@ -215,10 +215,10 @@ class _Writer:
 
 
 def partition_program(problem: Problem, partitions: Sequence[Partition], name: str = "partition") -> Program:
-    """One device's forward and backward of a layer under the given partitions, with the cost model's times.
+    """One device's forward and backward of a layer under these partitions, with the cost model's times.
 
-    Each step of a phase is an instruction, each tile that travels beside it a message, started before it and
-    waited for behind it; all-reduces and redistributions are waited for at once.
+    Each step of a phase is an instruction, each tile that is sent beside it a message, started before it and
+    awaited after it; all-reduces and redistributions are awaited at once.
     """
     writer, cluster = _Writer(), problem.cluster
     placed = list(zip(problem.operators, partitions, strict=True))
@@ -235,7 +235,7 @@ def partition_program(problem: Problem, partitions: Sequence[Partition], name: s
         writer.waited(f"sum of {operator.name} {which}", Kind.ALL_REDUCE, phase, times.collective_ms)
 
     def edges(phase: Phase, n: int) -> None:
-        """Those by which something comes to operator n."""
+        """The redistributions into operator n."""
         back = phase is Phase.BACKWARD
         for ends in problem.edges:
             if ends[not back] == n:
@@ -308,12 +308,12 @@ def simulate(
 
 
 def quantities(data: Data) -> dict[str, Any]:
-    """What the slides' claims are about; growth only where few and many GPUs were simulated."""
+    """The quantities of the slides' claims; growth only where few and many GPUs were simulated."""
     rows = data["rows"]
     blocks = [(row["mlp"]["primepar"], row["mlp"]["megatron"]) for row in rows]
 
-    def waited_ms(of: Data) -> float:
-        return of["collective_ms"] + of["redistribution_ms"]
+    def waited_ms(times: Data) -> float:
+        return times["collective_ms"] + times["redistribution_ms"]
 
     left = [waited_ms(new) / waited_ms(old) for new, old in blocks]
     worst = rows[left.index(max(left))]

@@ -1,12 +1,12 @@
-"""What a reproduction shows, as text, as JSON and as pictures.
+"""Reproductions of papers as text, JSON and pictures.
 
-A paper is a module with TITLE, ASSUMPTIONS and FIGURES (what can be chosen), and functions
+A paper is a module with TITLE, ASSUMPTIONS and FIGURES (that can be chosen), and functions
 
-    simulate(figures, run) -> data     a JSON object; `run` works out calls, here or in other processes
-    quantities(data)                   the numbers that the paper's claims (claims.json) are about, by name
-    exhibits(data)                     rows that are shown as a table, and drawn
+    simulate(figures, run) -> data     a JSON object; `run` runs calls, here or in other processes
+    quantities(data)                   the numbers of the paper's claims (claims.json), by name
+    exhibits(data)                     tables and charts
 
-and, if it has such, `timelines(path)`, a picture of another sort.
+and optionally `timelines(path)`, which draws timelines.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from lancet_kernels.cli import aligned
-from lancet_kernels.cli.environment import cpu_cores
+from lancet_kernels.timing import cpu_cores
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Which columns of rows to draw, and how.
+    """A chart of rows.
 
-    kind: "bars" beside each other, "stack" on top of each other, or "lines". at: columns whose values name a
-    place on the x axis. series: columns, or mappings in one (`flat`). panels: columns of whose values each
-    combination gets axes of its own.
+    kind: "bars" beside each other, "stack" on top of each other, or "lines". at: columns of the labels on the
+    x axis. series: columns, or mappings in one (`flat`). panels: columns; each combination of their values
+    has its own axes.
     """
 
     kind: str
@@ -89,16 +89,16 @@ def flat(row: Row) -> dict[str, Any]:
 
 def draw(charts: Sequence[tuple[Chart, Sequence[Row]]], title: str, path: str | Path) -> None:
     """All panels of some charts in one picture, at most three beside each other, below them one legend."""
-    panels = [(chart, name, of) for chart, rows in charts for name, of in chart.split(rows).items()]
+    panels = [(chart, name, own) for chart, rows in charts for name, own in chart.split(rows).items()]
     across = min(len(panels), 2 if len(panels) == 4 else 3)
     down = -(-len(panels) // across)
     # Not pyplot: it looks for a display.
     figure = Figure(figsize=(max(8, 5.5 * across), 4 * down), layout="constrained")
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, (chart, name, of) in zip(grid, panels, strict=False):
+    for axes, (chart, name, rows) in zip(grid, panels, strict=False):
         axes.set_title(name, fontsize=10)
-        chart.draw(axes, [flat(row) for row in of])
+        chart.draw(axes, [flat(row) for row in rows])
     for empty in grid[len(panels) :]:
         empty.axis("off")
     legends = [axes.get_legend_handles_labels() for axes in figure.axes]
@@ -114,14 +114,15 @@ Run = Callable[[Sequence[Call]], list]
 Data = Mapping[str, Any]
 Claim = dict[str, Any]
 CLAIMS: list[Claim] = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
-"""What the papers say: paper, name, published value; `ours`, a format of what came out; `holds`, rules that
-are all true if it does: [quantity, relation, bound], for "near" also how far off; `why` it does not."""
+"""Claims of the papers: paper, name, published value; `ours`, a format of our quantities; `holds`, rules that
+must all be true: [quantity, relation, bound], for "near" also a tolerance; `why`: the reason if it does not
+hold."""
 RELATIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "is": operator.eq}
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A figure or table of a paper. Those of one name are drawn into one picture."""
+    """A figure or table of a paper. Exhibits of one name share a picture."""
 
     name: str
     title: str
@@ -130,7 +131,7 @@ class Exhibit:
     notes: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """Heading, a column for each key, notes."""
+        """Heading, table, notes."""
         return ["", self.title, *table([flat(row) for row in self.rows]), *(f"  {n}" for n in self.notes)]
 
 
@@ -165,26 +166,26 @@ class Span:
 
 
 def claims(paper: ModuleType, data: Data) -> list[Claim]:
-    """What a paper claims beside what came out, of the figures that were simulated."""
+    """The claims of a paper about the simulated figures, beside our results."""
     quantities, name = paper.quantities(data), paper.__name__.rpartition(".")[2]
     return [
-        compared(told, quantities)
-        for told in CLAIMS
-        if told["paper"] == name and re.split(r"[.[]", told["holds"][0][0])[0] in quantities
+        compared(claim, quantities)
+        for claim in CLAIMS
+        if claim["paper"] == name and re.split(r"[.[]", claim["holds"][0][0])[0] in quantities
     ]
 
 
-def compared(told: Claim, quantities: Data) -> Claim:
-    """A claim of the table beside what came out; `why` only if it does not hold."""
-    holds = all(_holds(quantities, *rule) for rule in told["holds"])
-    ours = told["ours"].format(**quantities)
-    entry = {"name": told["name"], "paper": told["published"], "ours": ours, "holds": holds}
-    return entry if holds or "why" not in told else entry | {"why": told["why"].format(**quantities)}
+def compared(claim: Claim, quantities: Data) -> Claim:
+    """A claim beside our result; `why` only if it does not hold."""
+    holds = all(_holds(quantities, *rule) for rule in claim["holds"])
+    ours = claim["ours"].format(**quantities)
+    entry = {"name": claim["name"], "paper": claim["published"], "ours": ours, "holds": holds}
+    return entry if holds or "why" not in claim else entry | {"why": claim["why"].format(**quantities)}
 
 
 def _holds(quantities: Data, name: str, relation: str, bound: Any, within: float = 0.0) -> bool:
-    def value(of: str) -> Any:
-        return Formatter().get_field(of, (), quantities)[0]
+    def value(field: str) -> Any:
+        return Formatter().get_field(field, (), quantities)[0]
 
     if relation == "near":
         return abs(value(name) - bound) <= within
@@ -194,9 +195,9 @@ def _holds(quantities: Data, name: str, relation: str, bound: Any, within: float
 
 def text(paper: ModuleType, data: Data) -> str:
     """Everything but the pictures."""
-    held = claims(paper, data)
-    shown = [{key: c[key] for key in ("name", "paper", "ours", "holds")} for c in held]
-    why = [f"{c['name']}: {c['why']}" for c in held if "why" in c]
+    checked = claims(paper, data)
+    shown = [{key: c[key] for key in ("name", "paper", "ours", "holds")} for c in checked]
+    why = [f"{c['name']}: {c['why']}" for c in checked if "why" in c]
     exhibits = [*paper.exhibits(data), Exhibit("", "Claims of the paper", shown, notes=why)]
     lines = [f"{paper.TITLE} by simulation: nothing here was run on a GPU."]
     lines += [line for exhibit in exhibits for line in exhibit.lines()]
@@ -216,9 +217,9 @@ def save_pictures(paper: ModuleType, prefix: str, data: Data, folder: Path) -> d
         if exhibit.chart:
             exhibits.setdefault(exhibit.name, []).append(exhibit)
     files = {name: folder / f"{prefix}-{name}.png" for name in exhibits}
-    for name, of in exhibits.items():
-        charts = [(exhibit.chart, exhibit.rows) for exhibit in of if exhibit.chart]
-        draw(charts, f"{paper.TITLE} by simulation. {of[0].title}", files[name])
+    for name, group in exhibits.items():
+        charts = [(exhibit.chart, exhibit.rows) for exhibit in group if exhibit.chart]
+        draw(charts, f"{paper.TITLE} by simulation. {group[0].title}", files[name])
     if hasattr(paper, "timelines"):
         files["timelines"] = folder / f"{prefix}-timelines.png"
         paper.timelines(files["timelines"])
@@ -226,12 +227,11 @@ def save_pictures(paper: ModuleType, prefix: str, data: Data, folder: Path) -> d
 
 
 def one_by_one(calls: Sequence[Call]) -> list:
-    """Their results."""
     return [function(*arguments) for function, arguments in calls]
 
 
 def in_processes(calls: Sequence[Call]) -> list:
-    """Their results, by a process per core; calls that take long come first."""
+    """The results of calls, by a process per core; long calls come first."""
     if len(calls) == 1:
         return one_by_one(calls)
     # Spawned, not forked: torch's threads do not survive a fork.

@@ -1,8 +1,8 @@
-"""`python -m bench.published [--json | --markdown] [--only TEXT] [--save]`: measurements of others, beside
+"""`python -m bench.published [--json | --markdown] [--only TEXT] [--save]`: published measurements, beside
 predictions.
 
-`python -m bench.published --hidden`: what strategies hide, and what it costs, on the configuration of
-torchtitan issue 3434, whose own table has the same columns. Cutting a batch makes messages, kernels and
+`python -m bench.published --hidden`: communication that strategies hide, and its costs, on the configuration
+of torchtitan issue 3434, whose own table has the same columns. Cutting a batch makes messages, kernels and
 grouped products more and smaller; moving weight gradients does not.
 """
 
@@ -23,11 +23,10 @@ from lancet_kernels.predict.report import PUBLISHED
 from lancet_kernels.schedules import MICROBATCHES
 
 STRATEGIES = ("none", GRAPH_TRAINER, "duplex", "lancet-dw", "lancet", "lancet+duplex", MICROBATCHES)
-"""In the table of what strategies hide."""
+"""Rows of the table of --hidden."""
 
 
 def main() -> None:
-    """Predict rows and print them."""
     parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -106,22 +105,22 @@ def _cells(one: Checked) -> tuple[str, str, str]:
 
 
 def hidden() -> str:
-    """What strategies hide, as a table in Markdown."""
+    """The table of --hidden in Markdown."""
     row = next(row for row in load_rows() if "EP32, FSDP2, no overlap" in row.name)
-    asked = question_of(row)
+    question = question_of(row)
     lines = [
         "| strategy | step | exchanges | hidden | exposed | launches | grouped products |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    whole = Captured.of(asked)
+    whole = Captured.of(question)
     for name in STRATEGIES:
         if name == MICROBATCHES:
-            half = replace(asked, microbatch=asked.microbatch // 2, accumulate=2)
+            half = replace(question, microbatch=question.microbatch // 2, accumulate=2)
             lines.append(_line(f"{name} (2 x {half.microbatch})", Captured.of(half), name))
         else:
             lines.append(_line(name, whole, name))
-    # Its publishers say of EP16 how much is hidden.
-    on_two_nodes = Captured.of(replace(asked, expert_ranks=16))
+    # For EP16 the hidden share is published.
+    on_two_nodes = Captured.of(replace(question, expert_ranks=16))
     lines.append(_line(f"{GRAPH_TRAINER}, EP16", on_two_nodes, GRAPH_TRAINER))
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """Rows of published measurements, each with its prediction and error: one TOML file for each source.
 
 A file has `source`, `commit`, `configuration` and `assumed`, and a table `[[rows]]` for each configuration:
-its name, what differs from that of the file, and `measured`, of which each value is a row.
+its name, differences from that of the file, and `measured`, of which each value is a row.
 
 One MoE layer alone is predicted as Megatron-LM's performance test measures it: forward, backward, peak
 memory. The test passes no `gated_linear_unit`, so the experts have a plain GELU; it is not fused, and routing
@@ -42,7 +42,7 @@ else:
 FOLDER = Path(__file__).parent / "measurements"
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = {"forward_ms": ", forward", "backward_ms": ", backward", "peak_memory_gib": ", memory"}
-"""What follows the name of a table of rows, by quantity."""
+"""The ending of a row's name, by quantity."""
 _OF_A_TABLE = ("name", "configuration", "measured", "fitted")
 
 
@@ -50,9 +50,9 @@ _OF_A_TABLE = ("name", "configuration", "measured", "fitted")
 class Row:
     """One measured value.
 
-    configuration: of the file, with what the row changes. quantity: what was measured ("step_ms",
-    "forward_ms", "peak_memory_gib", ...). strategy: in which order. fitted: were constants fitted on it?
-    not_simulated: "" or why the row cannot be simulated. why: what is known of the error.
+    configuration: of the file, with the changes of the row. quantity: "step_ms", "forward_ms",
+    "peak_memory_gib", ... strategy: of the order that was measured. fitted: whether constants were fitted on
+    it. not_simulated: the reason why the row cannot be simulated; "": it can. why: known causes of the error.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Row:
 
 
 def load_rows() -> list[Row]:
-    """All rows, those that were fitted first, then by file."""
+    """All rows, fitted ones first, then by file."""
     rows = [row for file in sorted(FOLDER.glob("*.toml")) for row in _of_file(file)]
     return sorted(rows, key=lambda row: not row.fitted)
 
@@ -196,7 +196,6 @@ def predict(row: Row) -> float:
 
 
 def answer_of(row: Row) -> Answer:
-    """The answer that a row of a step is predicted from."""
     return _answer(question_of(row), tuple(dict.fromkeys(("none", row.strategy))))
 
 
@@ -204,7 +203,6 @@ _answer = lru_cache(maxsize=32)(answer)
 
 
 def question_of(row: Row) -> Question:
-    """What is asked by a row of a step."""
     layout = {name: value for name, value in row.configuration.items() if name not in ("kind", "model")}
     return Question(str(CONFIGS / f"{row.configuration['model']}.json"), **layout)
 

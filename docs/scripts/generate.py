@@ -1,5 +1,5 @@
-"""Parts of the documentation that follow from the code and from what was measured: command-line options,
-set-ups, versions, an example, the account of a step.
+"""Generates parts of the documentation from the code and from measurements: command-line options, set-ups,
+versions, an example, the account of a step.
 
     python docs/scripts/generate.py         writes them into the pages, between two comments:
 
@@ -7,7 +7,7 @@ set-ups, versions, an example, the account of a step.
     ...
     <!-- end -->
 
-In the files, so that whoever reads them without a site sees them, too; a test compares.
+A test compares the pages with the generated parts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _escaped(text: str) -> str:
 
 
 def support() -> str:
-    """Tables: what may be done around `optimize`, by the tests that show it; model families."""
+    """Tables of set-ups around `optimize`, with their tests, and of model families."""
 
     sys.path.insert(0, str(ROOT))
     from tests.lancet_kernels.optimization import test_setups
@@ -128,18 +128,18 @@ RIGHT = {"": "yes", "not cut": "yes, not cut"}
 
 
 def by_family() -> Mapping[str, Mapping[str, Any]]:
-    """What was tried of each family of transformers."""
+    """Results of each family of transformers."""
     return _results("transformers-families")["families"]
 
 
 def families() -> str:
-    """What becomes of each family of transformers, and of transformers' own tests; then why not."""
+    """Results of each family of transformers, and of transformers' own tests; then reasons of failures."""
     rows, reasons = [], []
     for family, results in by_family().items():
         refused = {way: results[way] for way in WAYS if results.get(way) not in (None, *RIGHT)}
         cells = [RIGHT.get(results[way], "no") if way in results else "" for way in WAYS]
         mixins = results.get("mixins", {})
-        passed = [f"{of['of'] - len(of['failed'])} of {of['of']}" for of in mixins.values()]
+        passed = [f"{m['of'] - len(m['failed'])} of {m['of']}" for m in mixins.values()]
         tests = [next(iter(passed[i : i + 1]), "") for i in range(2)]
         rows.append((family, *cells, *tests, results.get("activation", "")))
         reasons += [f"- {family}, {WAYS[way]}: {_escaped(line)}" for way, line in refused.items()]
@@ -154,10 +154,10 @@ def example() -> str:
 
 
 def versions() -> str:
-    """What `constraints.txt` pins, that users of the library need."""
-    wanted = ("torch", "triton", "numpy", "matplotlib", "tqdm", "transformers")
+    """The versions in `constraints.txt` of packages that users need."""
+    packages = ("torch", "triton", "numpy", "matplotlib", "tqdm", "transformers")
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    return "\n".join(_table(("package", "version"), [(name, pinned[name]) for name in wanted]))
+    return "\n".join(_table(("package", "version"), [(name, pinned[name]) for name in packages]))
 
 
 def overlap(run: str = "emulated-2-core-cpu") -> str:
@@ -168,10 +168,10 @@ def overlap(run: str = "emulated-2-core-cpu") -> str:
     accounts: Mapping[str, Mapping[str, float]] = figures["account_ms"]
     parts = dict.fromkeys(part for account in accounts.values() for part in account)
     ms = {part: {name: account.get(part, 0.0) for name, account in accounts.items()} for part in parts}
-    rows |= {part.replace("_", "-"): of for part, of in ms.items() if any(of.values())}
+    rows |= {part.replace("_", "-"): values for part, values in ms.items() if any(values.values())}
     lines = _table(
         ["ms", *(f"`{name}`" for name in times)],
-        [[what, *(f"{of[n]:.0f}" if n in of else "" for n in times)] for what, of in rows.items()],
+        [[what, *(f"{row[n]:.0f}" if n in row else "" for n in times)] for what, row in rows.items()],
     )
     rivals = [name for name in ("none", "tutel") if name in times]
     rival = min(times[name] for name in rivals)
@@ -208,7 +208,7 @@ def stand_ins() -> str:
         times = _results(f"overlap-{run}")["iteration_ms"]
         shares[name] = {strategy: ms / times["none"] for strategy, ms in times.items() if strategy != "none"}
     strategies = list(shares["two ranks"])
-    rows = [[name, *(f"{of[strategy]:.2f}" for strategy in strategies)] for name, of in shares.items()]
+    rows = [[name, *(f"{share[strategy]:.2f}" for strategy in strategies)] for name, share in shares.items()]
     return "\n".join(_table(["step, `none` = 1", *(f"`{name}`" for name in strategies)], rows))
 
 
@@ -219,7 +219,7 @@ FIGURES = {
 
 
 def faults() -> str:
-    """What became of jobs in which something happened to a rank (`bench.cpu.faults`)."""
+    """How jobs ended with a fault of one rank (`bench.cpu.faults`)."""
     figures = _results("faults-2-core-cpu")
     rows = []
     for end in figures["ends"]:
@@ -238,7 +238,7 @@ def faults() -> str:
 
 
 def drawn() -> str:
-    """What became of the set-ups that `tests.generated_setups` draws, and for which reasons."""
+    """Outcomes of the set-ups that `tests.generated_setups` draws, and reasons."""
     runs = [_results(f"drawn-set-ups-{ranks}-ranks") for ranks in (2, 4)]
     columns = [Counter[str](run["ends"]) for run in runs]
     for run, column in zip(runs, columns, strict=True):
@@ -252,7 +252,7 @@ def drawn() -> str:
 
 
 def _kind_of_reason(reason: str) -> str:
-    """Without what it was found at: `refused, expected nn.Parameter`, `without its plan, no longer so`."""
+    """A reason without its place: `refused: expected nn.Parameter`, `without its plan: no longer so`."""
     end, _, why = reason.partition(": ")
     if end == "refused":
         return f"{end}: expected {why.partition(', expected ')[2].partition(';')[0]}"

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds: the package as mkdocstrings finds it."""
+"""Hooks of mkdocs: lay out the package for mkdocstrings."""
 
 from __future__ import annotations
 

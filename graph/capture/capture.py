@@ -85,9 +85,9 @@ class Captured:
     _descriptors: Any
     _tracing_context: TracingContext
     shards: Callable[[], Mapping[str, Tensor]] = dict
-    """Gives what is handed to the graph in place of sharded parameters, by name; called in each call."""
+    """Gives the graph's inputs in place of sharded parameters, by name; called in each call."""
     _places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    """Where the traced module has a parameter or buffer, by name."""
+    """Owner and attribute of a parameter or buffer of the traced module, by name."""
 
     @property
     def forward_outputs(self) -> int:
@@ -97,7 +97,7 @@ class Captured:
 
     @property
     def result_structure(self) -> pytree.TreeSpec:
-        """How the forward's outputs stand in what the module returns."""
+        """The structure of the module's result, whose leaves are the forward's outputs."""
         return self._descriptors.out_spec
 
     @property
@@ -117,7 +117,7 @@ class Captured:
 
     def with_graph(self, joint: fx.GraphModule) -> Captured:
         """The same step with another joint graph, to be compiled beside this one."""
-        # torch notes in these what it has compiled.
+        # torch records in these what it has compiled.
         state, graph = self._descriptors._aot_state, self._descriptors._aot_graph_capture
         descriptors = replace(
             self._descriptors,
@@ -138,18 +138,18 @@ class Captured:
         Args:
             recorder: records the start and end of instructions, while it is on.
             inner_compile: a backend of torch.compile for the pieces between communications; "": none.
-            give: is called at the end of each backward with the gradients of the parameters.
+            give: called at the end of each backward with the gradients of the parameters.
         """
         recorder = recorder or Recorder()
         parameters = self.parameter_of_gradient()
         first_gradient = 0
 
-        def behind(results: Sequence[Tensor | None]) -> None:
+        def give_gradients(results: Sequence[Tensor | None]) -> None:
             if give is not None:
                 give((name, results[i - first_gradient]) for i, name in parameters.items())
 
         def runner(phase: Phase) -> Callable[..., GraphRunner]:
-            then = behind if phase is Phase.BACKWARD else None
+            then = give_gradients if phase is Phase.BACKWARD else None
             return lambda graph, _inputs: GraphRunner(graph, phase, recorder, inner_compile, then)
 
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
@@ -193,7 +193,7 @@ class Captured:
         return run
 
     def state(self) -> Callable[[str], Tensor]:
-        """Gives what is handed to the graph now for a parameter, buffer or plain tensor, by name."""
+        """A function: name of a parameter, buffer or plain tensor -> the graph's input for it."""
         values = {**self.plain.values(), **self.shards()}
         return lambda name: values[name] if name in values else self._attribute(name)
 
@@ -342,12 +342,12 @@ def _hook(module: nn.Module, error: Exception, lines: Sequence[_Line]) -> str:
             for hook in hooks.values():
                 while isinstance(hook, partial):
                     hook = hook.func
-                of_backward = number >= 2
-                # Of these torch traces none, and says so without a line.
-                refused = "backwards hooks" in str(error) if of_backward else _runs(hook, lines)
+                is_backward = number >= 2
+                # torch refuses all of these, without a line number.
+                refused = "backwards hooks" in str(error) if is_backward else _runs(hook, lines)
                 if refused:
                     name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                    return f"{'backward ' * of_backward}hook {name} on {path or 'the module itself'}, "
+                    return f"{'backward ' * is_backward}hook {name} on {path or 'the module itself'}, "
     return ""
 
 

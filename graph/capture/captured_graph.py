@@ -1,5 +1,5 @@
 """Reads and edits captured graphs: what a placeholder stands for, results as fake tensors, copies, and
-activation checkpointing. Needs nothing of what captures them, whose import takes longer than that of torch.
+activation checkpointing. Does not import `capture`, which takes longer to import than torch.
 
 Activation checkpointing becomes instructions of the backward. A trace marks every node inside
 `torch.utils.checkpoint` (of either kind, `use_reentrant` or not) with its region and its policy; selective
@@ -62,7 +62,7 @@ def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_of_graph(joint: fx.GraphModule, graph: fx.Graph | None = None) -> fx.Graph:
-    """A copy of the graph alone, or of another one that was made of it, which cannot be run."""
+    """A copy of the graph alone, or of another graph derived from it; it cannot be run."""
     with warnings.catch_warnings():
         # A warning of torch about copying its own data structures; users cannot avoid it.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -92,8 +92,8 @@ def set_value(node: fx.Node, value: object) -> None:
 def tensors_restored(module: nn.Module, buffers: bool = True) -> Iterator[None]:
     """Afterwards every submodule has the parameters (and buffers) that it had.
 
-    torch runs modules with other tensors in their place, and puts these back name by name in the order in
-    which it took them out: a module that is registered under two names would keep one of the others.
+    torch swaps in other tensors while it traces, and restores name by name in the order of the swaps: a
+    module that is registered under two names would keep one of the others.
     """
     states: list[dict[str, Any]] = []
     for one in module.modules():
@@ -150,7 +150,7 @@ _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUT
 
 
 def insert_recomputation(module: fx.GraphModule) -> None:
-    """Make the recomputation that a traced joint graph asks for part of the graph; remove torch's marks."""
+    """Insert into a traced joint graph the recomputation that torch's marks ask for; remove the marks."""
     graph = module.graph
     # What was traced in the forward, and the inputs; later nodes may also depend on no tangent.
     forward = {n for n in graph.nodes if n.op != "output" and n.meta.get("partitioner_tag") != "is_backward"}

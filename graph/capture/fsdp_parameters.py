@@ -1,5 +1,5 @@
-"""What `fully_shard` (FSDP2) has made of a model: which parameters are sharded over which ranks, in which
-units, with which dtypes. The only file that reads FSDP's private state.
+"""How `fully_shard` (FSDP2) shards a model: which parameters over which ranks, in which units, with which
+dtypes. The only file that reads FSDP's private state.
 
 A unit is what one call of `fully_shard` wraps, whose parameters FSDP gathers and frees together.
 
@@ -39,7 +39,7 @@ from lancet_kernels.ops.comm.groups import (
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, DeviceMesh]] = WeakKeyDictionary()
 """By the group of all ranks."""
 _DIVISOR = "_lancet_divisor"
-"""Attribute of a parameter group of FSDP: what `set_divisor` was asked for."""
+"""Attribute of a parameter group of FSDP: the argument of `set_divisor`."""
 FLAGS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes by which torch.compile knows modules of FSDP."""
 
@@ -92,7 +92,7 @@ class ShardedParameter:
         return F.pad(shard, (0, 0) * (shard.dim() - 1 - self.dim) + (0, missing))
 
     def add_gradient(self, shard: Tensor) -> None:
-        """Add that of the `shard` to `.grad` of the parameter."""
+        """Add the gradient of `shard()` to the parameter's `.grad`."""
         own, rows = self.parameter, self.parameter.to_local().shape[self.dim]
         local = shard.narrow(self.dim, 0, rows).to(self.dtype)
         gradient = DTensor.from_local(
@@ -137,8 +137,8 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
                 )
             if held.offload_to_cpu:
                 raise _refusal(model, f"{name} kept on the CPU (CPUOffloadPolicy)", "no offload_policy")
-            kept = group.post_forward_mesh_info
-            if kept is not None and kept.shard_mesh_size != mesh.shard_mesh_size:
+            after_forward = group.post_forward_mesh_info
+            if after_forward is not None and after_forward.shard_mesh_size != mesh.shard_mesh_size:
                 raise _refusal(model, f"{name} with reshard_after_forward as a number", "True or False")
             policy, dtype = group.mp_policy, held.sharded_param.dtype
             floating = dtype.is_floating_point
@@ -154,7 +154,7 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
                     dtype,
                     compute,
                     policy.reduce_dtype or compute,
-                    kept is not None and state not in outermost,
+                    after_forward is not None and state not in outermost,
                     getattr(group, _DIVISOR, group.gradient_divide_factor),
                     held,
                 )
@@ -202,7 +202,7 @@ def hook_numbers(model: nn.Module) -> set[int]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before `fully_shard`, which puts one that derives from it in its place."""
+    """The class of a module before `fully_shard` replaced it by a subclass."""
     from torch.distributed.fsdp import FSDPModule
 
     kind = type(module)
@@ -266,7 +266,7 @@ def placements_over(mesh: DeviceMesh, dims: Sequence[int]) -> list[Any]:
 
 def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:
     """The ranks that hold the same experts as this one, as a mesh of one dimension. Its root is the mesh of
-    all ranks, with the dimensions "replica" and "expert". Collective over all ranks; made once."""
+    all ranks, with the dimensions "replica" and "expert". Collective over all ranks in the first call."""
     meshes = _MESHES.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     if groups not in meshes:
         rows = groups_of_all_ranks(group_ranks(groups.expert), "expert groups")
@@ -303,8 +303,8 @@ class Twin:
     """The twin of a model, and what is sharded of it.
 
     Attributes: module: the twin. parameters: those that are sharded. names: by any name of a sharded
-    parameter (tied weights have several), its first one. groups: by the name under which its communication
-    has costs, a group that is none of `Groups`.
+    parameter (tied weights have several), its first one. groups: those that are none of `Groups`, by the
+    name under which their communication has costs.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
@@ -366,11 +366,11 @@ class Twin:
         mine[_WITH_KWARGS].update({n: True for n in mine[_BEFORE] if n == _CAST or n in theirs[_WITH_KWARGS]})
 
     def reshard(self) -> None:
-        """Free what FSDP has left gathered."""
+        """Free parameters that FSDP has left gathered."""
         _reshard(self._units)
 
     def shards(self) -> dict[str, Tensor]:
-        """By every name, this rank's shard, as a function of the parameter."""
+        """This rank's shards, differentiable, by every name of a parameter."""
         shards = {p.name: p.shard() for p in self.parameters}
         return {name: shards[first] for name, first in self.names.items()}
 
@@ -402,8 +402,8 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 def twin_of(model: nn.Module, groups: Groups) -> Twin | None:
     """The twin of a model that FSDP shards; None for any other one.
 
-    Args: groups: whose communicators are used where a mesh of FSDP has the same ranks. That of a mesh may be
-        the one of the all-to-alls, too, in whose queue gathers would wait.
+    Args: groups: their communicators replace those of FSDP meshes with the same ranks: a mesh may use that
+        of the all-to-alls, in whose queue gathers would wait.
     """
     if not is_sharded(model):
         return None

@@ -3,14 +3,14 @@
 autograd calls a `GraphRunner` for the forward and one for the backward graph. A `Recorder` collects, for one
 iteration, the start and end of every instruction of both graphs on this rank.
 
-What runs calls ops in the way that costs the host least:
+Ops are called in the way that costs the host least:
 
     torch.ops.aten.t.default(w)              torch.t(w)
     torch.ops.lancet.combine.default(...)    the op's function itself
 
 An op by its overload goes through a boxed call, 2 to 3 us where torch's own function takes 1; an op of this
 library goes twice through the dispatcher and has its results checked, 15 us (`ops.base`). A planned
-step calls a thousand of them. Nothing may watch what runs: gradients are off, tensors are real. It is Python
+step calls a thousand of them. No call may be traced: gradients are off, tensors are real. It is Python
 code on every device: steps of 130 to 150 ms of four strategies computed for 14 to 38 ms longer in
 fx.Interpreter (GPT2-S-MoE, batch 24, one H100, two runs of `bench.gpu.steps planned_step`, 2026-11-27).
 
@@ -66,7 +66,7 @@ class GraphRunner:
     """Runs a graph with a list of inputs, which it empties.
 
     inner_compile: the backend that compiles the pieces between communications; "": none.
-    then: is called with the results.
+    then: called with the results.
     """
 
     _boxed_call = True  # tells torch to pass a list
@@ -81,7 +81,7 @@ class GraphRunner:
     ) -> None:
         announce_layers(module, in_pieces=bool(inner_compile))
         for node in module.graph.nodes:
-            # A result that is written where a view points to must stay one.
+            # A view whose storage is written must stay a view.
             if not any(user.kwargs.get("out") is node for user in node.users):
                 node.target = with_any_strides(node.target)
         module.recompile()

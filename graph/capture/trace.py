@@ -7,18 +7,18 @@ Tracing records the module of each node, and for a backward node the module of i
 error messages when a collective fails.
 
 Plain tensors are those that a forward reads and that are neither inputs nor parameters nor buffers: an
-attribute, an element of a list, a field of a configuration, a variable of a Python module. A trace would
-keep the tensor that it met; here they are inputs of the graph, read anew before each call, so another tensor
-in the place of one is what the next call reads. (Its dtype, sizes and strides are assumptions of the trace.)
-`TracedFunction` is what torch traces for a module, in whose expressions a trace names what it reads.
+attribute, an element of a list, a field of a configuration, a variable of a Python module. torch's trace
+would hold on to the tensor; here it is an input of the graph, read anew before each call, so a replaced
+tensor takes effect. (Its dtype, sizes and strides are assumptions of the trace.)
+`TracedFunction` is what torch traces for a module; a trace names what it reads by expressions in its scope.
 
-What PEFT and transformers do in a forward that a graph cannot hold is done otherwise while it is traced:
+What PEFT and transformers do in a forward that a graph cannot hold is replaced while it is traced:
 
 requires_grad_() of a result     `enable_input_require_grads` calls it on the embeddings, so that a
                                  checkpointed block behind frozen ones has an input with a gradient. In a
                                  graph, what needs one follows from its parameters: it does nothing.
 LoRA of experts                  `target_parameters` registers a parametrization in each forward, and
-                                 removes it. In a trace the layer is told what to take for its parameter.
+                                 removes it. In a trace the layer takes the adapted weight from `now`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ from lancet_kernels.ops.comm.waiting import enter_layer
 
 @contextlib.contextmanager
 def frameworks_traced() -> Iterator[None]:
-    """A context for a trace."""
+    """A context for a trace, with the replacements above."""
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", _requires_grad))
-        # Who has not imported PEFT has none of its wrappers.
         if (wrapper := _param_wrapper()) is not None:
             patches.enter_context(mock.patch.object(wrapper, "_activate_lora", _adapted))
         yield
@@ -73,15 +72,15 @@ def _param_wrapper() -> Any:
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Raise UserError for adapters of parameters that nobody takes from `now.weights`: a trace would leave
-    them out."""
+    """Raise UserError for adapters of a layer that does not read `now.weights`: a trace would leave them
+    out."""
     kind = _param_wrapper()
     for wrapper in model.modules() if kind is not None else ():
         if isinstance(wrapper, kind) and not getattr(wrapper.get_base_layer(), "takes_weights", False):
             raise UserError(
                 f"adapters of {wrapper.parameter_name}",
                 got=f"a {class_name(wrapper.get_base_layer())}, which is no layer of lancet_kernels",
-                expected="experts that are",
+                expected="experts of lancet_kernels",
                 do='call convert(model) before PEFT, or model.set_experts_implementation("lancet")',
             )
 
@@ -90,7 +89,7 @@ _torch_requires_grad: Callable[..., VariableTracker] = TensorVariable.method_req
 
 
 def _requires_grad(variable: TensorVariable, *arguments: object, **by_name: object) -> VariableTracker:
-    """Leave a result as it is; torch refuses a graph whose outputs depend on one that this was called on."""
+    """Ignore the call on a result: torch refuses a graph whose outputs depend on such a result."""
     flags = [a for a in (*arguments, *by_name.values()) if isinstance(a, (bool, VariableTracker))]
     is_on = all(flag is True or getattr(flag, "value", None) is True for flag in flags)
     if variable.source is None and is_on:
@@ -133,7 +132,7 @@ class TracedFunction:
         return by_name
 
     def value(self, expression: Any, module: nn.Module) -> Any:
-        """What an expression, as text or compiled, stands for now."""
+        """The current value of an expression, text or compiled."""
         scope = {"L": self.locals(module), "G": self._function.__globals__}
         return eval(expression, _get_closure_vars(), scope)
 
@@ -159,13 +158,13 @@ class TracedFunction:
 
 
 HOLDER = "_plain_tensors"
-"""The submodule of the traced module that has them as buffers."""
+"""The submodule of the traced module that has plain tensors as buffers."""
 
 
 class PlainTensors:
-    """The plain tensors of a module, and what its trace reads instead of them.
+    """The plain tensors of a module, and the buffers that its trace reads instead.
 
-    paths: by name in the traced module, where they are, as a user would write it.
+    paths: by name in the traced module, the expression of each as a user would write it.
     """
 
     def __init__(self, module: nn.Module, traced: fx.GraphModule, function: TracedFunction) -> None:
@@ -265,7 +264,7 @@ def _id_ref(manager: CheckFunctionManager, guarded: object, _text: str) -> int:
 
 
 class TwinAssumptions(Assumptions):
-    """As `Assumptions`: what the trace of a twin assumes, compared with what its model is now."""
+    """The assumptions of a twin's trace, compared with its model."""
 
     def __init__(self, twin: Twin, assumptions: Callable[[], Assumptions]) -> None:
         self._twin, self._assumptions = twin, assumptions()
@@ -402,13 +401,12 @@ def layer_meta(node: fx.Node) -> dict[str, object]:
 def announce_layers(module: fx.GraphModule, in_pieces: bool) -> None:
     """Insert a call of `enter_layer` before each collective of an MoE layer, if the layer changes there.
 
-    Args: in_pieces: the graph is compiled in pieces; no call goes before an exchange of counts, which is
-        inside a piece.
+    Args: in_pieces: the graph is compiled in pieces; an exchange of counts, inside a piece, gets no call.
     """
     current = None
     for node in list(module.graph.nodes):
-        of_op = facts(STARTED.get(node.target, op_name(node)))
-        if not is_instruction(node) or not (of_op.kind.is_communication or of_op.of_a_layer):
+        row = facts(STARTED.get(node.target, op_name(node)))
+        if not is_instruction(node) or not (row.kind.is_communication or row.of_a_layer):
             continue
         if in_pieces and op_name(node) == "lancet.exchange_counts":
             continue

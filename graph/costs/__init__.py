@@ -1,4 +1,4 @@
-"""What an instruction costs.
+"""Costs of instructions.
 
 Read `costs` first, then `clusters`; `profiler`, `measure` and `measure_device` time this machine.
 """

@@ -1,8 +1,8 @@
 """Descriptions of clusters: one TOML file per cluster, read into a `Cluster`.
 
-Times of collectives are piecewise linear in bytes between measured points (Lancet, section 3), of each
-collective and group its own. One of k parts of an irregular all-to-all is priced at C/k bytes, because its
-true size is unknown when planning; with this, the paper reports a 3.83 % error of the iteration time.
+Times of collectives are piecewise linear in bytes between measured points (Lancet, section 3), one curve for
+each collective and group. One of k parts of an irregular all-to-all is priced at C/k bytes, because its true
+size is unknown when planning; with this, the paper reports a 3.83 % error of the iteration time.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _points(formula: Callable[[float], float]) -> Points:
 
 
 def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:
-    """Simultaneous all-to-alls in groups as those of `grouped_all_reduce_ms`: every rank sends an equal share
-    of its `size` bytes to each rank of its group. NVLink and network cards work in parallel: the slower
+    """Simultaneous all-to-alls in groups placed as for `grouped_all_reduce_ms`: every rank sends an equal
+    share of its `size` bytes to each rank of its group. NVLink and network cards work in parallel: the slower
     counts.
 
     Example: p3dn, 16 GPUs, 16 MB: 8 ranks x 16 MB x 8/16 = 64 MB leave a node at 10 GB/s: 6.4 ms.
@@ -193,7 +193,7 @@ def _all_reduce_ms(cluster: Cluster, gpus: int, apart: int, size: float) -> floa
 
 
 def _ranks_by_node(cluster: Cluster, gpus: int, apart: int) -> tuple[int, int]:
-    """How many ranks such a group has on a node, and on how many nodes."""
+    """Ranks of such a group on a node, and number of nodes."""
     node = min(gpus, cluster.gpus_per_node)
     return max(1, node // apart), max(1, gpus // max(node, apart))
 
@@ -220,7 +220,7 @@ _TABLES = ("peak_tflops", "compute_efficiency")
 
 @dataclass(frozen=True)
 class Kernels:
-    """What kernels reach, as fractions of the peak, where a file has more than one number for all of them.
+    """Efficiencies of kernels, as fractions of the peak, where a file has more than one number for all.
 
     A GEMM reaches `dense` or `grouped` of the peak, less what the last wave of its tiles leaves idle on
     `multiprocessors`, less `k_overhead` elements of the contraction for the begin and end of each tile.
@@ -228,8 +228,8 @@ class Kernels:
     attention, without the masked half. `recurrence`: of scans and delta rules by chunks, with the FLOPs of
     `lancet_kernels.predict.recurrence`; by default as measured on H200. `permute`: of the memory bandwidth,
     when rows are permuted. `kernel_us`: launch, ramp-up and tail of a kernel in the middle of a step.
-    `host_us`: what the host needs to launch a kernel of a framework that runs op by op. `message_beside`: how
-    many times as long a message takes while computation runs beside it.
+    `host_us`: of the host, to launch a kernel of a framework that runs op by op. `message_beside`: slowdown
+    of a message beside computation.
     """
 
     dense: float
@@ -252,10 +252,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention kernel reaches of the peak, causal, without the masked half, by width of a head.
+    """Efficiency of a causal attention kernel, without the masked half, by width of a head.
 
-    widths: of queries. window_keys: forward and backward, how many more keys than those of its window a query
-    takes the time of: kernels compute whole tiles, and short rows of them slowly.
+    widths: of queries. window_keys: forward and backward, how many keys beyond its window a query pays for:
+    kernels compute whole tiles, and short rows of them slowly.
     """
 
     widths: tuple[int, ...]
@@ -264,7 +264,7 @@ class Attention:
     window_keys: tuple[int, int]
 
     def efficiency(self, width: int, sequence: int, window: int, is_backward: bool) -> float:
-        """The fraction for a window of so many tokens (0: none), relative to the FLOPs inside it.
+        """The fraction of the peak for a window in tokens (0: none), relative to the FLOPs inside it.
 
         Example: 0.28 without a window, 438 more keys, a window of 128 of 4,096 tokens: 0.28 * 128 / 566.
         """
@@ -278,7 +278,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """Who carries rows to experts and back, and at which bandwidth.
+    """A library that carries rows to experts and back, and its bandwidths.
 
     sends: "rows" (each choice of a token travels: torch.distributed), or "tokens" (a token travels once to
     each rank, and between nodes once to each node).
@@ -457,14 +457,14 @@ def _from_table(kind: type, table: object, where: str) -> Any:
         if of.startswith(("int", "float", "tuple")):
             for number in value if is_list else [value]:
                 _check_number(key, number, where, whole="int" in of)
-    read = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
-    lengths = {name: len(getattr(read, name)) for name, of in types.items() if of.endswith("...]")}
+    result = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in table.items()})
+    lengths = {name: len(getattr(result, name)) for name, of in types.items() if of.endswith("...]")}
     if len({*lengths.values()}) > 1:
         got = ", ".join(f"{length} {name}" for name, length in lengths.items())
         raise UserError(where, got=got, expected="as many of each", do="correct the lists")
-    if isinstance(read, Dispatcher):
-        check_name(f"sends in {where}", read.sends, ("rows", "tokens"))
-    return read
+    if isinstance(result, Dispatcher):
+        check_name(f"sends in {where}", result.sends, ("rows", "tokens"))
+    return result
 
 
 def _check_number(key: str, value: Any, where: str, whole: bool = False) -> None:

@@ -101,8 +101,8 @@ class MeasuredCosts:
     where: str
     """Device, ranks, torch, link."""
     slowdown: float = 1.0
-    """How many times as long computation takes in the step as it runs as op by op: colder caches, cores that
-    communication takes, ranks that come late."""
+    """Time of computation in the step over its time op by op: colder caches, cores that communication takes,
+    stragglers."""
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
@@ -191,7 +191,7 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear")
 ATTENTION_OPS = ("lancet_prediction.attention", "lancet_prediction.attention_backward")
 RECURRENCE_OPS = ("lancet_prediction.recurrence", "lancet_prediction.recurrence_backward")
 LAUNCHES = "is_in_a_fused_kernel"
-"""Attribute of an instruction that another one's fused kernel computes; op by op, it is a launch."""
+"""Attribute of an instruction inside another one's fused kernel; op by op, it is a launch."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class KernelCosts:
     expert_ranks: how many ranks share one set of experts. dispatcher: a name in the cluster file. top_k:
     experts per token. top_groups, groups: routing chooses experts in so many of so many groups of experts; 0:
     no groups. tensor_ranks, context_ranks: as of `CommunicationModel.from_cluster`. attention: the kernel, a
-    name in the cluster file; "": the file's one number for all. busiest: rows that the rank with most gets,
-    relative to an even share: it sets the time of exchanges and experts.
+    name in the cluster file; "": the file's one number for all. busiest: rows of the busiest rank, relative
+    to an even share: it sets the time of exchanges and experts.
     """
 
     cluster: Cluster
@@ -340,7 +340,7 @@ class KernelCosts:
         return overhead + token_bytes * self._visited(ranks // node) / (carrier.between(ranks) * 1e6)
 
     def _visited(self, places: int) -> float:
-        """How many of so many equal places (ranks, nodes) a token goes to, on average.
+        """How many of `places` (ranks, nodes) a token goes to, on average.
 
         Example: 8 choices over 2 nodes: 2 * (1 - 1/2**8) = 1.99.
         """
@@ -354,7 +354,7 @@ class KernelCosts:
 
 
 def works_on_received_rows(instruction: Instruction) -> bool:
-    """Is it a part of the experts, whose work is that of the rows which a rank has received?"""
+    """Is it a part of the experts, whose work grows with the rows that a rank receives?"""
     return bool(facts(instruction.op).grouped_gemm) or instruction.op.startswith("lancet.expert_activation")
 
 

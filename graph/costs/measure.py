@@ -34,10 +34,11 @@ from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.comm.redistribute import start_shift
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.ops.moe import fused_graph
+from lancet_kernels.timing import cpu_cores
 
 SMALLEST_BYTES = 1024
 BEYOND = 10.0
-"""A time that is so many times what others say is measured again before it is kept: the machine was busy."""
+"""A time beyond this multiple of what others suggest is measured again: the machine was busy."""
 GPU_SLEEP_CYCLES = 500_000
 """About 0.3 ms."""
 
@@ -49,7 +50,7 @@ class NodeTimes:
     milliseconds: of computation; for a collective, the time of the computing thread (packing, copying)
         without the time on the link.
     other_threads_ms: CPU time of the threads that move the bytes of a collective, if no core is left for
-        them: computation that a message overlaps takes so much longer.
+        them: overlapped computation takes this much longer.
     wire_bytes: for an all-to-all, the larger of the bytes sent to and received from other ranks, of the rank
         with most.
     """
@@ -167,7 +168,7 @@ class _Timer(AnyStrides):
 
 
 def timed_on_gpu(call: Callable[[], object], device: torch.device | None = None) -> tuple[object, float]:
-    """What a call gives, and the milliseconds between two events on the stream.
+    """A call's result, and the milliseconds between two events on the stream.
 
     The device first sleeps while the host launches, so that the launch is not measured. For a call that makes
     the host wait, the launch is included.
@@ -206,9 +207,8 @@ def _arrived(node: fx.Node, result: Any) -> Any:
 @lru_cache(maxsize=1)
 def _spare_cores() -> bool:
     """Does this machine have more cores than its ranks compute on?"""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return cores > ranks * torch.get_num_threads()
+    return cpu_cores() > ranks * torch.get_num_threads()
 
 
 def measure_communication(
@@ -250,8 +250,8 @@ def measure_communication(
 
 
 def beyond_others(times: Mapping[int, float]) -> list[int]:
-    """Sizes whose message took over `BEYOND` times as long as those of other sizes say: that of any larger
-    one, and that of a smaller one times their ratio. Args: times: by size."""
+    """Sizes whose message took over `BEYOND` times as long as a larger one, or as a smaller one times the
+    ratio of their sizes. Args: times: by size."""
     return [
         size
         for size, ms in times.items()
@@ -274,16 +274,16 @@ def beyond_roofline(program: Program, milliseconds: Mapping[str, float]) -> list
         return []
 
     def ms_per(amount: Callable[[Instruction], float]) -> float:
-        """The quarter that is fastest: a call of a small op takes more than its work."""
-        shown = sorted(milliseconds[i.name] / amount(i) for i in computations if amount(i) > 0)
-        return shown[len(shown) // 4] if shown else 0.0
+        """The lower quartile: a call of a small op takes longer than its work."""
+        rates = sorted(milliseconds[i.name] / amount(i) for i in computations if amount(i) > 0)
+        return rates[len(rates) // 4] if rates else 0.0
 
     least = statistics.median(milliseconds[i.name] for i in computations)
-    of_flops, of_bytes = ms_per(lambda i: i.flops), ms_per(lambda i: i.bytes)
+    flop_ms, byte_ms = ms_per(lambda i: i.flops), ms_per(lambda i: i.bytes)
     return [
         i.name
         for i in computations
-        if milliseconds[i.name] > BEYOND * max(least, i.flops * of_flops, i.bytes * of_bytes)
+        if milliseconds[i.name] > BEYOND * max(least, i.flops * flop_ms, i.bytes * byte_ms)
     ]
 
 
@@ -326,7 +326,7 @@ def _run_collective(collective: str, group: str, width: int, device: torch.devic
 
 
 def median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
-    """What a call returns: the median over runs (without the first), the mean over the ranks."""
+    """A call's result: the median over runs (without the first), the mean over the ranks."""
     times = []
     for _ in range(repeats + 1):
         if group:

@@ -74,7 +74,7 @@ class DeviceCosts:
         return interpolated(together, parts) / parts * whole_ms
 
 
-_OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
+_PART_ATTRIBUTES = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
 
 
 def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
@@ -89,7 +89,8 @@ def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
         f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} {form}"
         for name, size, form in zip(names, sizes, forms, strict=True)
     )
-    attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
+    own = {k: v for k, v in part.attributes.items() if k not in _PART_ATTRIBUTES}
+    attributes = ", ".join(f"{k}={v}" for k, v in sorted(own.items()))
     return f"{part.op} ({operands}) [{attributes}]"
 
 

@@ -54,10 +54,10 @@ FORMAT, VERSION = "lancet-measured-times", 1
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, in the same folder as that of the measured times."""
 OUTLIER = 1.5
-"""A step that takes so many times as long as its ops say, or as it did before, has ops that were timed beside
+"""From this ratio of a step's time to that of its ops, or to its earlier time, its ops count as timed beside
 other load."""
 SHARED = 0.25
-"""Less of a step says too little about the speed of the machine."""
+"""Least share of a step whose earlier times tell the speed of the machine."""
 
 
 def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec], where: str) -> str:
@@ -124,8 +124,8 @@ class Profiler:
 
         Args: inputs: one per placeholder of the graph. program: of the graph, where that is known. shares: by
         name of a collective, of that time, if not every step has the collective. again: time all of it, also
-        what is stored. beside: a graph that was timed before, of the same inputs: it says how fast the
-        machine was then, if too few ops of this graph do.
+        what is stored. beside: a graph of the same inputs that was timed before, for the speed of the machine
+        then, if too few ops of this graph tell it.
         """
         program = program or program_from_fx(module)
         # In the interpreter, the times of fused launches are predicted already.
@@ -171,7 +171,7 @@ class Profiler:
         return speed_then([(now[name].milliseconds, earlier[name]) for name in keys]) or 1.0
 
     def _keys(self, program: Program) -> dict[str, str]:
-        """By name of an instruction: what its time is stored under."""
+        """The cache key of each instruction's time, by name."""
         digest = fingerprint(program)[:12]
         keys = {i.name: measurement_key(i, program.tensors, self._where) for i in program.instructions}
         for instruction in program.instructions:
@@ -331,10 +331,10 @@ class Profiler:
 
 
 def speed_then(times: Sequence[tuple[float, float | None]]) -> float | None:
-    """By what to multiply new times so that they compare with earlier ones: the speed of a machine drifts.
+    """The factor that makes new times comparable with earlier ones: the speed of a machine drifts.
 
-    Without it, plans are compared by when their graphs were measured: a partitioned graph was predicted to
-    compute 23 % more than the whole one, of which 4 % was real (`lancet bench overlap`, 2026-11-24).
+    Without it, a partitioned graph was predicted to compute 23 % more than the whole one, of which 4 % was
+    real (`lancet bench overlap`, 2026-11-24).
 
     Args: times: new and earlier milliseconds of each instruction; None: it had not been measured.
     Returns: None if less than `SHARED` of the new time is of instructions with an earlier one.
@@ -351,7 +351,7 @@ def differ(one_ms: float, other_ms: float) -> bool:
 
 
 def _outlier(changes: Mapping[str, tuple[float, float]]) -> str:
-    """What to say of ops that were timed again. Args: changes: milliseconds of each, before and now."""
+    """The warning about ops that were timed again. Args: changes: milliseconds of each, before and now."""
     key = max(changes, key=lambda key: abs(changes[key][0] - changes[key][1]))
     before, now = changes[key]
     return (
@@ -372,7 +372,7 @@ def _collectives(program: Program) -> list[Instruction]:
 
 
 def _quantities(program: Program, keys: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """What is measured of a program: (what it is stored under, an instruction, a field of `NodeTimes`)."""
+    """Measurements of a program: (cache key, instruction, field of `NodeTimes`)."""
     for name, key in keys.items():
         yield key, name, "milliseconds"
     for i in _collectives(program):

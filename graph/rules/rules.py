@@ -163,13 +163,13 @@ class Rule:
             shape: of the slice; None: of the whole result.
             sums: sum a loss whose mean is the total of the slices' sums, divided by their weights.
         """
-        given = list(args)
-        for position, name in enumerate(names[: len(given)]):
+        own = list(args)
+        for position, name in enumerate(names[: len(own)]):
             if name == self.shape_argument and shape is not None:
-                given[position] = list(shape)
-            elif sums and name == self.reduction_argument and given[position] == MEAN:
-                given[position] = SUM
-        return given
+                own[position] = list(shape)
+            elif sums and name == self.reduction_argument and own[position] == MEAN:
+                own[position] = SUM
+        return own
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction; None if no equation of the rule fits its operands."""

@@ -55,7 +55,7 @@ Formulas = Mapping[str, Mapping[str, SliceIndex]]
 
 @dataclass(frozen=True)
 class Primitive:
-    """How the devices of a few bits divide an operator; a dimension without a formula is not cut."""
+    """The division of an operator by some bits of the device index; dimensions without formula are whole."""
 
     name: str
     row_bits: int

@@ -1,4 +1,4 @@
-"""Which tile of an activation does each rank have, and what has to travel to another layout?
+"""Tiles of an activation on each rank, and transfers to another layout.
 (PrimePar, slides "Inter-operator communication: redistribution between operators")
 
 Activations here are matrices [rows, features], so a partition cuts rows by its dimension `m` and features by
@@ -39,7 +39,7 @@ UNCUT = "1"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix lies on the ranks.
+    """The layout of a matrix on the ranks.
 
     Attributes:
         slices: how many slices rows and features are cut into.
@@ -66,10 +66,10 @@ def redistribution(held: Layout, needed: Layout) -> Redistribution:
     boxes_held = {tile: _box(tile, held.slices, units) for tile in holders}
     pieces = []
     for target, tile in enumerate(needed.tiles):
-        wanted = _box(tile, needed.slices, units)
+        box = _box(tile, needed.slices, units)
         for held_tile, ranks in holders.items():
             rows, columns = (
-                (max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(wanted, boxes_held[held_tile], strict=True)
+                (max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, boxes_held[held_tile], strict=True)
             )
             if rows[0] < rows[1] and columns[0] < columns[1]:
                 pieces.append(Piece(nearest(ranks, target), target, rows, columns))
@@ -89,7 +89,7 @@ def _box(tile: Tile, slices: Sequence[int], units: Sequence[int]) -> tuple[tuple
 
 @cache
 def movements(partition: Partition) -> Movements:
-    """Who sends which tile to whom in the phases of a linear layer, by dimension slice indices."""
+    """Transfers of tiles in the phases of a linear layer, from dimension slice indices."""
     (x, weight), dy = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands[0]
     return Movements(
         forward_x=shifts(partition, FORWARD, x),
@@ -115,9 +115,9 @@ def summing_groups(partition: Partition) -> tuple[tuple[tuple[int, ...], ...], .
 
 
 def is_executable(partition: Partition) -> bool:
-    """Can `ops.square_linear` run it? Every phase begins with the tiles that the forward began with,
-    the gradient of a weight stays, a rank's output has the features of the gradient that comes back, and
-    every shift sends one tile from and one to each rank; with replicas in the way it may not be so."""
+    """Can `ops.square_linear` run it? Every phase begins with the tiles that the forward began with, the
+    gradient of a weight stays, a rank's output has the features of the gradient that comes back, and every
+    shift sends one tile from and one to each rank (with replicas not every one does)."""
     dweight, everyone = LINEAR[GRADIENT].result, list(range(partition.devices))
     home = hand_over(partition, dweight, (GRADIENT, -1), (FORWARD, 0))
     stays = [*shifts(partition, GRADIENT, dweight), home]

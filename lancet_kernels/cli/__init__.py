@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Cells in columns, those with the numbers `right` at the right of theirs."""
+    """A table of aligned columns. Args: right: the numbers of right-aligned ones."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     columns = [f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths)]
     return "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)

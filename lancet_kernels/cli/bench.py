@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 OVERLAP = "overlap"
 """The step of the library's own model, over an emulated link."""
 _SHARE = 0.4
-_OF_MODELS = ("model", "gate", "batch", "sequence")
+_MODEL_OPTIONS = ("model", "gate", "batch", "sequence")
 
 
 @dataclass(frozen=True)
 class BenchOptions(PlanningFlags):
-    """What to measure. The fields are the options of `lancet bench`."""
+    """The options of `lancet bench`."""
 
     ranks: int = option(2, "processes on this machine; under torchrun those it started", parse=positive_int)
     strategies: tuple[str, ...] = option(
@@ -163,7 +163,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     _check(options, arguments.step)
     if under_launcher() or (options.ranks == 1 and options.stands_for is None):
         return _measure_here(options, arguments)
-    # Errors in the file or the options are said before a rank starts.
+    # Errors in the file or the options are raised before a rank starts.
     if arguments.step == OVERLAP:
         check_options(options.for_training(), options.stands_for or options.ranks)
     else:
@@ -178,7 +178,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _check(options: BenchOptions, step: str) -> None:
     """Raise UserError for options that do not fit together."""
-    given = [name for name in _OF_MODELS if getattr(options, name) != getattr(BenchOptions, name)]
+    given = [name for name in _MODEL_OPTIONS if getattr(options, name) != getattr(BenchOptions, name)]
     if step != OVERLAP and given:
         raise UserError(
             "options",
@@ -231,8 +231,8 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     strategies = options.strategies
     if options.accumulate > 1 and strategies == STRATEGY_NAMES:
         strategies = (*strategies, MICROBATCHES)
-    # A new file of times, because old ones may be from a time with other load on the machine. In our
-    # launcher's folder, which goes also when this rank is killed.
+    # A new file of times, because old ones may have been measured beside other load. In our launcher's
+    # folder, which is deleted even if this rank is killed.
     launchers = os.path.dirname(os.environ.get(BOARD_FILE, "")) or None
     with tempfile.TemporaryDirectory(prefix="lancet-times-", dir=launchers) as folder:
         times = Path(folder, "times.json")
@@ -271,7 +271,7 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
 
 
 def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inputs, dict[str, object]]:
-    """The module to measure, its inputs on this rank, and what it is, for the figures."""
+    """The module to measure, its inputs on this rank, and its description for the figures."""
     if step == OVERLAP:
         trainer = Trainer(options.for_training(), rank, load_corpus())
         config = asdict(trainer.model.config)
@@ -331,7 +331,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def _gain(figures: Mapping[str, Any]) -> str:
-    """How much faster the best strategy is than the best that does not plan, and what it hides."""
+    """Speedup of the best strategy over the better baseline, and hidden communication."""
     from lancet_kernels.measure.step_bench import BASELINES, DDP, DDP_LIKE
 
     best, times = figures["best"], figures["iteration_ms"]

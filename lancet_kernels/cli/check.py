@@ -1,4 +1,4 @@
-"""`lancet check`: does a training step give on several ranks what it gives on one?
+"""`lancet check`: compares a training step on several ranks with the same step on one.
 
     lancet check ── rank 0 of 1: the whole batch ── reference.pt ── ranks 0 to N - 1 of N: a slice each
 
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "(default: 120)",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print the result as JSON")
-    # For ourselves: what the ranks are told.
+    # Only for the ranks that this command starts.
     command.add_argument("--folder", help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
@@ -95,22 +95,22 @@ def _run_rank(arguments: argparse.Namespace, folder: Path) -> None:
     model, _ = _step(arguments.module, arguments.sums, rank)
     reference, inputs = torch.load(reference_file, weights_only=False, mmap=True)
     own = on_this_rank(model, pytree.tree_map_only(Tensor, lambda t: t.to(rank.device), inputs), reference)
-    of_ranks = values_of_ranks(own, group_name(None), "differences")
+    by_rank = values_of_ranks(own, group_name(None), "differences")
     if rank.rank == 0:
-        first = first_of(of_ranks)
-        others = {d.place for one in of_ranks for d in one.differences} - {first and first[0].place}
+        first = first_of(by_rank)
+        others = {d.place for one in by_rank for d in one.differences} - {first and first[0].place}
         result = {
             "ranks": rank.world, "steps": len(reference.steps), "parameters": own.parameters,
             "loss": own.loss, "loss_on_one_rank": [step.whole.loss for step in reference.steps],
             "loss_of_slices": [mean(run.loss for run in step.slices) for step in reference.steps],
-            "of_slices": sorted({name for one in of_ranks for name in one.by_slices}),
+            "of_slices": sorted({name for one in by_rank for name in one.by_slices}),
             "difference": first and {**asdict(first[0]), "ranks": first[1]}, "others": sorted(others),
         }  # fmt: skip
         write_json_atomically(folder / RESULT, result)
 
 
 def own_step(spec: str, device: torch.device, seed: int = 0) -> tuple[nn.Module, Inputs]:
-    """What make_step returns, on the device."""
+    """The module and inputs of make_step, on the device."""
     from lancet_kernels.predict.own_step import call_make_step, load_function
 
     torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def own_step(spec: str, device: torch.device, seed: int = 0) -> tuple[nn.Module,
 
 
 def _step(spec: str, sums: str, rank: Rank) -> tuple[nn.Module, Inputs]:
-    """The same with what sums its gradients."""
+    """The same, in the wrapper that sums its gradients."""
     from lancet_kernels.layer.data_parallel import ddp, fsdp
     from lancet_kernels.measure.step_check import slice_of
     from lancet_kernels.optimization.optimize import optimize

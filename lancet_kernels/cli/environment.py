@@ -1,4 +1,4 @@
-"""`lancet env`: what is installed on this machine, and which backends of this library can run on it?
+"""`lancet env`: what is installed on this machine, and which backends of this library can run on it.
 
 Facts to paste into a bug report, those of `torch.utils.collect_env` first. No host name, user name, address,
 path or key is among them: of the environment only variables of `_SHOWN` come with their values.
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lancet_kernels import __version__
 from lancet_kernels.files import json_text
+from lancet_kernels.timing import cpu_cores
 
 _MACHINE = (
     "os libc_version python_version torch_version cuda_compiled_version cuda_runtime_version "
@@ -33,7 +34,7 @@ _SHOWN = (
 ).split()
 """Numbers and switches: these cannot hold a name or a secret."""
 _SET = ("LANCET_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "XDG_CACHE_HOME")
-"""Beginnings of variables of which only is said that they are set."""
+"""Prefixes of variables that are only listed as set, without their values."""
 
 
 class Availability(NamedTuple):
@@ -157,12 +158,6 @@ def _no_triton() -> str:
     except ImportError as error:
         return f"no Triton ({error}); pip install triton (Linux only)"
     return ""
-
-
-def cpu_cores() -> int:
-    """How many cores this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)
-    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def _version(package: str) -> str:

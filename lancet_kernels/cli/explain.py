@@ -46,7 +46,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 
 def difference(one: Plan, other: Plan) -> list[str]:
-    """What differs between two plans, a line each."""
+    """The differences of two plans, a line each."""
     lines = []
     if one.program_fingerprint != other.program_fingerprint:
         lines.append(f"program: {one.program}, and {other.program}: another model, width or number of ranks")
@@ -72,10 +72,8 @@ def difference(one: Plan, other: Plan) -> list[str]:
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    of_report = {
-        name: getattr(plan.report, name) for name in ("chosen", "method", "costs", "memory_limit_gb")
-    }
-    return {"strategy": plan.strategy, **of_report}
+    names = ("chosen", "method", "costs", "memory_limit_gb")
+    return {"strategy": plan.strategy, **{name: getattr(plan.report, name) for name in names}}
 
 
 def _facts(plan: Plan) -> dict[str, object]:

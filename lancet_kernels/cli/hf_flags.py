@@ -29,7 +29,7 @@ OF_HF = (MICROBATCHES, "megatron", "megatron-dw", "graph-trainer")
 
 @dataclass(frozen=True)
 class HfFlags:
-    """What only applies to `--hf`."""
+    """Options of `--hf` alone."""
 
     hf: str | None = option(
         None, "plan a model of transformers from its config.json alone", metavar="CONFIG.JSON"
@@ -93,7 +93,7 @@ class HfFlags:
     report: str | None = option(None, "with --hf: write one page with everything (.html)", metavar="FILE")
 
     def question(self, cluster: str, gpus: int) -> Question:
-        """What is asked. Raises: UserError."""
+        """Raises: UserError."""
         from lancet_kernels.predict.question import Question
 
         assert self.hf is not None
@@ -151,8 +151,8 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     if measured_ms is not None:
         from lancet_kernels.predict.measured import differences, trace_terms
 
-        of_trace = None if arguments.kineto is None else trace_terms(arguments.kineto, measured_ms)
-        rows = differences(chosen, measured_ms, of_trace)
+        terms = None if arguments.kineto is None else trace_terms(arguments.kineto, measured_ms)
+        rows = differences(chosen, measured_ms, terms)
         figures["measured"] = {"step_ms": measured_ms, "terms": [asdict(row) for row in rows]}
     written = _write_files(result, chosen, arguments, searched)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
@@ -182,8 +182,8 @@ def _text_of_differences(rows: list[Difference]) -> str:
     for row in rows:
         measured = "-" if row.measured_ms is None else f"{row.measured_ms:.1f}"
         lines.append((row.term, f"{row.predicted_ms:.1f}", measured, f"{row.likely_ms:+.1f}"))
-    said = "likely: what of the difference the term explains, by how sure its prediction is"
-    return f"\n{aligned(lines, right=(1, 2, 3))}\n{said}"
+    legend = "likely: what of the difference the term explains, by how sure its prediction is"
+    return f"\n{aligned(lines, right=(1, 2, 3))}\n{legend}"
 
 
 def _write_files(

@@ -4,7 +4,7 @@
     class Options:
         steps: int = option(200, "training steps")
 
-becomes `--steps 200` with that help, and `Options` is what the program gets.
+becomes `--steps 200` with that help, parsed into an `Options`.
 
 The paper's hyper-parameters (section 7) are options, too, of several commands; they win over the environment.
 """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
-_OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
+_MODEL_OPTIONS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
 """Options of the library's own models."""
 _NOT_OF_HF = ("memory_gb", "most_parts", "group_ms", "longest_range_ms")
 """Options of the planner, which `--hf` does not have."""
@@ -39,7 +39,7 @@ _NOT_OF_HF = ("memory_gb", "most_parts", "group_ms", "longest_range_ms")
 
 @dataclass(frozen=True)
 class PlanOptions(HfFlags, PlanningFlags):
-    """What to plan for. The fields are the options of `lancet plan`."""
+    """The options of `lancet plan`."""
 
     module: str | None = option(
         None,
@@ -91,7 +91,7 @@ class PlanOptions(HfFlags, PlanningFlags):
         """Raise UserError for options of several kinds of models at once."""
         given = [name for name in ("module", "hf") if getattr(self, name) is not None]
         only_hf = [field.name for field in fields(HfFlags) if field.name != "hf"]
-        foreign = [*(_OF_MODELS if given else ()), *(_NOT_OF_HF if self.hf else only_hf)]
+        foreign = [*(_MODEL_OPTIONS if given else ()), *(_NOT_OF_HF if self.hf else only_hf)]
         conflicting = [name for name in foreign if getattr(self, name) != getattr(type(self), name)]
         others = [*given[1:], *conflicting]
         if others:
@@ -111,7 +111,6 @@ class PlanOptions(HfFlags, PlanningFlags):
             return OwnStep(self.module, self.hardware, self.gpus)
         dtype = self.dtype
         if dtype is None:
-            # The one in which the cluster's GPUs compute fast.
             peak = load_cluster(self.hardware).peak_tflops
             dtype = "bfloat16" if peak.get("bfloat16", 0.0) > peak["float32"] else "float32"
         return Setting(

@@ -1,4 +1,4 @@
-"""`lancet selftest`: does what this machine has give right results?
+"""`lancet selftest`: do the backends of this machine compute correctly?
 
 The ranks of a small job run a layer on every backend, and a planned step, and compare with references.
 
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="fail if there is no GPU to check (one that is there is always checked, with a rank for each "
         "of at most --ranks GPUs)",
     )
-    # For ourselves: what the ranks are told.
+    # Only for the ranks that this command starts.
     command.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
@@ -88,8 +88,8 @@ def run_checks(rank: Rank) -> None:
 
 
 def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], tuple[float, float]] | None, str]]:
-    """Name; check, which gives the relative difference from a reference and what is allowed, or None; and why
-    there is none."""
+    """(name, check or None, reason for None); a check gives the relative difference from a reference and the
+    tolerance."""
     usable = backends()
     if rank.device.type == "cpu":
         fused, where = usable["fused, Triton's interpreter on the CPU"], "in Triton's interpreter"
@@ -104,8 +104,8 @@ def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], tuple[float, flo
 
 
 def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference between got and expected; NaN if one is, which Python's max passes over."""
-    each = [(got - expected).abs().max() / expected.abs().max().clamp_min(1e-3) for got, expected in pairs]
+    """The largest difference between actual and expected; NaN if one is, which Python's max would ignore."""
+    each = [(y - expected).abs().max() / expected.abs().max().clamp_min(1e-3) for y, expected in pairs]
     return float(torch.stack(each).max())
 
 
@@ -148,10 +148,10 @@ def _layer(rank: Rank, backend: str) -> tuple[float, float]:
     expected_WTD = _reference(whole, x_WTD, dy_WTD)
     pairs = [(y_TD.detach(), expected_WTD[rank.rank])]
     for name, parameter in layer.named_parameters():
-        got, expected = parameter.grad, whole[name].grad
-        assert got is not None
+        actual, expected = parameter.grad, whole[name].grad
+        assert actual is not None
         assert expected is not None
-        pairs.append((got, own(name, expected)))
+        pairs.append((actual, own(name, expected)))
     return _relative(pairs), _tolerance(dtype, rank.device)
 
 
@@ -199,7 +199,7 @@ def _plan(rank: Rank) -> tuple[float, float]:
     planned = optimize(model, (x, target), strategy="lancet", cluster=slow, reduce_gradients="sum")
     planned_loss = planned(x, target)
     planned_loss.backward()
-    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     loss = model(x, target)
     loss.backward()
@@ -208,5 +208,5 @@ def _plan(rank: Rank) -> tuple[float, float]:
     for name, parameter in model.named_parameters():
         if rank.world > 1 and parameter not in experts:
             dist.all_reduce(parameter.grad)
-        pairs.append((got[name], parameter.grad))
+        pairs.append((gradients[name], parameter.grad))
     return _relative(pairs), _tolerance(x.dtype, rank.device)

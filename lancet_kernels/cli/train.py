@@ -53,12 +53,12 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if arguments.resume:
         # Parsed again, behind the resumed run's options.
         saved = read_config(Path(arguments.resume))
-        of_run = [
+        saved_flags = [
             f"--{field.name.replace('_', '-')}={'none' if value is None else value}"
             for field in fields(TrainOptions)
             if (value := saved.get(field.name, field.default)) != field.default
         ]
-        arguments = parser.parse_args([*argv[:1], *of_run, *argv[1:]])
+        arguments = parser.parse_args([*argv[:1], *saved_flags, *argv[1:]])
     options: TrainOptions = to_options(TrainOptions, arguments)
     if under_launcher() or options.ranks == 1:
         rank = start_ranks(options.chosen_device(), options.timeout)
@@ -109,15 +109,15 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     first = _restore(trainer, run) + 1 if resume else 1
     if first_rank:
         # From here on the plan is in the run's own folder.
-        given = asdict(replace(options, experts=trainer.model.config.num_experts, plan=None))
-        write_json_atomically(run / _CONFIG, given | {"trains": trainer.about})
-        # A resumed run takes steps behind its checkpoint again.
-        kept = [json_text(m) + "\n" for m in _read_metrics(run) if m["step"] < first]
-        write_text_atomically(run / _METRICS, "".join(kept))
+        config = asdict(replace(options, experts=trainer.model.config.num_experts, plan=None))
+        write_json_atomically(run / _CONFIG, config | {"trains": trainer.about})
+        # A resumed run repeats the steps after its checkpoint.
+        earlier = [json_text(m) + "\n" for m in _read_metrics(run) if m["step"] < first]
+        write_text_atomically(run / _METRICS, "".join(earlier))
     since: list[Mapping[str, float]] = []
-    with stop_requests() as asked:
+    with stop_requests() as request:
         for step in range(first, options.steps + 1):
-            metrics, stop = trainer.step(step, bool(asked.number))
+            metrics, stop = trainer.step(step, bool(request.number))
             if first_rank:
                 with (run / _METRICS).open("a", encoding="utf-8") as file:
                     file.write(json_text(metrics) + "\n")
@@ -131,7 +131,7 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
             if stop:
                 break
     if step < options.steps:
-        _stop(run, trainer, step, asked.number or signal.SIGTERM)
+        _stop(run, trainer, step, request.number or signal.SIGTERM)
     validation_loss = trainer.validation_loss()
     if not first_rank:
         return None
@@ -187,7 +187,7 @@ def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
 
 
 def _line(steps: Sequence[Mapping[str, float]], of: int) -> str:
-    """What a person sees of these steps."""
+    """The log line of these steps."""
     last, ms = steps[-1], statistics.fmean(m["step_ms"] for m in steps)
     tokens = last["tokens_per_s"] * last["step_ms"]
     return f"step {last['step']}/{of}, loss {last['loss']:.3f}, {tokens / ms:.0f} tokens/s, {ms:.1f} ms"
@@ -267,18 +267,18 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Inside the block, Ctrl-C and SIGTERM are noted and interrupt nothing; a second one ends the process as
     if there were no block. Outside the main thread, which alone gets signals, nothing is changed."""
-    asked = StopRequest()
+    request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
-        if asked.number:
+        if request.number:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        asked.number = number
+        request.number = number
 
     signals = _STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, note) for number in signals}
     try:
-        yield asked
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -34,7 +34,7 @@ from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from lancet_kernels.ops.random import signed, splitmix64
 from lancet_kernels.schedules import STRATEGY_NAMES
 
-# Not part of what the interpreter ships, or (tests and their data) not always installed, or not plain source.
+# Not shipped with the interpreter, or (tests and their data) not always installed, or not plain source.
 NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 )
@@ -133,7 +133,7 @@ def _tokens(texts: list[bytes]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TrainOptions(PlanningFlags):
-    """What to train, on what, how long. The fields are the options of `lancet train`."""
+    """The options of `lancet train`."""
 
     model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     ranks: int = option(
@@ -243,7 +243,7 @@ def build_config(options: TrainOptions, ranks: int) -> ModelConfig:
         gate=str(gate),
         capacity_factor=options.capacity_factor,
         dropout=options.dropout,
-        # What no dropout uses must not keep a run from being resumed.
+        # A seed that no dropout uses must not prevent resuming.
         dropout_seed=options.seed if options.dropout else 0,
     )
     if options.sequence is not None and options.sequence > config.sequence:

@@ -43,9 +43,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     # Imported here and below, because it takes half a second, and most runs keep no checkpoints.
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
     # Without its hyper-parameters, which a resumed run may change.
-    return {"model": of_model, "optimizer": of_optimizer["state"]}
+    return {"model": model_state, "optimizer": optimizer_state["state"]}
 
 
 def save_checkpoint(
@@ -196,8 +196,8 @@ class Trainer:
         return inputs.to(self.rank.device), targets.to(self.rank.device)
 
     def step(self, step: int, stop: bool = False) -> tuple[dict[str, float], bool]:
-        """One training step (they count from 1). Returns its metrics, the same on every rank, and whether any
-        rank is to `stop` behind it."""
+        """One training step (numbered from 1). Returns its metrics, the same on every rank, and whether any
+        rank is to `stop` after it."""
         options, rank = self.options, self.rank
         begin = time.perf_counter()
         link.read()
@@ -216,18 +216,18 @@ class Trainer:
             if isinstance(layer, MoELayer) and layer.correction_bias is not None:
                 layer.update_correction_bias(assigned_E, options.bias_rate)
         traffic = link.read()
-        of_rank = {
+        figures = {
             "loss": result.loss,
             "balance_loss": result.balance,
             "dropped": result.dropped,
             "all_to_all_ms": traffic.all_to_all_ms,
             "exposed_ms": traffic.exposed_ms,
         }
-        *means, stopping = self._mean_over_ranks([*of_rank.values(), stop])
+        *means, stopping = self._mean_over_ranks([*figures.values(), stop])
         seconds = time.perf_counter() - begin
         metrics = {
             "step": step,
-            **dict(zip(of_rank, means, strict=True)),
+            **dict(zip(figures, means, strict=True)),
             "gradient_norm": float(norm),
             "learning_rate": rate,
             "step_ms": seconds * 1e3,

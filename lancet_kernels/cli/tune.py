@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lancet_kernels.measure.tuner import Outcome, Place
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Between two meetings lies at most one candidate.
+# Ranks meet at least once per candidate.
 TIMEOUT_S = 1800.0
 STATUSES = {
     "tuned": "tuned now",
@@ -32,7 +32,7 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to tune. The fields are options of `lancet tune`."""
+    """The options of `lancet tune`."""
 
     dtype: str = option("bfloat16", "dtype of the operands", choices=DTYPES)
     arch: str = option(
@@ -84,7 +84,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from lancet_kernels.measure.tuner import Place, Task, tune
 
     dtype = getattr(torch, arguments.dtype)
-    # Of layers with the same shape one.
+    # One of the layers with the same shape.
     tasks = list({task.shape: task for task in (Task(w, dtype) for w in workloads)}.values())
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not arguments.dry_run:
@@ -101,8 +101,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if local_rank == 0 and not arguments.dry_run:
         cache.check_writable()
     if rank == 0:
-        here = "" if has_gpu else " (no GPU here)"
-        print(f"{_tasks(len(tasks))} on {place.name}{here}; cache: {cache.path}", file=sys.stderr)
+        note = "" if has_gpu else " (no GPU here)"
+        print(f"{_tasks(len(tasks))} on {place.name}{note}; cache: {cache.path}", file=sys.stderr)
     hidden = rank != 0 or not sys.stderr.isatty()
     with tqdm(total=len(tasks), unit="task", disable=hidden, leave=False) as bar:
 
@@ -154,8 +154,8 @@ def _task(outcome: Outcome) -> dict[str, Any]:
 def _text(outcomes: Sequence[Outcome]) -> str:
     lines = [line for outcome in outcomes for line in (outcome.key, *_configuration_text(outcome))]
     counts = Counter(outcome.status for outcome in outcomes)
-    said = [f"{counts[status]} {text}" for status, text in STATUSES.items() if counts[status]]
-    return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(said)}"])
+    summary = [f"{counts[status]} {text}" for status, text in STATUSES.items() if counts[status]]
+    return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(summary)}"])
 
 
 def _configuration_text(outcome: Outcome) -> list[str]:

@@ -53,7 +53,7 @@ SERIALIZED = re.compile(r"\((C75\d\d)\)")
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around matrix products: how many of each stand in it. shape: of a product of one warpgroup.
+    """A loop around matrix products: counts of its instructions. shape: of a product of one warpgroup.
 
     in_flight: products that its strictest wait leaves running; 0: each waits for the one before.
     """
@@ -93,7 +93,7 @@ def product_loops(sass: str) -> tuple[ProductLoop, ...]:
 
 
 def serialized(log: str) -> tuple[str, ...]:
-    """The codes with which ptxas says in its log that it serializes products: ("C7515",)."""
+    """The codes of ptxas's warnings that it serializes products: ("C7515",)."""
     return tuple(sorted(set(SERIALIZED.findall(log))))
 
 
@@ -235,7 +235,7 @@ def _tool(option: str, cubin: bytes) -> str:
 
 
 def _assembler_log(ptx: str, options: dict[str, Any], arch: int) -> str:
-    """What the assembler says when it runs again with the same options as in Triton."""
+    """The messages of the assembler, run again with the options of Triton."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
@@ -312,12 +312,12 @@ class _Worker:
 
     def begin(self, specimen: Specimen) -> None:
         self._log.truncate(0)
-        # Of a process that has died `answer` says it.
+        # `answer` reports a process that has died.
         with contextlib.suppress(OSError):
             self.pipe.send(specimen)
 
     def answer(self, timeout_s: float) -> tuple[CompiledKernel | None, str | None]:
-        """What came; or, of a process that died or has had `timeout_s`, the reason."""
+        """(compiled kernel, error); the error also of a process that died, or took `timeout_s`."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 return self.pipe.recv()

@@ -1,11 +1,10 @@
-"""Which configuration has a layer's fused launches: how are they cut, and which kernel runs them?
+"""The configuration of a layer's fused launches: their tiles, and the kernel that runs them.
 
-The configuration is what `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`; `cut`
-makes each launch of it. An entry of the cache that is unreadable, or not valid on the device, is ignored with
-a warning. All ranks of a job must have the same entries: one file, or files written by the same collective
-`lancet tune`.
+It is what `lancet tune` put into the user's cache, or else `OverlapConfig.for_gpu`; `cut` derives each launch
+from it. An entry of the cache that is unreadable, or not valid on the device, is ignored with a warning. All
+ranks of a job must have the same entries: one file, or files written by the same collective `lancet tune`.
 
-Also the names of activations, since this file does not need Triton.
+Also the dtypes and the names of activations, since this file does not need Triton.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import torch
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import CacheFile, cache_folder, locked
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of rows that the kernels take."""
 ACTIVATIONS = ("gelu", "silu", "swiglu")
 """The activations that the kernels compute."""
 INTERLEAVED = "interleaved-clamped-swiglu"
@@ -212,7 +213,7 @@ class OverlapConfig:
 
 
 def most_registers(tile: GemmConfig) -> int:
-    """Registers of a thread if a program has an SM's to itself. Said aloud, because ptxas would rather spill
+    """Registers of a thread if a program has an SM's to itself. Set explicitly: ptxas would otherwise spill
     (72 bytes, sm_80 forward) to fit two programs."""
     return min(REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM // (32 * tile.num_warps))
 
@@ -226,7 +227,7 @@ def default_overlap_config(
     pes_here: int = 1,
     far: bool = False,
 ) -> OverlapConfig:
-    """What was tuned for the device, else a sensible choice.
+    """The tuned configuration for the device, else a default.
 
     Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
     Raises: UserError for a wrong LANCET_FUSED_SMS.
@@ -249,7 +250,7 @@ def default_overlap_config(
 
 
 def multiprocessors(of_device: int) -> int:
-    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS, so that NCCL
+    """The most streaming multiprocessors of a fused launch: all, or LANCET_FUSED_SMS, so that NCCL
     reduces gradients on the others meanwhile."""
     text = os.environ.get(SMS_VARIABLE)
     if not text:

@@ -100,8 +100,8 @@ class DenseGemm:
 
 @dataclass
 class SavedPass:
-    """What the backward needs of a forward pass: the pass of the exchange, which says where the rows are, and
-    there, in [A, H], the values before the activation, from which it makes those after it again."""
+    """Saved by a forward pass for its backward: the pass of the exchange, which locates its rows, and [A, H],
+    where `pre` has the values before the activation of these rows; those after it are recomputed."""
 
     opened: OpenPass
     pre: Tensor
@@ -168,7 +168,7 @@ def check_routing(routing: Routing) -> None:
         )
 
 
-# More than any launch has: a limit that is none.
+# No limit: more than any launch has.
 ALL_TASKS = 2**31 - 1
 # Kernels of a pass that wait for peers, or for each other.
 WAITING = (
@@ -364,7 +364,7 @@ def warming_up(*others: Any) -> Iterator[None]:
 
 
 def variants() -> dict[str, int]:
-    """How many variants of each of `WAITING` this process has; in the interpreter there are none."""
+    """The number of compiled variants of each of `WAITING`; none in the interpreter."""
     caches = {kernel.fn.__name__: getattr(kernel, "device_caches", {}) for kernel in WAITING}
     return {name: sum(len(of_device[0]) for of_device in cache.values()) for name, cache in caches.items()}
 

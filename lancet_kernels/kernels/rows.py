@@ -26,12 +26,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import check_activation
+from lancet_kernels.kernels.config import DTYPES, check_activation
 from lancet_kernels.kernels.portable.gemm import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.protocol.device import INTERPRETED
 from lancet_kernels.kernels.runtime import check_tensor, launch
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
 # A program's tile: with 4 warps and bf16 two 16-byte loads per thread and choice.

@@ -1,5 +1,5 @@
-"""How do kernels run: compiled on a GPU, or in Triton's interpreter on the CPU? On which tensors, and how are
-they launched, recorded and compiled ahead?
+"""Runs kernels, compiled on a GPU or in Triton's interpreter on the CPU: checks their tensors, launches them,
+records launches, and compiles ahead.
 
 TRITON_INTERPRET=1 in the environment, before Triton is imported, selects the interpreter. It is for tests,
 not for speed: it runs the same kernels, one program after another, on CPU tensors.
@@ -32,7 +32,7 @@ from lancet_kernels.kernels.symmetric import nvshmem
 from lancet_kernels.kernels.symmetric.nvshmem import init_module
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-# Beyond this many compilations at once Python's part of them is what all wait for.
+# With more compilations at once, Python's part of them (the GIL) is the bottleneck.
 COMPILING_THREADS = 12
 
 
@@ -84,9 +84,9 @@ def check_tensor(
         )
     fits = len(shape) == tensor.ndim and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
     if not fits:
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        sizes = ", ".join("any" if n is None else str(n) for n in shape)
         raise UserError(
-            f"shape of {what}", got=list(tensor.shape), expected=f"[{wanted}]", do="check the sizes"
+            f"shape of {what}", got=list(tensor.shape), expected=f"[{sizes}]", do="check the sizes"
         )
     if device is None:
         check_runs_on(what, tensor.device)

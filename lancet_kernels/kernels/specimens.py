@@ -1,6 +1,6 @@
-"""Which variants of which kernels must compile? Those of launches that are recorded here, with small sizes.
+"""The kernel variants that must compile: those of launches that are recorded here, with small sizes.
 
-Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is recorded.
+Each launcher is called as the library calls it, on tensors on the CPU, and its launches are recorded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Specimen:
     def __reduce__(self) -> tuple:
         # By the name of the kernel, which is no plain function and has what cannot be pickled.
         name = self.kernel.fn.__module__, self.kernel.fn.__name__
-        return _with_kernel_called, (*name, {**vars(self), "kernel": None})
+        return _with_kernel_named, (*name, {**vars(self), "kernel": None})
 
     @property
     def nvshmem(self) -> bool:
@@ -66,7 +66,7 @@ class Specimen:
         return bool(self.arguments.get("NVSHMEM"))
 
 
-def _with_kernel_called(module: str, name: str, fields: dict[str, Any]) -> Specimen:
+def _with_kernel_named(module: str, name: str, fields: dict[str, Any]) -> Specimen:
     return Specimen(**{**fields, "kernel": getattr(import_module(module), name)})
 
 
@@ -138,7 +138,7 @@ def _fused(arch: int) -> Iterator[Specimen]:
 
 
 def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Launch]]:
-    """What the forward, and what the backward of a case would launch."""
+    """The launches of forward and backward of a case."""
     local, (width, hidden) = 8, case.widths
     config = OverlapConfig.for_gpu(width, hidden, case.dtype, arch, 1, case.far, portable=case.plain)
     memory = virtual_memories(8)[0]
@@ -163,22 +163,22 @@ def _fused_launches(case: FusedCase, arch: int) -> tuple[list[Launch], list[Laun
 
 
 def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) -> Specimen:
-    given = launch.arguments
+    arguments = launch.arguments
     if launch.kernel is combine_results_kernel:
         return Specimen.of(launch, f"{direction} {SHORT[case.dtype]}" + " nvshmem" * case.far)
     if launch.kernel not in (overlap_kernel, gluon_overlap_kernel):
-        return Specimen.of(launch, "nvshmem" if given.get("NVSHMEM") else "pointers")
+        return Specimen.of(launch, "nvshmem" if arguments.get("NVSHMEM") else "pointers")
     hopper = launch.kernel is gluon_overlap_kernel
-    stages = given["STAGES"] if hopper else given["num_stages"]
-    said = {"no bias": not case.bias, "+dw": case.dense, "nvshmem": case.far, "odd": case.widths == ODD}
-    words = [direction, case.activation, SHORT[case.dtype], *(what for what, holds in said.items() if holds)]
-    tile = f"{given['BM']}x{given['BN']}x{given['BK']} w{given['num_warps']} s{stages}"
+    stages = arguments["STAGES"] if hopper else arguments["num_stages"]
+    flags = {"no bias": not case.bias, "+dw": case.dense, "nvshmem": case.far, "odd": case.widths == ODD}
+    words = [direction, case.activation, SHORT[case.dtype], *(flag for flag, is_on in flags.items() if is_on)]
+    blocks, warps = "x".join(str(arguments[size]) for size in ("BM", "BN", "BK")), arguments["num_warps"]
     return Specimen.of(
         launch,
-        f"{' '.join(words)} {tile}",
-        total_warps=given["num_warps"] + 4 if hopper else 0,  # one warpgroup more than multiply
+        f"{' '.join(words)} {blocks} w{warps} s{stages}",
+        total_warps=warps + 4 if hopper else 0,  # one warpgroup more than multiply
         wgmma=arch == 90 and case.dtype.itemsize == 2,
-        tma=hopper or given["TMA"],
+        tma=hopper or arguments["TMA"],
         in_flight=int(hopper),
     )
 
@@ -199,8 +199,8 @@ def _rows() -> Iterator[Specimen]:
             rows.permute(x, row, weight, tokens * top_k)
             rows.combine(y, row, weight)
             rows.combine_dweight(x, y, row)
-        said = f"{SHORT[dtype]} K{top_k}" + " weighted" * weighted
-        yield from (Specimen.of(launch, said) for launch in launches)
+        config = f"{SHORT[dtype]} K{top_k}" + " weighted" * weighted
+        yield from (Specimen.of(launch, config) for launch in launches)
     count = torch.zeros(1, dtype=torch.int64)
     for dtype, kind in product((torch.bfloat16, torch.float32), ("gelu", "swiglu")):
         h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)

@@ -47,7 +47,7 @@ def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> Di
     divide the loss by their number. Collective over all ranks of the job.
 
     Args: groups: as for `optimize`. options: of DistributedDataParallel, but for `process_group`.
-    Raises: UserError without torch.distributed, and for a model of which experts alone are trained.
+    Raises: UserError without torch.distributed, and for a model that trains nothing but experts.
     """
     experts = set(expert_parameters(model)) if expert_groups(model) - {""} else set()
     if not any(p.requires_grad and p not in experts for p in model.parameters()):
@@ -92,19 +92,19 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
     broadcast_replicated(model, groups)
     over, ranks = gradient_groups(model, groups), group_size(groups.data)
     own = {parameter: group for parameter, group in over.items() if group != groups.data}
-    ignored, kept = [], {*own, *expert_buffers(model)}
+    ignored, excluded = [], {*own, *expert_buffers(model)}
     for module_name, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor in kept:
-                # Of the model itself, DistributedDataParallel looks for `.w1` here and for `w1` there.
+            if tensor in excluded:
+                # DistributedDataParallel spells a parameter of the model itself both `.w1` and `w1`.
                 ignored += [f"{module_name}.{name}", f"{module_name}.{name}".removeprefix(".")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     for parameter, group in own.items():
         if parameter in AVERAGES:
             AVERAGES.pop(parameter).remove()
         if parameter.requires_grad:
-            # Before it is added to `.grad`, so that micro-batches add up.
-            # The all-to-all has summed over the expert group.
+            # A hook averages each gradient before it is added to `.grad`, so that micro-batches add up. The
+            # all-to-all has summed it over the expert group.
             AVERAGES[parameter] = parameter.register_hook(
                 lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks
             )
@@ -126,8 +126,8 @@ def refuse_averages(model: nn.Module) -> None:
 def fsdp(
     model: nn.Module, mesh: DeviceMesh | None = None, groups: AnyGroups | None = None, **options: Any
 ) -> nn.Module:
-    """Shard a model in place with `fully_shard`: each block of its lists of modules, then the rest, to which
-    blocks belong whose weights are tied to others': `fully_shard` would untie them.
+    """Shard a model in place with `fully_shard`: each block of its lists of modules, then the rest. Blocks
+    with tied weights belong to the rest: `fully_shard` would untie them.
 
     Gradients are those of the mean loss of all ranks with different tokens, experts' too: do not divide the
     loss. Collective over all ranks of the job.
@@ -169,9 +169,9 @@ def fsdp(
             else DeviceMesh(kind, [dist.get_rank()])
         )
     experts, holders = set(expert_parameters(model)), ranks_that_hold(model, own)
-    # Experts, and what was said to differ as they do.
+    # Experts, and parameters that `set_gradient_group` gives to the replica group.
     differ = {p for p, group in holders.items() if p in experts or group == own.replica != own.data}
-    # Along a dimension without experts, of those whose size must be a multiple.
+    # Experts are sharded along a dimension that does not count experts.
     columns = {tensor for _, tensor, place in adapter_tensors(model) if place.form == "columns"}
     dim_of = {p: int(p in experts and p not in columns) for p in differ}
     ranks = group_size(own.replica)
@@ -206,7 +206,7 @@ def fsdp(
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks, each once, that have all of their parameters alone."""
+    """The blocks, each once, that share no parameter with other modules."""
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -48,7 +48,7 @@ _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ShardedExperts]] = 
 
 
 def is_number(value: object, kind: type = Real) -> bool:
-    """Is this a number of the kind? A bool is none."""
+    """False for a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -150,8 +150,7 @@ def check_factor(capacity_factor: float | None) -> None:
 def check_input(
     x: Tensor, mask: Tensor | None, token_ids: Tensor | None, d_model: int, dtype: torch.dtype
 ) -> None:
-    """Raise UserError for a forward of other tensors than [..., d_model] in `dtype`, and one flag of the mask
-    and one id per token."""
+    """Raise UserError unless x is [..., d_model] in `dtype`, with one mask flag and one id per token."""
     for what, value in (("input", x), ("mask", mask), ("token_ids", token_ids)):
         if not isinstance(value, Tensor) and (what == "input" or value is not None):
             raise UserError(
@@ -204,8 +203,8 @@ def check_input(
 
 
 def check_data_parallel(layer: ShardedExperts) -> None:
-    """Raise UserError inside a DistributedDataParallel that would average different experts, or where nothing
-    averages the gradients of the same ones."""
+    """Raise UserError inside a DistributedDataParallel that would average gradients of different experts, or
+    without averages over the ranks with the same ones."""
     if torch.compiler.is_compiling() or not layer.expert_group:
         return
     around = DistributedDataParallel._active_ddp_module
@@ -215,7 +214,7 @@ def check_data_parallel(layer: ShardedExperts) -> None:
     for parameter in layer.expert_tensors().values():
         if (name := names.get(parameter)) is None:
             continue
-        # An adapter of PEFT registers a parametrization in each forward: it was ignored by its own name.
+        # PEFT's adapters register a parametrization in each forward; DDP ignores the name without it.
         before = re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name)
         if not {name, before} & around.parameters_to_ignore:
             raise UserError(
@@ -241,19 +240,19 @@ Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 class ExpertLayer(ShardedExperts):
-    """Experts that are divided among the ranks of a group. Subclasses say who chooses among them."""
+    """Experts that are divided among the ranks of a group. Subclasses route tokens to them."""
 
     name = "an MoE layer"
-    """For messages; `name_layers` knows it better."""
+    """For messages; `name_layers` sets the path in the model."""
     takes_weights = True
-    """From `now.weights`, in place of parameters; see `_present`."""
+    """Whether `now.weights` may replace the parameters; see `_present`."""
     equal_on_all_ranks: ClassVar[tuple[str, ...]] = ()
     """Attributes whose parameters are the same on all ranks."""
 
     def _set_groups(self, groups: AnyGroups | None) -> None:
-        given = without_mesh(groups)
-        self.groups = given if isinstance(given, Groups) else None
-        self.expert_group = expert_group_name(given)
+        groups = without_mesh(groups)
+        self.groups = groups if isinstance(groups, Groups) else None
+        self.expert_group = expert_group_name(groups)
         self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
 
     def _set_up(
@@ -297,14 +296,13 @@ class ExpertLayer(ShardedExperts):
         raise NotImplementedError
 
     def _present(self, name: str) -> Any:
-        """A parameter, with what adapters add to it in a trace (`graph.capture.trace`)."""
+        """The parameter; in a trace (`graph.capture.trace`) its sum with the adapters' products."""
         return now.weights[name] if name in now.weights else getattr(self, name)
 
     def memory(self) -> LayerMemory:
-        """What fused layers of this size take on this rank, after a first pass.
+        """The memory of fused layers of this size on this rank; receive_factor and max_tokens bound it.
 
-        Raises: UserError before, and for backend="torch", which keeps no memory between passes.
-        Example: `print(layer.memory())`; less is taken with receive_factor or max_tokens.
+        Raises: UserError before the first pass, and for backend="torch", which holds none between passes.
         """
         if self.exchange is None:
             raise UserError(
@@ -321,8 +319,7 @@ class ExpertLayer(ShardedExperts):
         return max(1, math.ceil(self.capacity_factor * num_tokens * top_k / self.num_experts))
 
     def _eager_weights(self, x_TD: Tensor) -> tuple[Tensor, Tensor] | None:
-        """w1 and w2 for `eager_experts`, in a dropless call whose ops nobody has to see one by one; else
-        None."""
+        """w1 and w2 if `eager_experts` can run this call: dropless, not traced, not fused; else None."""
         if (
             torch.compiler.is_compiling()
             or self.capacity_factor is not None
@@ -336,17 +333,16 @@ class ExpertLayer(ShardedExperts):
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, used_E, capacity: int, real_T1) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D].
 
-        Args: used_E: choices of each expert, dropped ones included. real_T1: which tokens are no padding;
-            None: all.
+        Args: used_E: choices of each expert, dropped ones included. real_T1: false for padding; None: no
+            padding.
         """
         count_WL = ops.kept_counts(used_E, capacity, self.ranks)
-        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
+        # A plan captures single ops, and chooses itself which of them to fuse.
         if self.exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.moe.fused_experts import check_fused, fused_experts
 
             check_fused(x_TD)
-            # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
-            # below are grouped GEMMs on the same compact rows, and need no regions.
+            # One rank has nothing to overlap: the ops below run the same grouped GEMMs, without regions.
             if self.ranks > 1:
                 w1, b1, w2, b2 = map(cast, self.weights())
                 return fused_experts(
@@ -365,18 +361,18 @@ class ExpertLayer(ShardedExperts):
         return ops.combine(back_SD, row_TK, weight_TK)
 
     def _run(self, rows_RD: Tensor, count_WL: Tensor) -> Tensor:
-        """The experts of this rank on the rows that they received. -> [R, D]"""
+        """This rank's experts, [R, D] -> [R, D]."""
         w1, b1, w2, b2 = self.weights()
         hidden_RH = ops.grouped_gemm(rows_RD, count_WL, cast(w1), cast(b1))
         hidden_RF = ops.expert_activation(hidden_RH, count_WL, self.activation)
         return ops.grouped_gemm(hidden_RF, count_WL, cast(w2), cast(b2))
 
     def _most_rows(self, num_choices: int, capacity: int) -> int:
-        """How many of these choices can be kept; `predict.simulate` has rows up to the capacity."""
+        """The most choices that can get a slot; `predict.simulate` overrides it."""
         return min(num_choices, self.num_experts * capacity)
 
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
-        """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
+        """Rows to the experts, or back. One rank's rows need no copy; a traced graph has the op anyway."""
         if not self.expert_group and not torch.compiler.is_compiling():
             return rows
         return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)

@@ -1,21 +1,21 @@
 """Experts in state dicts: each under its global id, independent of the ranks that save and load it.
 
     parameters of a rank   w1 [L, D, F]            L experts, stacked for the grouped GEMM
-    state_dict()           experts.7.w1 [D, F]     a view of one of them; of what parametrizes w1:
+    state_dict()           experts.7.w1 [D, F]     a view of one of them; with a parametrized w1:
                            experts.7.parametrizations.w1.original0 [1, F]
     optimizer.state        exp_avg [L, D, F]       of the experts on this rank
-    its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, a shard of all experts' one
+    its state_dict()       exp_avg [E, D, F]       the same tensor as a DTensor, sharded by expert
 
 Experts of converted models keep transformers' names: in state dicts their parameters are such DTensors, too.
 So torch.distributed.checkpoint saves the experts and an optimizer's state of them, and loads both at any
-number of ranks. Every optimizer is told in its first step.
+number of ranks. Every optimizer gets its hooks in its first step.
 
 Adapters around a layer, as PEFT's are, keep their names, and are such DTensors, too (`Place`):
 
     PEFT's lora_A [L * r, I]    [E * r, I]
     PEFT's lora_B [O, r * L]    [O, r, E]          the expert is the inner index, so it needs a dimension
     any other [L, ...]          [E, ...]
-    what is left [...]          [W, ...]           this rank's own: loads on as many ranks
+    any other shape [...]       [W, ...]           one of each rank: loads on as many ranks only
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardedExperts(nn.Module):
     [L * rows_per_expert(), ...]."""
 
     layers: ClassVar[WeakSet[ShardedExperts]] = WeakSet()
-    """All that there are in this process."""
+    """All instances in this process."""
     rank: int
     num_experts: int
     local_experts: int
@@ -61,8 +61,7 @@ class ShardedExperts(nn.Module):
         super().__init__()
         self.layers.add(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As a copy."""
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
         super().__setstate__(state)
         self.layers.add(self)
 
@@ -71,8 +70,8 @@ class ShardedExperts(nn.Module):
         raise NotImplementedError
 
     def expert_tensors(self) -> dict[str, Tensor]:
-        """The parameters of experts by name; in place of a parametrized one, what it is computed from, with
-        its buffers."""
+        """The parameters of experts by name; in place of a parametrized one, the tensors of its
+        parametrizations."""
         tensors: dict[str, Tensor] = {}
         for name in self.expert_names():
             if is_parametrized(self, name):
@@ -91,7 +90,7 @@ class ShardedExperts(nn.Module):
         return 1
 
     def has_rows(self, value: object, experts: int) -> bool:
-        """Is it a tensor with the rows of so many experts?"""
+        """Whether it is a tensor with the rows of so many experts."""
         return (
             isinstance(value, Tensor) and value.dim() > 0 and len(value) == experts * self.rows_per_expert()
         )
@@ -106,10 +105,8 @@ class ExpertsByGlobalId(ShardedExperts):
 
     @property
     def experts(self) -> _Experts:
-        """The experts of this rank by their names in checkpoints: `experts.7.w1`, where 7 is an attribute.
-
-        torch.distributed.checkpoint.state_dict looks for attributes of these names.
-        """
+        """The experts of this rank by their names in checkpoints, `experts.7.w1`, which
+        torch.distributed.checkpoint.state_dict looks up as attributes."""
         return _Experts(self)
 
     def expert_names(self) -> list[str]:
@@ -128,12 +125,12 @@ class ExpertsByGlobalId(ShardedExperts):
             elif prefix + name not in state_dict:
                 not_stacked.append(prefix + name)
                 missing_keys += [key for key in keys if key not in state_dict]
-                # Known, so not unexpected; an incomplete parameter stays as it is.
+                # An incomplete parameter stays as it is; its experts are not unexpected.
                 for key in keys:
                     state_dict.pop(key, None)
-                if "." in name:  # of a child, which would tell it again
+                if "." in name:  # of a child, which would report it missing a second time
                     state_dict[prefix + name] = tensor.detach()
-        # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
+        # A full checkpoint also has the other ranks' experts, which are not unexpected.
         for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
             expert = key.removeprefix(prefix + "experts.").split(".")[0]
             if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
@@ -142,7 +139,7 @@ class ExpertsByGlobalId(ShardedExperts):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
         )
-        # Under their global names they are told already.
+        # `missing_keys` has experts under their global names.
         missing_keys += [key for key in own_missing if key not in not_stacked]
 
 
@@ -173,15 +170,15 @@ class Part(NamedTuple):
 
 
 def save_as_shards(layer: ShardedExperts) -> None:
-    """From now on state dicts of the layer hold experts under the names of their parameters: as DTensors with
-    a row for each expert of all ranks; where one rank has all, as they are. Whole tensors load, too."""
+    """Make state dicts of the layer hold its parameters as DTensors with a row for each expert of all ranks;
+    where one rank has all experts, as they are. Whole tensors load, too."""
     layer.layers.add(layer)
     layer.register_state_dict_post_hook(_with_shards)
     layer.register_load_state_dict_pre_hook(_with_own)
 
 
 def _with_shards(module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
-    """Shards refuse to be pickled (`torch.save`): a file has one rank's."""
+    """Shards refuse to be pickled (`torch.save`): the file would have one rank's experts only."""
     for name, tensor, place in _placed(module):
         if (key := prefix + name) in state_dict:
             if not place.of_adapter:
@@ -197,7 +194,7 @@ def _with_own(module: nn.Module, state_dict: State, prefix: str, *_: object) -> 
             state_dict[key] = _own(state_dict[key], tensor, place)
 
 
-# Processes of this rank may get them: `async_save` has one.
+# Worker processes of this rank may get them, as that of `async_save` does.
 ForkingPickler.register(DTensor, lambda shard: DTensor.__reduce_ex__(shard, pickle.DEFAULT_PROTOCOL))
 
 
@@ -239,24 +236,23 @@ class _Experts:
         ids = self._layer.expert_ids()
         if not expert.isdigit() or int(expert) not in ids:
             raise AttributeError(f"expert {expert}: this rank has {ids.start} to {ids.stop - 1}")
-        of_expert = SimpleNamespace()
+        root = SimpleNamespace()
         for path, tensor in self._layer.expert_tensors().items():
             *outer, name = path.split(".")
-            place = of_expert
+            parent = root
             for part in outer:
-                place.__dict__.setdefault(part, SimpleNamespace())
-                place = place.__dict__[part]
-            setattr(place, name, tensor[ids.index(int(expert))])
-        return of_expert
+                parent = parent.__dict__.setdefault(part, SimpleNamespace())
+            setattr(parent, name, tensor[ids.index(int(expert))])
+        return root
 
 
 class Place(NamedTuple):
-    """How this rank's part of a tensor lies in that of all ranks of an expert group."""
+    """The layout of this rank's part of a tensor in that of the whole expert group."""
 
     layer: ShardedExperts
     form: Form = "rows"
     """"rows": the expert is the outer index of dimension 0. "columns": [O, n * L], where it is the inner
-    index of dimension 1. "own": no dimension of experts."""
+    index of dimension 1. "own": no dimension counts experts."""
     of_adapter: bool = False
 
     def form_of(self, value: object, parameter: Tensor) -> Form:
@@ -268,7 +264,7 @@ class Place(NamedTuple):
         return self.form if value.shape == parameter.shape else "own"
 
     def laid(self, part: Tensor, form: Form) -> Tensor:
-        """A rank's part with a dimension along which the parts of all ranks follow each other; a view."""
+        """A view of a rank's part with a dimension along which the ranks' parts concatenate."""
         if form == "columns":
             return part.unflatten(1, (-1, self.layer.local_experts))
         return part.unsqueeze(0) if form == "own" else part
@@ -281,19 +277,19 @@ class Place(NamedTuple):
 
 
 def _dimension(form: Form) -> int:
-    """Along which the parts of all ranks follow each other."""
+    """The one along which the ranks' parts concatenate."""
     return 2 if form == "columns" else 0
 
 
 def layer_below(module: nn.Module) -> nn.Module:
-    """What adapters lie around; a module that is no adapter itself."""
+    """The module inside any number of adapters; one that is no adapter itself."""
     while (below := module._modules.get("base_layer")) is not None:
         module = below
     return module
 
 
 def tensors_around(adapter: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of an adapter by name, without those of what it lies around."""
+    """The parameters and buffers of an adapter by name, without those of the module that it adapts."""
     tensors = [*adapter.named_parameters(), *adapter.named_buffers()]
     return {name: tensor for name, tensor in tensors if name.partition(".")[0] != "base_layer"}
 
@@ -318,10 +314,10 @@ def experts_by_global_id(model: nn.Module) -> Iterator[tuple[list[str], DTensor]
 
 
 def _placed(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
-    """The same of one adapter, or of the experts of a layer; of any other module, and where one rank has all
-    experts, nothing."""
+    """Name, tensor and place of those of one adapter, or of one layer's experts; none for other modules, and
+    where one rank has all experts."""
     layer, adapted = layer_below(module), getattr(module, "parameter_name", "")
-    # Experts that transformers has divided are in no state dict of ours.
+    # transformers saves the experts that it has divided itself.
     if not isinstance(layer, ShardedExperts) or layer not in layer.layers or not layer.expert_group:
         return
     if layer is module:
@@ -329,7 +325,7 @@ def _placed(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
         return
     if adapted not in layer.expert_names():
         return
-    # PEFT takes a parameter of two dimensions for one matrix, whose adapter belongs to all of its rows.
+    # PEFT adapts a parameter of two dimensions as one matrix: the adapter belongs to all experts together.
     is_by_expert = getattr(layer, adapted).dim() == 3
     for name, tensor in tensors_around(module).items():
         kind = name.partition(".")[0]
@@ -340,10 +336,10 @@ def _placed(module: nn.Module) -> Iterator[tuple[str, Tensor, Place]]:
 
 
 class _Adapter:
-    """The hook of an adapter around a layer, which its copies have, too."""
+    """The state dict hook of an adapter around a layer; a copy of the adapter gets its own."""
 
     adapters: ClassVar[WeakSet[_Adapter]] = WeakSet()
-    """All that there are in this process."""
+    """All instances in this process."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = ref(module)
@@ -359,8 +355,7 @@ class _Adapter:
         _with_shards(module, state_dict, prefix, metadata)
 
 
-def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """An adapter is made after its layer, by code that knows nothing of experts."""
+def _hook_adapter(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if name != "base_layer" or child is None or not isinstance(layer_below(child), ShardedExperts):
         return
     if not any(isinstance(hook, _Adapter) for hook in module._state_dict_hooks.values()):
@@ -368,7 +363,7 @@ def _is_put_around(module: nn.Module, name: str, child: nn.Module | None) -> Non
         module.register_load_state_dict_pre_hook(_with_own)
 
 
-register_module_module_registration_hook(_is_put_around)
+register_module_module_registration_hook(_hook_adapter)
 
 
 def save_states_as_shards(optimizer: Optimizer, *_of_step: object) -> None:
@@ -379,7 +374,7 @@ def save_states_as_shards(optimizer: Optimizer, *_of_step: object) -> None:
     _OPTIMIZERS.add(optimizer)
     optimizer.register_state_dict_post_hook(partial(_changed, change=_as_shard))
     optimizer.register_load_state_dict_pre_hook(partial(_changed, change=_own))
-    # What was loaded before the first step.
+    # State that was loaded before the first step.
     for parameter, place in _places(optimizer).items():
         state = optimizer.state.get(parameter, {})
         state.update({key: _own(value, parameter, place) for key, value in state.items()})
@@ -389,9 +384,9 @@ register_optimizer_step_pre_hook(save_states_as_shards)
 
 
 def _places(optimizer: Optimizer) -> dict[Tensor, Place | Part]:
-    """By parameter, the places of all that an optimizer updates of experts and of sharded modules; where one
-    rank has all experts, none."""
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """The places of an optimizer's parameters: of experts, none where one rank has all, and of sharded
+    modules."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     adapters = [module for adapter in _Adapter.adapters if (module := adapter.module()) is not None]
     places: dict[Tensor, Place | Part] = {
         parameter: Part(module, name)
@@ -400,15 +395,13 @@ def _places(optimizer: Optimizer) -> dict[Tensor, Place | Part]:
     }
     for module in (*ShardedExperts.layers, *adapters):
         places |= {tensor: place for _, tensor, place in _placed(module)}
-    return {tensor: place for tensor, place in places.items() if tensor in given}
+    return {tensor: place for tensor, place in places.items() if tensor in parameters}
 
 
 def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
-    """The state dict with the changed states of these; neither it nor the optimizer changes.
-
-    torch checks afterwards whether the state dict is one of this optimizer.
-    """
+    """A copy of the state dict with `change` applied to the states of these."""
     places, states = _places(optimizer), dict(state_dict["state"])
+    # Not strict: torch itself checks afterwards whether the state dict is one of this optimizer.
     for group, named in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for parameter, name in zip(group["params"], named["params"], strict=False):
             if parameter in places and isinstance(states.get(name), Mapping):
@@ -418,7 +411,7 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
 
 
 def _as_shard(value: object, parameter: Tensor, place: Place | Part) -> object:
-    """A tensor of this rank's experts as the shard of that of all experts; the same of a sharded module."""
+    """A tensor of this rank's experts as a DTensor of all experts; likewise of a sharded module."""
     if isinstance(place, Part):
         return place.module.whole(place.name, value) if isinstance(value, Tensor) else value
     form = place.form_of(value, parameter)
@@ -434,7 +427,7 @@ def _as_shard(value: object, parameter: Tensor, place: Place | Part) -> object:
 
 
 def _own(value: object, parameter: Tensor, place: Place | Part) -> object:
-    """This rank's part of such a tensor. Collective over the ranks of a DTensor that is sharded otherwise."""
+    """The inverse of `_as_shard`, also of whole tensors. Collective for a DTensor with other shards."""
     if isinstance(place, Part):
         is_own = not isinstance(value, DTensor) and getattr(value, "shape", None) in (None, parameter.shape)
         return value if is_own else place.module.own(place.name, cast(Tensor, value))
@@ -466,7 +459,7 @@ def _own_shard(value: object, parameter: DTensor, place: Place) -> object:
 
 
 def _part_of_whole(whole: object, parameter: Tensor, place: Place) -> Tensor | None:
-    """This rank's part of a tensor of all experts; None if it is none."""
+    """This rank's part of a tensor of all experts; None for any other value."""
     if not isinstance(whole, Tensor) or not whole.dim():
         return None
     layer, dim = place.layer, _dimension(place.form)
@@ -475,20 +468,19 @@ def _part_of_whole(whole: object, parameter: Tensor, place: Place) -> Tensor | N
         shape[dim] *= layer.num_experts // layer.local_experts
         if whole.numel() != math.prod(shape):
             return None
-        whole = whole.reshape(shape)  # from that of PEFT, too
+        whole = whole.reshape(shape)  # PEFT's own files have another shape
     elif not layer.has_rows(whole, layer.num_experts):
         return None
     return place.part(shard_of(whole, dim, layer.expert_group), place.form)
 
 
 def _with_experts(shard: DTensor, form: Form) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh of all ranks and the placements of the tensor of all experts of which this is a part."""
+    """The mesh of all ranks and the placements of the tensor of all experts, from this rank's shard."""
     mesh = shard.device_mesh
     root = mesh._get_root_mesh()
     (name,) = mesh.mesh_dim_names or ("",)
     (placement,) = shard.placements
     if form == "own" and isinstance(placement, Shard):
         placement = Shard(placement.dim + 1)
-    of_dimension = {name: placement}
     names = root.mesh_dim_names or ()
-    return root, tuple(of_dimension.get(other, Shard(_dimension(form))) for other in names)
+    return root, tuple(placement if other == name else Shard(_dimension(form)) for other in names)

@@ -3,8 +3,8 @@
 B  sequences on this rank      S  sequence length      V  vocabulary      W  ranks
 D  model width                 T = B * S tokens
 
-Every other block's feed-forward is a mixture. The step is a module, too: model, loss and router losses in,
-one scalar to differentiate out. `optimize` plans exactly what it is given, so the loss belongs in.
+Every other block's feed-forward is a mixture. The step is a module, too, with the loss and the router losses
+in it, because `optimize` plans exactly the module that it is given.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ModelConfig:
     capacity_factor: float | None = 1.25
     activation: str = "gelu"
     dropout: float = 0.0
-    """Probability, for the embedding and what attention and feed-forward add. Attention probabilities have
-    none: they never leave the fused attention, whose own dropout cannot be cut into parts."""
+    """Probability, for the embedding and the outputs of attention and feed-forward. Attention probabilities
+    have none: they never leave the fused attention, whose own dropout cannot be cut into parts."""
     dropout_seed: int = 0
 
 
@@ -59,10 +59,7 @@ MODELS = {
 
 
 def model_config(name: str, **changes: Any) -> ModelConfig:
-    """The configuration of a known model, with some fields replaced.
-
-    Raises: UserError for an unknown name.
-    """
+    """A configuration of MODELS, with some fields replaced. Raises: UserError for an unknown name."""
     check_name("model", name, MODELS)
     return replace(MODELS[name], **changes)
 
@@ -179,12 +176,12 @@ class GPT2MoE(nn.Module):
 
 def _dropout(config: ModelConfig, site: int, groups: AnyGroups | None) -> Dropout:
     # An expert group alone does not say which ranks have tokens of their own: then all have.
-    given = without_mesh(groups)
+    groups = without_mesh(groups)
     return Dropout(
         config.dropout,
         site,
         seed=config.dropout_seed,
-        groups=given if isinstance(given, Groups) else None,
+        groups=groups if isinstance(groups, Groups) else None,
     )
 
 
@@ -197,10 +194,11 @@ def _initialize(module: nn.Module) -> None:
 
 
 class StepResult(NamedTuple):
-    """What a step of this rank gives."""
+    """Losses and counts of one step."""
 
     objective: Tensor
-    """To differentiate: the whole loss divided by W, so that sums over the ranks are averages."""
+    """To differentiate: the weighted sum of all losses, divided by W, so that gradients summed over the ranks
+    are averages."""
     loss: Tensor
     """Mean cross-entropy per token; no gradient."""
     balance: Tensor

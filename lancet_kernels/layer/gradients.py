@@ -1,11 +1,11 @@
-"""Gradients across ranks: which are summed over which ranks.
+"""Gradients across ranks: the group over which each is summed.
 
 The backward all-to-all has already summed the gradients of experts over their expert group; they are summed
 over their replica group, all other gradients over the data group.
 
-`Replicas` compares parameters that several ranks hold now and then, while the step runs. They drift apart
-without an error where ranks update them differently: torch's `clip_grad_norm_` scales by another norm on each
-rank, because experts differ; or a learning rate follows the loss of one rank.
+`Replicas` compares replicated parameters in some of the steps, overlapped with them. They drift apart without
+an error where ranks update them differently: torch's `clip_grad_norm_` scales by another norm on each rank,
+because experts differ; or a learning rate follows the loss of one rank.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def set_gradient_group(
 ) -> None:
     """Set the ranks over which the gradients of a module's own parameters are summed.
 
-    For parameters that are sharded by hand (tensor parallel): without it their gradients would be summed over
+    For parameters that are sharded by hand (tensor parallel): by default their gradients are summed over
     ranks that hold other shards. Copies of the module keep the setting.
 
-    Args: groups: ranks with the same shard and different tokens (of `Groups` the data group); None: no other
-        rank has it. names: parameters of `module` itself, not of its submodules; None: all of them.
+    Args: groups: ranks with the same shard and different tokens (of `Groups` the data group); None: this rank
+        alone. names: parameters of `module` itself, not of its submodules; None: all of them.
     Raises: UserError for a name that is no parameter of the module.
     """
     own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -63,8 +63,8 @@ def set_gradient_group(
 
 
 def ranks_that_hold(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
-    """For every parameter, trained or frozen, the group that holds the same values; of what FSDP shards, the
-    ranks that share it. Raises: UserError for one of which that is not known."""
+    """For every parameter, trained or frozen, the group that holds the same values; for those that FSDP
+    shards, the ranks that share the shards. Raises: UserError, as `check_placement`."""
     experts = set(expert_parameters(model))
     group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
     marked: dict[nn.Parameter, str] = {}
@@ -76,8 +76,8 @@ def ranks_that_hold(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]
 
 
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
-    """For every parameter, trained or frozen, the group that sums its gradient, and holds the same values; ""
-    for what FSDP shards, whose gradients it scatters. Raises: UserError, as `ranks_that_hold`."""
+    """For every parameter, trained or frozen, the group that sums its gradient; "" where FSDP shards it, and
+    reduces and scatters its gradient. Raises: UserError, as `ranks_that_hold`."""
     holders = ranks_that_hold(model, groups)
     return {p: "" if isinstance(p, DTensor) else group for p, group in holders.items()}
 
@@ -85,8 +85,8 @@ def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]
 def as_backward_finishes(
     group_of_parameter: Mapping[nn.Parameter, str],
 ) -> Iterator[tuple[nn.Parameter, torch.dtype, str, int]]:
-    """(parameter, dtype, group, bytes) of those whose gradient is summed, about in the order of the backward:
-    from the last one to the first."""
+    """(parameter, dtype, group, bytes) of those whose gradient is summed, the last parameter first: about the
+    order of the backward."""
     for parameter, group in reversed([*group_of_parameter.items()]):
         if parameter.requires_grad and group:
             yield parameter, parameter.dtype, group, parameter.nbytes
@@ -114,7 +114,7 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
             do="clip the gradients yourself",
         )
     over = gradient_groups(model, groups)
-    # What n ranks hold counts once: each of them adds an n-th.
+    # A parameter on n ranks counts once: each of them adds an n-th.
     held: dict[int, list[nn.Parameter]] = {}
     for parameter, group in over.items():
         held.setdefault(group_size(group) * copies_of_shard(parameter), []).append(parameter)
@@ -132,11 +132,12 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that there are; of sharded ones, those of this rank's shards."""
-    return [_local(p.grad) for p in parameters if p.grad is not None]
+    """Those that are not None; of sharded parameters, this rank's shard."""
+    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -171,16 +172,15 @@ def broadcast_first(tensor: Tensor, group: str, what: str) -> None:
 
 _WHAT = "comparison of parameters"
 _PIECE = {"cpu": 1 << 16}
-"""Elements of a parameter that are read at once: so many stay in a CPU's cache, several times as fast;
-elsewhere few launches are better."""
+"""Elements of a parameter per launch: on a CPU they fit in its cache, which is several times as fast."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """Compares the parameters that several ranks hold, copies of shards (HSDP) among them, in one of `every`
-    calls, with the result in the next.
+    """Compares replicated parameters, copies of shards (HSDP) among them, in one of `every` calls; the next
+    call raises the error.
 
-    A digest reads each parameter once; 16 bytes of each travel, beside the step.
+    A digest reads each parameter once; 16 bytes of each are sent, overlapped with the step.
     """
 
     def __init__(self, module: nn.Module, groups: Groups, every: int) -> None:
@@ -203,9 +203,9 @@ class Replicas:
             self._pending = [self._start(group) for group in sorted({g for _, _, g in self._parameters})]
 
     def _start(self, group: str) -> Pending[list[int]]:
-        """Start to compare the parameters of one group. -> the places of those that differ."""
+        """Start to compare the parameters of one group. -> the indices of those that differ."""
         places = [i for i, (_, _, other) in enumerate(self._parameters) if other == group]
-        digests = torch.stack([digest(_local(self._parameters[i][1])) for i in places])
+        digests = torch.stack([digest(local_tensor(self._parameters[i][1])) for i in places])
         # The largest digest, and by its complement the smallest: equal if all are.
         extremes, process_group = torch.cat([digests, ~digests]), group_of(group)
         with waiting(_WHAT, process_group):
@@ -219,13 +219,13 @@ class Replicas:
         return Pending(LinkWork(_WHAT, process_group, work, None, kept=extremes), finish)
 
     def _raise_first(self, places: list[int]) -> None:
-        """Raise UserError on all ranks if any of them has a place."""
+        """Raise UserError on all ranks for the first parameter that differs on any of them."""
         data, nowhere = self._groups.data, len(self._parameters)
         first = int(over_ranks(torch.tensor(min(places, default=nowhere)), data, "min", _WHAT))
         if first == nowhere:
             return
         name, parameter, group = self._parameters[first]
-        own = sorted(group_ranks(group)), int(digest(_local(parameter)))
+        own = sorted(group_ranks(group)), int(digest(local_tensor(parameter)))
         by_rank = dict(zip(group_ranks(data), values_of_ranks(own, data, _WHAT), strict=True))
         others = [r for r, (ranks, own) in sorted(by_rank.items()) if own != by_rank[ranks[0]][1]]
         raise UserError(
@@ -240,7 +240,7 @@ class Replicas:
 def digest(tensor: Tensor) -> Tensor:
     """A number (int64, on the tensor's device) that changes with any bit, and is the same for equal bits.
 
-    The sum of w + w * w over the words w: a plain sum would miss one that grew and one that shrank.
+    The sum of w + w * w over the words w: in a plain sum two changes can cancel.
     """
     words = tensor.detach().reshape(-1).view(torch.uint8).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

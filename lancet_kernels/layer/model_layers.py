@@ -1,14 +1,14 @@
 """The MoE layers of a model: their parameters, groups, training step, losses and counts of routing; and
-dropout of the same step.
+dropout that follows the training step.
 
 T  tokens on this rank      D  features
 
 torch's dropout takes numbers from a sequence: a plan may neither cut it into parts nor move it past another
 random op. Here a number depends only on seed, call site, training step, token of the global batch, and
-feature (`ops.random`), so the mask depends neither on how a batch is cut nor on how many ranks it lies.
+feature (`ops.random`), so the mask is the same for every cut of the batch and every number of ranks.
 
-Counts of routing say how many tokens a run's routers send to each expert: the file for predictions with that
-routing (`lancet plan --hf ... --routing counts.json`), and how much more than the mean the busiest rank gets.
+Counts of routing are the tokens that a run's routers send to each expert. Predictions read them from a file
+(`lancet plan --hf ... --routing counts.json`); `busiest` gives their imbalance.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Dropout(nn.Module):
                 )
         self.p, self.site, self.seed = float(p), int(site), int(seed)
         self._group = data_group_name(groups)
-        # Without dropout a graph has nothing of it, not even an input.
+        # With p = 0 a captured graph has no input for it either.
         if self.p:
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
@@ -145,7 +145,7 @@ def name_layers(model: nn.Module) -> None:
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of experts, which differ between the ranks of an expert group: their gradients are
-    summed over the replica group only. Those of parametrizations and adapters of experts are among them.
+    summed over the replica group only. Includes parametrizations and adapters of experts.
 
     Collected from the layers: a mark on the parameter would be lost when the model is copied.
     """
@@ -153,16 +153,13 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def expert_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers of parametrizations and adapters of experts, which differ between ranks as these do."""
+    """The buffers of parametrizations and adapters of experts, which differ between the same ranks."""
     return [tensor for tensor in _on_experts(model) if not isinstance(tensor, nn.Parameter)]
 
 
 def _on_experts(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters of experts, and what lies on them.
-
-    On a parameter `w1` of a layer lie its parametrizations (`layer.parametrizations.w1`), of which weight
-    norm is one, and adapters around the layer that have it as their `parameter_name`, as PEFT's have.
-    """
+    """Parameters of experts, with their parametrizations (`layer.parametrizations.w1`, weight norm, say) and
+    the adapters around the layer that name them (`parameter_name`, as PEFT's do)."""
     for module in model.modules():
         innermost = layer_below(module)
         names = _expert_names(innermost)
@@ -178,7 +175,7 @@ def _on_experts(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _expert_names(module: nn.Module) -> list[str]:
-    """The parameters of a module that hold experts, by their names; parametrized ones, too."""
+    """The names of the parameters that hold experts; parametrized ones, too."""
     if isinstance(module, ExpertLayer):
         return module.expert_names()
     if EXPERT_GROUP not in module.__dict__:
@@ -187,11 +184,10 @@ def _expert_names(module: nn.Module) -> list[str]:
 
 
 def check_placement(model: nn.Module, placed: Collection[nn.Parameter]) -> None:
-    """Raises: UserError for a parameter in an MoE layer of several ranks that may differ between them or not.
+    """Raise UserError for a parameter that a subclass adds to an MoE layer of several ranks, unless it is in
+    `placed`: it is unknown which ranks hold the same values.
 
-    Experts differ, and what lies on them; the router and the shared expert are equal. Nobody can tell of
-    what a subclass adds. Args: placed: the parameters of experts, and those of which `set_gradient_group`
-    was told the ranks.
+    Args: placed: the parameters of experts, and those that `set_gradient_group` names.
     """
     for path, layer in model.named_modules():
         if not isinstance(layer, ExpertLayer) or layer.ranks == 1:
@@ -213,25 +209,25 @@ def expert_groups(model: nn.Module) -> set[str]:
 
 
 def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
-    """The groups of a model: those given; else those its layers were given; else around its expert groups.
+    """The groups of a model: the argument, else the `Groups` of its layers, else those of its expert group.
 
-    Collective over all ranks of the job, unless they are given.
+    Collective over all ranks of the job in the last case.
     Raises: UserError for layers of different expert groups.
     """
-    wanted = None if groups is None else Groups.of(groups)
+    explicit = None if groups is None else Groups.of(groups)
     layers = moe_layers(model)
     ranks = sorted({str(layer.ranks) for layer in layers})
     present = expert_groups(model)
-    if len(present) > 1 or (wanted is not None and present - {wanted.expert}):
+    if len(present) > 1 or (explicit is not None and present - {explicit.expert}):
         raise UserError(
             "expert groups of the model's MoE layers",
             got=f"different ones, of {' and '.join(ranks)} ranks",
             expected="one for all layers, that of `groups` if it is given",
             do="give all layers the same group",
         )
-    given = [layer.groups for layer in layers if layer.groups is not None]
-    if wanted is not None or given:
-        return wanted or given[0]
+    of_layers = [layer.groups for layer in layers if layer.groups is not None]
+    if explicit is not None or of_layers:
+        return explicit or of_layers[0]
     # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
     return Groups.around(next(iter(present), None))
 
@@ -308,26 +304,26 @@ class RoutingCounts:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """A context in which the rows that experts of this rank get are counted: one small sum a layer.
-        Those of layers with backend="fused" are not."""
+        """A context in which the rows of this rank's experts are counted: one small sum a layer. Layers with
+        backend="fused" are left out."""
         with during(routed=self._rows):
             yield
 
     def by_layer(self) -> list[list[int]]:
-        """[layers][E] of all ranks. Collective where a model is counted."""
+        """The counts [layers][E] of all ranks. Collective where a model is counted."""
         if self._assigned is not None:
             return self._assigned.tolist()
         rows = {layer: counts.tolist() for layer, counts in self._rows.items()}
         own = group_rank(self._groups.expert), rows
-        of_ranks = values_of_ranks(own, self._groups.world, "counts of routing")
-        ranks = 1 + max(rank for rank, _ in of_ranks)
-        total: dict[str, list[int]] = {}
-        for rank, counts_of in of_ranks:
-            for layer, counts in counts_of.items():
-                of_layer = total.setdefault(layer, [0] * len(counts) * ranks)
+        everyone = values_of_ranks(own, self._groups.world, "counts of routing")
+        ranks = 1 + max(rank for rank, _ in everyone)
+        totals: dict[str, list[int]] = {}
+        for rank, by_layer in everyone:
+            for layer, counts in by_layer.items():
+                total = totals.setdefault(layer, [0] * len(counts) * ranks)
                 for expert, count in enumerate(counts, rank * len(counts)):
-                    of_layer[expert] += count
-        return list(total.values())
+                    total[expert] += count
+        return list(totals.values())
 
     def save(self, path: str | Path) -> None:
         """Write the file on the first rank. Collective where a model is counted.
@@ -345,9 +341,9 @@ class RoutingCounts:
 
 
 def busiest(counts: Sequence[Sequence[float]], ranks: int) -> float:
-    """Rows of the rank that gets most in a layer, relative to the mean of all ranks; the mean over layers.
+    """The rows of the busiest rank relative to the mean of all ranks; the mean over layers.
 
-    Args: counts: [layers][E], of experts that `ranks` ranks have in turn.
+    Args: counts: [layers][E], where each rank has E / ranks experts in a row.
     Example: two ranks, layers with 3 1 2 2 and 1 1 3 3 rows: 4 of 4 and 6 of 4, so 1.25.
     """
     by_layer = (torch.tensor(layer, dtype=torch.float64) for layer in counts if any(layer))

@@ -3,21 +3,21 @@
 T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
 D  d_model                  F  d_ff                 K  top_k      C  capacity
 
-`CheckpointedRun`: what a layer computed in the first run of a block inside `torch.utils.checkpoint`, for when
-the block runs again in the backward. A router need not choose twice alike: equal scores, sums taken in
-another order, noise that is drawn anew. Other choices in the second run are other rows, whose gradients
-belong to another function. So the choices of the first run are kept, 4 bytes each, as a plan keeps them
-(`graph.capture.captured_graph`); of gates whose slots follow from logits, the slots, too.
+`CheckpointedRun` keeps the choices of the first run of a block inside `torch.utils.checkpoint` for its
+recomputation in the backward. A router need not choose twice alike: scores can be equal, sums be taken in
+another order, noise be drawn anew; then gradients would belong to another function. So the choices are kept,
+4 bytes each, as a plan keeps them (`graph.capture.captured_graph`); for gates whose slots follow from logits,
+the slots, too.
 
-torch tells a module neither that it runs in such a block, nor which first run it repeats. Both stand on the
-stack of Python's frames (torch 2.11 to 2.13), a walk over 35 of which takes 7 us (2-core CPU, 2026-11-26):
+torch tells a module neither that it runs in such a block, nor which first run it repeats. Both follow from
+Python's stack (torch 2.11 to 2.13); a walk over 35 frames takes 7 us (2-core CPU, 2026-11-26):
 
     use_reentrant   first run                                        second run
     True            `CheckpointFunction.forward` with its `ctx`      `CheckpointFunction.backward` with it
     False           `checkpoint` with its `_CheckpointFrame`         its `unpack_hook` with it
 
-What is kept lies on that object, and is freed with the graph of autograd. Blocks of other implementations of
-checkpointing (DeepSpeed's, say) are not known.
+The choices are an attribute of that object, and are freed with the autograd graph. Other implementations of
+checkpointing (DeepSpeed's, say) are not recognized.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ T = TypeVar("T")
 class CheckpointedRun:
     """A run inside at least one block.
 
-    first: the blocks that run for the first time. again: the innermost one that runs again, in which they
-    are; None: there is none.
+    first: the blocks that run for the first time. again: the innermost block around them that is recomputed;
+    None: there is none.
     """
 
     def __init__(self, first: list[Any], again: Any | None) -> None:
         self.first, self.again = first, again
 
     def repeats(self, layer: nn.Module) -> bool:
-        """Is it a second run, and did the layer keep something in the first?"""
+        """Whether it is a recomputation, and the layer kept something in the first run."""
         return layer in getattr(self.again, _KEPT, {})
 
     def as_at_first(self, layer: nn.Module, value: T) -> T:
-        """The value, or in a second run what stood in its place in the first one."""
+        """The value; in a recomputation, the one of the first run."""
         if self.repeats(layer):
             kept = getattr(self.again, _KEPT)
             # Each backward runs a block again once, from its start.
@@ -86,7 +86,7 @@ class CheckpointedRun:
 
 
 def checkpointed_run(x: Tensor) -> CheckpointedRun | None:
-    """The blocks in which this thread runs now; None outside of them, and where x is traced."""
+    """The checkpointed blocks that this thread is in; None outside of them, and where x is traced."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return None
     first: list[Any] = []
@@ -121,7 +121,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
             ``"topk(renormalize=True)"``, or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
-        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS), also
+        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS) and
             "interleaved-clamped-swiglu", with gate and up in alternate columns.
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `groups` and grouped GEMMs. "fused": persistent Triton kernels in
@@ -131,8 +131,8 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         timeout, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer (None: as
             the group's collectives); the most tokens of any pass on a rank, for which memory is allocated
             once (None: those of the first pass; a larger one allocates anew, on all ranks at the same pass);
-            room for how many times the even share of received rows (None: 1.25 times on average over the
-            passes that wait for their backward, and up to 8 times in one; see `memory`).
+            room for received rows as a multiple of the even share (None: 1.25 on average over the passes
+            that wait for their backward, and up to 8 in one; see `memory`).
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         groups: the ranks that share the experts: a process group, all groups of the job as `Groups`, or a
             DeviceMesh of one dimension, or with a dimension "expert" (and "replica", along which ranks hold
@@ -282,14 +282,13 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         Args:
             x: any number of tokens, which may differ between ranks.
             mask: bool or integers, shaped like x without its last dimension: true or 1 for a token, false or
-                0 for padding, as a tokenizer's `attention_mask`. Padding takes no slot, travels nowhere and
-                counts neither in the sums nor in what follows from them; the experts give zero for it (a
-                shared expert processes it). The capacity is that of all T. None: no padding.
+                0 for padding, as a tokenizer's `attention_mask`. Padding takes no slot, is not sent, and
+                does not count in the sums; the experts give zero for it (a shared expert processes it). The
+                capacity is that of all T. None: no padding.
             token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" uses it.
             logits_TE: router output that another module computed, in place of the layer's own router.
-        NaN and infinity are no errors: they reach the loss, and through it the gradients of all ranks, where
-        a GradScaler sees them (on a rank that trains nothing but experts: in those of its experts that got
-        such a token).
+        NaN and infinity are no errors: they reach the loss, and so the gradients of all ranks, where a
+        GradScaler finds them (where only experts are trained: on ranks whose experts got such a token).
         Raises: UserError (wrong shape or dtype, ranks that disagree), CommunicationError.
         """
         mask = now.padding_mask if mask is None else mask
@@ -310,7 +309,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
             logits_TE = ops.router_logits(x_TD, self.router)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         key_T, bias_E = self._keys(x_TD, token_ids), self.correction_bias
-        # `eager_experts` has slots by order of tokens.
+        # `eager_experts` assigns slots in the order of tokens.
         weights = None if self._slots_follow_logits() else self._eager_weights(x_TD)
         if weights is not None:
             expert_TK = self._select(run, logits_TE, key_T, bias_E)
@@ -347,16 +346,14 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         key_T: Tensor | None,
         bias_E: Tensor | None,
     ) -> Tensor:
-        """The experts of each token, int64 [T, K]; where a block runs again, those of its first run.
-
-        They are selected again, too, because selective checkpointing counts ops.
-        """
+        """The experts of each token, int64 [T, K]; in a recomputation those of the first run, which selects
+        anyway, because selective checkpointing counts ops."""
         expert_TK = self.gate.select(logits_TE, key_T, bias_E, self.num_experts, self.top_k)
         expert_TK = self.gate.checked(expert_TK, self.num_experts, self.top_k)
         return expert_TK if run is None else run.as_at_first(self, expert_TK.int()).long()
 
     def _slots_follow_logits(self) -> bool:
-        """Or do they follow from the choices alone, by order of tokens?"""
+        """False: slots follow from the choices alone, in the order of tokens."""
         return type(self.gate).assign_slots is not Gate.assign_slots
 
     def weights(self) -> Weights:
@@ -369,7 +366,7 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
         return self.shared_down(activate(self.shared_up(x_TD), self.activation))
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
-        """What a keyed gate routes by, int64 [T]: token ids, or global indices mixed with the step."""
+        """The keys of a keyed gate, int64 [T]: token ids, or global indices mixed with the step."""
         if self.gate.key is None:
             return None
         if self.gate.key == "token" and token_ids is not None:
@@ -402,6 +399,6 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
 
 
 def _widen_correction_bias(_layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Read it in float32 from a checkpoint in 16 bits, also where the loaded tensor is assigned."""
+    """Convert that of a checkpoint in 16 bits to float32, also for `load_state_dict(assign=True)`."""
     if (name := f"{prefix}correction_bias") in state_dict:
         state_dict[name] = state_dict[name].to(torch.float32)

@@ -4,9 +4,8 @@ Another rank may run the plan in the same step, or leave out a layer. So the sum
 module does in a call: they are those of the plan, with the same buckets in the same order, and start when all
 gradients are there. Where no rank has a plan, they start while backward runs, in the same order.
 
-Is all of a gradient summed? A step sums what it computes. What is added outside of it, by a penalty on its
-parameters say, each rank adds by itself. A hook on each parameter compares what arrives with what the step
-gave, mostly the same tensor.
+Gradients from outside of the step, of a penalty on its parameters, say, would differ between the ranks. A
+hook on each parameter compares its gradient with that of the step, mostly the same tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from lancet_kernels.ops.comm.waiting import waiting
 
 
 class GradientWatch:
-    """Raises a UserError at the end of a backward in which a gradient has a part that no step gave.
+    """Raises a UserError at the end of a backward in which a gradient has a part from outside the step.
 
-    Args: parameters: by name, whose gradients are summed over the ranks, or divided.
+    Args: parameters: by name, those whose gradients are summed over the ranks, or divided.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -44,11 +43,11 @@ class GradientWatch:
         self._backward = -1
 
     def begin(self, _gradient: Tensor) -> None:
-        """A backward reaches a result of the step, which may give nothing (reentrant checkpointing)."""
+        """Watch a backward from a result of the step; it may reach no parameter (reentrant checkpointing)."""
         self.give(())
 
     def give(self, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
-        """In a backward: what the step gives for these parameters."""
+        """Note the gradients that the step passes on to its parameters in this backward."""
         backward = torch._C._current_graph_task_id()
         if backward < 0:
             return
@@ -63,7 +62,7 @@ class GradientWatch:
         # Backwards inside of this one (reentrant checkpointing) have higher numbers.
         outside = [name for name, arrival in self._arrivals.items() if arrival.outside >= self._backward]
         for arrival in self._arrivals.values():
-            arrival.given, arrival.outside = [], -1
+            arrival.parts, arrival.outside = [], -1
         if outside:
             more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
             raise UserError(
@@ -76,42 +75,38 @@ class GradientWatch:
 
 
 class _Arrival:
-    """What the steps gave for a parameter in a backward; a hook on it, before those of users.
-
-    outside: the last backward in which something else arrived.
-    """
+    """The hook on a parameter, before those of users. parts: the gradients of steps in a backward. outside:
+    the last backward in which another gradient arrived."""
 
     def __init__(self) -> None:
-        self.given: list[Tensor] = []
+        self.parts: list[Tensor] = []
         self.backward, self.outside = -1, -1
 
     def give(self, gradient: Tensor, backward: int) -> None:
         if self.backward != backward:
-            self.given, self.backward = [], backward
-        # As long as it is kept, torch adds nothing to it in place.
-        self.given.append(gradient)
+            self.parts, self.backward = [], backward
+        # The reference keeps torch from accumulating into it in place.
+        self.parts.append(gradient)
 
     def __call__(self, gradient: Tensor | None) -> None:
-        given, self.given = self.given, []
-        if gradient is None or (len(given) == 1 and given[0] is gradient):
+        parts, self.parts = self.parts, []
+        if gradient is None or (len(parts) == 1 and parts[0] is gradient):
             return
-        if not given or not _is_sum(gradient, given):
+        if not parts or not _is_sum(gradient, parts):
             self.outside = torch._C._current_graph_task_id()
 
 
-def _is_sum(gradient: Tensor, given: list[Tensor]) -> bool:
-    """Is it what torch adds up, in this order, for several calls of a step in one backward?"""
-    total = given[0]
-    for more in given[1:]:
-        total = total + more
+def _is_sum(gradient: Tensor, parts: list[Tensor]) -> bool:
+    """Whether it is the sum in torch's order, for several calls of a step in one backward."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return torch.allclose(gradient, total.to(gradient.dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def differentiable(result: object) -> list[Tensor]:
-    """The tensors in the result of a module that a backward reaches it by.
-
-    Not inputs and parameters that it returns as they are: a hook on one would stay there, for all backwards.
-    """
+    """The tensors with a `grad_fn` in the result of a module: a hook on a returned input or parameter would
+    stay there for all backwards."""
     return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
@@ -132,7 +127,7 @@ def _arrival(parameter: nn.Parameter) -> _Arrival:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Do hooks of users wait for the parameter's gradient?"""
+    """Whether users have registered hooks for the parameter's gradient."""
     hooks = [*(parameter._backward_hooks or {}).values()]
     after = parameter._post_accumulate_grad_hooks
     return bool(after) or any(not isinstance(hook, _Arrival) for hook in hooks)
@@ -142,13 +137,13 @@ Item = TypeVar("Item")
 
 
 class PlannedSums:
-    """The sums of gradients that a plan has. A backward in which a gradient has a part that is not in its sum
-    raises a UserError.
+    """The sums of gradients of a plan. A backward in which a gradient has a part from outside the step raises
+    a UserError.
 
     Collective over the groups of parameters that are trained and have no gradient in the plan.
     Args: buckets: group and parameters of each, in the order in which the plan sums them.
         divide_by: the sums are divided by it, and the gradients of parameters that no other rank holds.
-        accumulation: says whether gradients are summed now.
+        accumulation: the gradients of backwards that do not sum.
         early: no rank has a plan: the sum of a bucket starts when it is complete, after those before it.
     """
 
@@ -169,12 +164,12 @@ class PlannedSums:
             if p.requires_grad and over[p] and p not in planned
         }
         self._early, self._accumulation = early, accumulation
-        # Between all-to-alls, which a rank may come to sooner, on a communicator of their own.
-        apart = {
+        # Early sums have a communicator of their own: their order among all-to-alls differs between ranks.
+        groups_of_sums = {
             g: subgroup(range(group_size(g)), g) if early else g for g in dict.fromkeys(g for g, _ in buckets)
         }
-        self._buckets = [(apart[group], len(names)) for group, names in buckets]
-        # On a communicator of its own, a sum that the plan does not have cannot be taken for one that it has.
+        self._buckets = [(groups_of_sums[group], len(names)) for group, names in buckets]
+        # On communicators of their own, sums beyond the plan are never matched with sums of the plan.
         self._beyond = [subgroup(range(group_size(group)), group) for group in beyond.values()]
         in_buckets = [[module.get_parameter(name) for name in names] for _, names in buckets]
         self._parameters = [*in_buckets, [module.get_parameter(name) for name in beyond]]
@@ -196,7 +191,7 @@ class PlannedSums:
         parameters = [module.get_parameter(name) for name in self._names]
         summed = _Summed.apply(self, early, *parameters)
         if early is not None:
-            summed = early.noticed(summed)
+            summed = early.tapped(summed)
         for tensor, parameter in zip(summed, parameters, strict=True):
             if vars(parameter):  # which a forward may read
                 vars(tensor).update(vars(parameter))
@@ -207,13 +202,14 @@ class PlannedSums:
             leaf.register_hook(self.watch.begin)
         return result
 
-    def of(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], early: _EarlySums | None = None
+    def reduce(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], early: _EarlySums | None
     ) -> list[Tensor | None]:
         """The sums of the gradients of all parameters; None where no rank has a gradient.
 
-        The sums of the plan do not depend on which gradients there are; a parameter that it does not train is
-        summed if this rank has a gradient of one of those. Args: early: has those of the plan.
+        The sums of the plan always run; those of parameters that it does not train only if this rank has a
+        gradient of one of these.
+        Args: early: sums of the plan's buckets, some of them started; None: none has started.
         """
         number = sum(size for _, size in self._buckets)
         behind = number + len(self._beyond)
@@ -226,7 +222,7 @@ class PlannedSums:
             return own
         if early is None:
             early = _EarlySums(self)
-            early.given = [*_in_buckets(self._buckets, grads[:number])]
+            early.gradients = [*_in_buckets(self._buckets, grads[:number])]
         sums = early.finish(tensors[:number])
         earlier = self._earlier(len(self._buckets))
         beyond = [
@@ -246,9 +242,9 @@ class PlannedSums:
 class SummedModule(nn.Module):
     """A module whose gradients are summed over the ranks while backward runs.
 
-    Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
-    its floating-point numbers in another order than the run it continues; and it would not use an emulated
-    link. Here the parameters alone say what the buckets are.
+    Unlike DistributedDataParallel, which rebuilds its buckets after the first step, so that a resumed run
+    adds in another order than an uninterrupted one, buckets follow from the parameters alone; and an emulated
+    link is used.
 
     Args: divide_by: as of `PlannedSums`. bucket_bytes: larger buckets use the wire better, smaller ones start
         earlier.
@@ -271,47 +267,47 @@ class SummedModule(nn.Module):
 
 
 class _Summed(torch.autograd.Function):
-    """The tensors themselves; the sums over the ranks for their gradients, once all of them are there."""
+    """The identity; its backward sums the gradients over the ranks."""
 
     @staticmethod
     def forward(ctx, sums: PlannedSums, early: _EarlySums | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.early, ctx.tensors = sums, early, tensors
-        # Not as views: what a forward changes in place (without gradients) may not be one of several.
+        # Not views: torch refuses to change one of several views in place, as a forward may.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.sums.of(ctx.tensors, grads, ctx.early)
+        return None, None, *ctx.sums.reduce(ctx.tensors, grads, ctx.early)
 
 
 class _EarlySums:
     """The sums of buckets, in their order, each as soon as its gradients and those before it are there.
 
-    given: the gradients of each bucket; None: not there yet, or started.
+    gradients: of each bucket; None: not there yet, or its sum has started.
     """
 
     def __init__(self, planned: PlannedSums) -> None:
         self._planned, self._buckets = planned, planned._buckets
-        self.given: list[Sequence[Tensor | None] | None] = [None] * len(self._buckets)
+        self.gradients: list[Sequence[Tensor | None] | None] = [None] * len(self._buckets)
         self._started: list[Pending[list[Tensor]]] = []
         self._lacks: list[bool] = []
         self._tensors: list[list[Tensor]] = []
 
-    def noticed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, whose gradients are noticed, bucket by bucket, on their way."""
+    def tapped(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same tensors, whose gradients come to `arrived`, bucket by bucket."""
         self._tensors = _in_buckets(self._buckets, tensors)
-        noticed = [t for k, bucket in enumerate(self._tensors) for t in _Noticed.apply(self, k, *bucket)]
-        for node in {tensor.grad_fn for tensor in noticed if tensor.grad_fn is not None}:
-            # The engine runs what is ready by this number, the largest first, as it does for leaves. Its own
-            # number, from before the forward, would come behind the whole backward.
+        tapped = [t for k, bucket in enumerate(self._tensors) for t in _Tap.apply(self, k, *bucket)]
+        for node in {tensor.grad_fn for tensor in tapped if tensor.grad_fn is not None}:
+            # The engine runs ready nodes by this number, the largest first; leaves have the largest. The
+            # node's own, from before the forward, would run it after the whole backward.
             node._set_sequence_nr(2**64 - 1)
-        return [*noticed, *tensors[len(noticed) :]]
+        return [*tapped, *tensors[len(tapped) :]]
 
     def arrived(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
-        """All gradients of a bucket that there will be are there."""
-        self.given[bucket] = grads
-        while len(self._started) < len(self._buckets) and self.given[len(self._started)] is not None:
+        """The gradients of a bucket are complete."""
+        self.gradients[bucket] = grads
+        while len(self._started) < len(self._buckets) and self.gradients[len(self._started)] is not None:
             self._start(self._tensors[len(self._started)])
 
     def finish(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -328,9 +324,9 @@ class _EarlySums:
 
     def _start(self, tensors: Sequence[Tensor]) -> None:
         number = len(self._started)
-        grads, self.given[number] = self.given[number] or [None] * len(tensors), None
+        grads, self.gradients[number] = self.gradients[number] or [None] * len(tensors), None
         scale = 1.0 / self._planned._divide_by
-        # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
+        # Only a rank without a gradient adds -0.0: if the sum is -0.0, no rank has a gradient.
         added = [
             torch.zeros_like(t).neg_() if g is None else g.new_zeros(()).add(g, alpha=scale)
             for t, g in zip(tensors, grads, strict=True)
@@ -341,8 +337,8 @@ class _EarlySums:
         self._started.append(start_all_reduce(added, self._buckets[number][0]))
 
 
-class _Noticed(torch.autograd.Function):
-    """The tensors of a bucket themselves; their gradients go to an `_EarlySums`, and no further."""
+class _Tap(torch.autograd.Function):
+    """The identity on a bucket; its backward gives the gradients to `_EarlySums`, and none to its inputs."""
 
     @staticmethod
     def forward(ctx, sums: _EarlySums, bucket: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -372,8 +368,8 @@ def _sum_used(
         with waiting("sums of gradients that the plan does not have", process_group):
             dist.all_reduce(used, group=process_group)
         places = [i for i, times in zip(places, used.tolist(), strict=True) if times]
-        given = {i: torch.zeros_like(tensors[i]) if (own := grads[i]) is None else own for i in places}
-        started = {i: start_all_reduce([gradient], group) for i, gradient in given.items()}
+        own = {i: torch.zeros_like(tensors[i]) if (grad := grads[i]) is None else grad for i in places}
+        started = {i: start_all_reduce([grad], group) for i, grad in own.items()}
         for i, pending in started.items():
             (sums[i],) = pending.wait()
     return sums

@@ -1,10 +1,10 @@
-"""What kind of difference is it? Numbers of a rank beside those of a step on one rank.
+"""Classifies how a rank's numbers differ from those of a step on one rank.
 
-missing sum          the gradient is that of some ranks' tokens only
-factor               all of it, times a number
-stale                that of the step before, or with that of the step before still in it
-routed otherwise     other experts were chosen
-swapped experts      experts have each other's values, or compute otherwise while all others are right
+missing sum          the gradient has the tokens of some ranks only
+factor               right but for a factor
+stale                the value of the previous step, alone or added
+routed otherwise     tokens chose other experts
+swapped experts      experts have each other's values, or only tokens of certain experts are wrong
 other values         none of these
 """
 
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""As a share of a tensor's norm: sums in another order are rounded otherwise."""
+"""Relative to a tensor's norm: the order of summation changes rounding."""
 OTHER = "other values"
 KEPT = "right in the first step, and not with other weights: something is kept from it"
 _MOST_ELEMENTS = 1 << 20
-"""So many of a gradient are enough to see of which gradients it is a sum."""
+"""Elements of a gradient that enter the least squares fit of `_shares`."""
 
 
 @dataclass
 class Call:
-    """A submodule in a forward. values: tensors that it gave. choices: integers it got, chose or gave."""
+    """A submodule in a forward. values: its floating-point outputs. choices: the integers among its inputs
+    and outputs, and those of its gate."""
 
     name: str
     values: list[Tensor] = field(default_factory=list)
@@ -35,30 +36,30 @@ class Call:
 
 
 class Kind(NamedTuple):
-    """kind: one of those above. what: that in numbers."""
+    """kind: a row of the table above. what: details for the user."""
 
     kind: str
     what: str
 
 
 def is_close(own: Tensor, expected: Tensor, largest: float = 0.0) -> bool:
-    """Is the difference of a size that rounding explains?
+    """Whether rounding explains the difference.
 
-    Args: largest: norm of the largest gradient, of which rounding alone leaves something in one that is 0.
+    Args: largest: norm of the largest gradient; its rounding may show in a gradient that should be 0.
     """
     tolerance = _TOLERANCES.get(expected.dtype, 2e-3)
-    own, wanted = own.double(), expected.double()
     rounding = 64 * torch.finfo(expected.dtype).eps * largest
-    return bool((own - wanted).norm() <= tolerance * wanted.norm() + rounding)
+    own, expected = own.double(), expected.double()
+    return bool((own - expected).norm() <= tolerance * expected.norm() + rounding)
 
 
 def kind_of_gradient(
     own: Tensor, expected: Tensor, slices: Sequence[Tensor], before: Sequence[Tensor], whole: Tensor
 ) -> Kind:
-    """Say how a gradient differs that is not as expected.
+    """Classify a gradient that is wrong.
 
     Args: slices: the gradients of the ranks' slices of the batch on one rank, whose mean is right. before:
-        those of the step before. whole: the gradient of which this rank should have a part.
+        those of the previous step. whole: the gradient of which this rank should have a part.
     """
     if not own.isfinite().all():
         return Kind(OTHER, "not finite")
@@ -71,15 +72,15 @@ def kind_of_gradient(
     present = [rank for rank, share in (shares or {}).items() if abs(share) >= 0.05]
     if old := [rank - len(slices) for rank in present if rank >= len(slices)]:
         now = any(rank < len(slices) for rank in present)
-        of_ranks = f"of rank(s) {', '.join(map(str, old))} in the step before"
-        return Kind("stale", f"that {of_ranks} {'is still in it' if now else 'in its place'}")
+        source = f"of rank(s) {', '.join(map(str, old))} in the step before"
+        return Kind("stale", f"that {source} {'is still in it' if now else 'in its place'}")
     if swapped := _swapped(own, expected, whole):
         return Kind("swapped experts", swapped)
     return Kind(OTHER, f"{_distance(own, expected):.2g} of its norm")
 
 
 def _kind_of_sum(shares: dict[int, float]) -> Kind:
-    """Say what is wrong with a sum of the parts of ranks, by how often each is in it."""
+    """Classify a sum of the ranks' gradients by the coefficient of each."""
     values, lacking = [*shares.values()], [rank for rank, share in shares.items() if abs(share) < 0.05]
     rest = [share for share in values if abs(share) >= 0.05]
     is_one_factor = max(rest) - min(rest) < 0.05 * abs(max(rest))
@@ -93,7 +94,7 @@ def _kind_of_sum(shares: dict[int, float]) -> Kind:
 
 
 def _shares(own: Tensor, slices: Sequence[Tensor]) -> dict[int, float] | None:
-    """How often a gradient has the part of each rank, if it is a sum of such parts: 1 for each is right."""
+    """The coefficients of the ranks' gradients in `own`, each 1 if right; None: no linear combination."""
     with_part = [rank for rank, part in enumerate(slices) if part.any()]
     if not with_part:
         return None
@@ -107,7 +108,7 @@ def _shares(own: Tensor, slices: Sequence[Tensor]) -> dict[int, float] | None:
 
 
 def _swapped(own: Tensor, expected: Tensor, whole: Tensor) -> str:
-    """Rows of a stack of matrices that have what others should have: `2 has that of 5`."""
+    """Matrices of a stack with the values of others: `expert 2 has that of expert 5`; else ""."""
     if own.dim() < 3 or own.shape[1:] != whole.shape[1:]:
         return ""
     rows = {}
@@ -123,40 +124,40 @@ def _swapped(own: Tensor, expected: Tensor, whole: Tensor) -> str:
 
 
 def kind_of_output(own: Call, expected: Call, before: Call) -> Kind | None:
-    """Say how a submodule's result in the forward differs; None if it is as expected, or of another form.
+    """Classify a submodule's output in the forward; None if it is right, or has another shape.
 
-    Args: before: what was expected in the step before.
+    Args: before: the expected call of the previous step.
     """
-    for mine, wanted in zip(own.choices, expected.choices, strict=False):
-        if mine.shape == wanted.shape and not torch.equal(mine, wanted):
-            return Kind("routed otherwise", f"{int((mine != wanted).sum())} of {mine.numel()} choices")
-    for mine, wanted, earlier in zip(own.values, expected.values, before.values, strict=False):
-        if mine.shape != wanted.shape or is_close(mine, wanted):
+    for mine, right in zip(own.choices, expected.choices, strict=False):
+        if mine.shape == right.shape and not torch.equal(mine, right):
+            return Kind("routed otherwise", f"{int((mine != right).sum())} of {mine.numel()} choices")
+    for mine, right, earlier in zip(own.values, expected.values, before.values, strict=False):
+        if mine.shape != right.shape or is_close(mine, right):
             continue
         if not mine.isfinite().all():
             return Kind(OTHER, "not finite")
-        if earlier.shape == wanted.shape and is_close(mine, earlier) and not is_close(earlier, wanted):
+        if earlier.shape == right.shape and is_close(mine, earlier) and not is_close(earlier, right):
             return Kind("stale", "that of the step before")
-        factor = float((mine.double() * wanted.double()).sum() / wanted.double().square().sum())
-        if is_close(mine, factor * wanted):
+        factor = float((mine.double() * right.double()).sum() / right.double().square().sum())
+        if is_close(mine, factor * right):
             return Kind("factor", f"{factor:.4g} times what it should be")
-        if experts := _wrong_experts(mine, wanted, expected.choices):
+        if experts := _wrong_experts(mine, right, expected.choices):
             names = ", ".join(map(str, experts))
             return Kind("swapped experts", f"tokens of experts {names} and of no others")
-        return Kind(OTHER, f"{_distance(mine, wanted):.2g} of its norm")
+        return Kind(OTHER, f"{_distance(mine, right):.2g} of its norm")
     return None
 
 
 def _wrong_experts(own: Tensor, expected: Tensor, choices: Sequence[Tensor]) -> list[int]:
-    """Experts such that all tokens that chose one are wrong and no others are; []: it is not that."""
+    """Experts whose tokens are all wrong, if no other tokens are; else []."""
     rows = own.reshape(-1, own.shape[-1]), expected.reshape(-1, expected.shape[-1])
     wrong_T = torch.tensor([not is_close(a, b) for a, b in zip(*rows, strict=True)])
     for expert_TK in choices:
         if expert_TK.dim() != 2 or len(expert_TK) != len(wrong_T) or wrong_T.all():
             continue
-        of_right = {*expert_TK[~wrong_T].flatten().tolist()}
-        experts = sorted({*expert_TK[wrong_T].flatten().tolist()} - of_right)
-        if experts and all(({*row} - of_right) for row in expert_TK[wrong_T].tolist()):
+        right = {*expert_TK[~wrong_T].flatten().tolist()}
+        experts = sorted({*expert_TK[wrong_T].flatten().tolist()} - right)
+        if experts and all(({*row} - right) for row in expert_TK[wrong_T].tolist()):
             return experts
     return []
 

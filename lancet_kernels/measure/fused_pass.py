@@ -1,5 +1,5 @@
-"""Runs only the fused kernels of a layer, without gate and parameters, to time them: of layers that other
-libraries report, and of the Lancet paper's.
+"""Times only the fused kernels of a layer, without gate and parameters, for layer sizes that other libraries
+report, and those of the Lancet paper.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import symmetric
-from lancet_kernels.kernels.config import OverlapConfig
+from lancet_kernels.kernels.config import ACTIVATIONS, OverlapConfig
 from lancet_kernels.kernels.overlap import (
     ExpertGradients,
     Experts,
@@ -47,11 +47,11 @@ class Workload:
 
     @property
     def capacity(self) -> int:
-        """C of a perfect balance: T * K / E, rounded up. Comparing libraries takes C as given."""
+        """C of a perfect balance: T * K / E, rounded up."""
         return -(-self.tokens * self.choices // self.experts)
 
     def small(self) -> Workload:
-        """A workload of the same kind for the interpreter: a pass takes a second instead of an hour."""
+        """The same kind of layer in a size for the interpreter: a pass takes a second instead of an hour."""
         experts, choices = min(self.experts, 4), min(self.choices, 2)
         return replace(self, tokens=32, width=32, hidden=32, experts=experts, choices=choices)
 
@@ -81,7 +81,7 @@ def parse_workload(text: str) -> Workload:
     if text in WORKLOADS:
         return WORKLOADS[text]
     *sizes, last = text.split(",")
-    activation = last if last in ("none", "gelu", "silu", "swiglu") else "gelu"
+    activation = last if last in ACTIVATIONS else "gelu"
     numbers = sizes if activation == last else [*sizes, last]
     if len(numbers) != 5 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
         raise UserError(
@@ -131,9 +131,9 @@ class FusedPasses:
         return (values * 0.1).to(self.dtype)
 
     def route(self, tokens: int, capacity: int, skew: float = 0.0) -> None:
-        """Other tokens on this rank, at most `workload.tokens`, of which an expert takes at most `capacity`.
+        """Draw new tokens for this rank, at most `workload.tokens`; an expert takes at most `capacity`.
 
-        skew: 0: experts are alike; the larger, the more tokens go to the first ones.
+        skew: 0: experts are equally likely; the larger, the more tokens go to the first ones.
         """
         w = self.workload
         self.x, self.dy = (self._random(tokens, w.width) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ranks on one machine: torch's launcher starts and ends them; the one that failed first is named.
+"""Ranks on one machine: torch's launcher starts and ends them; the error names the one that failed first.
 
     launch ──┬── rank 0 ── report_errors(main) ── start_ranks
              └── rank 1 ── ...
@@ -6,9 +6,8 @@
 A rank that raises writes an error file; a rank that is killed writes none. Either way the others are ended.
 If the launcher itself is killed, each rank sees that its parent is gone.
 
-Not the agent of torchrun: it waits 30 s for a stopped process, and tells who failed first in whole seconds.
-
-A rank also works under torchrun, and alone.
+torchrun's agent would wait 30 s for a stopped process, and orders failures by whole seconds only. Ranks work
+under torchrun, too, and alone.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from lancet_kernels.errors import CommunicationError, RankFailed, UserError
 from lancet_kernels.files import write_json_atomically
 from lancet_kernels.ops.comm.waiting import BOARD_FILE, Board, blames, join_board, waiting
 
-# Set by our launcher alone: the process whose end must end the rank.
+# Set by our launcher, not by torchrun: a rank ends when that process has ended.
 LAUNCHER_PID = "LANCET_LAUNCHER_PID"
 WATCHDOG_INTERVAL_S = 0.5
-# How long a rank that lost a peer lives on, so that the launcher first sees the one that failed.
+# How long a rank that lost a peer lives on, so that the launcher sees the root cause first.
 LAST_WORDS_S = 2.0
 
 
@@ -133,17 +132,16 @@ def report_errors(main: Callable[[], int]) -> int:
 
 
 def _report(error: Exception) -> None:
-    """Tell the launcher, in the form of torch's error files, and without our launcher the user."""
-    # First of all: the peers' errors follow within milliseconds.
+    """Write torch's error file for the launcher; without our launcher, print the error."""
+    # The peers' errors follow within milliseconds.
     now = time.time_ns()
     lines = "".join(traceback.format_exception(error))
     blamed = blames(error)
-    # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
+    # Only the root cause leaves a temporary file, not each rank that lost a peer.
     traceback_file = None if isinstance(error, UserError) or blamed == "peer" else _write_traceback(lines)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # With what `launch.root_cause` needs.
-        extra = {
+        extra = {  # read by `root_cause`
             "py_callstack": lines,
             "timestamp": str(now // 10**9),
             "time_ns": now,
@@ -154,9 +152,8 @@ def _report(error: Exception) -> None:
         # Atomic, because torch's launcher itself fails on half a file.
         write_json_atomically(file, {"message": {"message": _one_line(error), "extraInfo": extra}})
     if LAUNCHER_PID not in os.environ:
-        # Who lost a peer or waited in vain knows what happened to itself, and not why.
-        told = {"self": "failed", "timeout": "gave up", "peer": "lost a peer, whose own line says why"}
-        where = f"rank {os.environ['RANK']} {told[blamed]}: " if under_launcher() else ""
+        verbs = {"self": "failed", "timeout": "gave up", "peer": "lost a peer, whose own line says why"}
+        where = f"rank {os.environ['RANK']} {verbs[blamed]}: " if under_launcher() else ""
         hint = f" (traceback in {traceback_file})" if traceback_file else ""
         what = str(error) if isinstance(error, UserError) else _one_line(error)
         print(f"{where}{what}{hint}", file=sys.stderr)
@@ -179,7 +176,7 @@ def _one_line(error: BaseException) -> str:
     if len(text) > 400:
         text = text[:400] + " ..."
     if text and isinstance(error, CommunicationError):
-        return text  # it says what happened, and to which rank
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -224,8 +221,8 @@ SHUTDOWN_S = 3
 CPU_RANK = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Large tensors come from memory that the process keeps: else each one costs page faults, which for 32 MB
-    # take several times as long as writing them.
+    # The allocator keeps freed memory: otherwise each large tensor costs page faults, which for 32 MB take
+    # several times as long as writing it.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
 }
@@ -239,7 +236,7 @@ LANCET = (
 )
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory, or killed by hand)",
-    # By gloo, where a message has another size than a rank expects.
+    # gloo aborts where a message has another size than a rank expects.
     signal.SIGABRT: " (LANCET_CHECK=1 names collectives that differ between ranks)",
 }
 # Those that torch's launcher turns into a SignalException.
@@ -256,20 +253,20 @@ def launch(
 ) -> None:
     """Run `sys.executable *arguments` as `ranks` processes on this machine and wait until all have ended.
 
-    arguments: what follows the interpreter, as `[*LANCET, "train"]`; the program must call `report_errors`.
+    arguments: of the interpreter, as `[*LANCET, "train"]`; the program must call `report_errors`.
     device: "cpu" gives each process one compute thread.
     environment: further variables for the processes.
     finish_s: how long ranks may take to end by themselves when this process is told to stop; they get the
         same signal. A second one ends them at once.
 
-    Raises RankFailed, whose one line names the rank that failed first, once all other ranks are ended; and
-    SystemExit(128 + signal) if this process is told to stop (Ctrl-C: 130), when all ranks are ended.
+    Raises RankFailed, which names the rank that failed first, and SystemExit(128 + signal) if this process is
+    told to stop (Ctrl-C: 130); in both cases after all ranks have ended.
     """
-    # With the launcher and not with rank 0, which may be the one that fails.
+    # The launcher has the store, because rank 0 may fail.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {name: signal.getsignal(name) for name in STOP_SIGNALS if in_main_thread}
-    # What it says is said by our one line.
+    # RankFailed replaces torch's own log of failures.
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     level, log.level = log.level, logging.CRITICAL
     with tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
@@ -280,11 +277,11 @@ def launch(
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(store.port),
-            # How torch's ranks are told that rank 0 does not keep the store.
+            # For torch: the launcher, not rank 0, keeps the store.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER_PID: str(os.getpid()),
             BOARD_FILE: str(board),
-            # Without it each rank whose launcher goes away warns in a page of native frames.
+            # Otherwise each rank whose launcher ends logs a page of C++ frames.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             **(CPU_RANK if device == "cpu" else {}),
             **(environment or {}),
@@ -314,9 +311,9 @@ def launch(
                 with contextlib.suppress(SignalException):  # a second one
                     job.let_finish(stop.sigval, finish_s)
             for name in handlers:
-                # An impatient second Ctrl-C must not leave some of the ranks behind.
+                # A second Ctrl-C must not leave some of the ranks behind.
                 signal.signal(name, signal.SIG_IGN)
-            # And a third one, on our way out, must not show where the interpreter was.
+            # A third one, while this process leaves, must not print a traceback.
             handlers[signal.SIGINT] = signal.SIG_DFL
             raise SystemExit(128 + stop.sigval) from None
         finally:
@@ -327,12 +324,12 @@ def launch(
 
 
 class _Ranks(SubprocessContext):
-    """The processes of a job. All end soon, also stopped ones, as soon as one of them has failed."""
+    """The processes of a job. As soon as one has failed, all are ended, stopped ones, too."""
 
     def __init__(self, **arguments) -> None:
         super().__init__(**arguments)
         self.ended: set[int] = set()
-        """Ranks that did not end by themselves."""
+        """Ranks that `close` ended."""
 
     def let_finish(self, number: int, seconds: float) -> None:
         """Send a signal to all ranks, and wait until they have ended, but not longer than that."""
@@ -355,14 +352,14 @@ class _Ranks(SubprocessContext):
 
 def _leave_if_stopped(failures: Mapping[int, ProcessFailure]) -> None:
     """Raise SystemExit if the ranks were told to stop, not by us, and have done so by themselves."""
-    codes = {failure.exitcode for failure in failures.values() if not _said(failure)}
+    codes = {failure.exitcode for failure in failures.values() if not _error_report(failure)}
     for number in STOP_SIGNALS:
         if codes == {128 + number}:
             raise SystemExit(128 + number)
 
 
-# Whose failure the others follow from comes first: a rank that raised an error of its own; that was killed or
-# left without a word; that waited in vain for a peer; that saw a connection close.
+# Root causes first: a rank that raised an error of its own; that was killed, or wrote no error file; whose
+# wait for a peer timed out; whose connection to a peer closed.
 _BLAME_ORDER = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
 
 
@@ -375,28 +372,28 @@ def root_cause(failures: Mapping[int, ProcessFailure], left: Sequence[int] = ())
     """
 
     def order(rank: int) -> tuple[int, int, int]:
-        said = _said(failures[rank])
-        return _BLAME_ORDER[said.get("blames", "silent")], said.get("time_ns", 0), rank
+        report = _error_report(failures[rank])
+        return _BLAME_ORDER[report.get("blames", "silent")], report.get("time_ns", 0), rank
 
     rank = min(failures, key=order)
-    failure, said = failures[rank], _said(failures[rank])
-    if said:
-        what = "lost a peer" if said["blames"] == "peer" else "failed"
-        if said["blames"] == "timeout" and said["missing"]:
-            rank, what = said["missing"][0], "did not answer"
-        if said["blames"] == "peer" and left:
+    failure, report = failures[rank], _error_report(failures[rank])
+    if report:
+        what = "lost a peer" if report["blames"] == "peer" else "failed"
+        if report["blames"] == "timeout" and report["missing"]:
+            rank, what = report["missing"][0], "did not answer"
+        if report["blames"] == "peer" and left:
             rank = left[0]
         if rank in left:
             what = "ended with exit code 0 before the others"
         text = failure.error_file_data["message"]["message"]
-        return RankFailed(rank, f"{what}: {text}", traceback_file=said["traceback_file"])
+        return RankFailed(rank, f"{what}: {text}", traceback_file=report["traceback_file"])
     if failure.exitcode < 0:
         hint = _HINTS.get(-failure.exitcode, "")
         return RankFailed(rank, f"was killed by {failure.signal_name()}{hint}")
     return RankFailed(rank, f"ended with exit code {failure.exitcode}")
 
 
-def _said(failure: ProcessFailure) -> Mapping:
-    """What `report_errors` wrote about a failure; empty if the rank had no time to write."""
+def _error_report(failure: ProcessFailure) -> Mapping:
+    """The `extraInfo` that `report_errors` wrote; empty if the rank wrote no error file."""
     message = failure.error_file_data["message"]
     return message["extraInfo"] if isinstance(message, dict) else {}

@@ -1,9 +1,9 @@
-"""Measures a training step on the ranks of this job, in one run: as it is, in DistributedDataParallel, and
+"""Measures a training step on the ranks of this job, in one run: unplanned, in DistributedDataParallel, and
 with the plan of each strategy.
 
-The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
-affects all equally; means over the middle half of the rounds, by time, without warm-up rounds. An iteration
-is forward, backward and the sums of gradients. The link may be slow enough that all-to-all takes a given
+All have the same model, seeds and data. Rounds interleave them, so that other load of the machine affects all
+equally; means are over the middle half of the rounds, by time, without warm-up rounds. An iteration is
+forward, backward and the sums of gradients. `slow_link` emulates a link on which all-to-all takes a given
 share of the blocking iteration (the paper: up to 40 %).
 """
 
@@ -51,10 +51,10 @@ class Iteration:
     """One forward and backward on this rank, in milliseconds.
 
     exposed_ms: the part of `all_to_all_ms` for which computation waited. cpu_ms: CPU time of the computing
-    thread; on a GPU the time in which its stream does not wait. waited_ms: for what computation waited, by
-    collective, of those that this library starts, and of the exchange of counts. late_ms: the part of
-    `exposed_ms` that waits for a rank that came late, which only an emulated link can tell. no_core_ms: how
-    long the thread could have computed and had no core. Both it and `cpu_ms` are without its waits.
+    thread; on a GPU the time in which its stream does not wait. waited_ms: time that computation waited, by
+    collective of this library, the exchange of counts included. late_ms: the part of `exposed_ms` that waits
+    for stragglers (0 without an emulated link, which alone can tell). no_core_ms: time in which the thread
+    was ready and had no core. `no_core_ms` and `cpu_ms` are without its waits.
     """
 
     iteration_ms: float
@@ -72,18 +72,17 @@ class Measured(Iteration):
     """Means of one contender over the middle half of its rounds and over the ranks.
 
     peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them. predicted:
-    of a plan.
+    for a plan.
     """
 
     peak_memory_gb: float = 0.0
     predicted: Prediction | None = None
 
     def account(self, uncut_ms: float) -> dict[str, float]:
-        """Where the milliseconds of an iteration go; together they are `iteration_ms`. All but `other`, which
-        is left over, are measured.
+        """The parts of `iteration_ms`, all measured but `other`, the remainder. Waits for the exchange of
+        counts, a few bytes, count as waits for stragglers.
 
-        Args: uncut_ms: CPU time of the same step with nothing cut. The exchange of counts, a few bytes, waits
-        for a rank that came late.
+        Args: uncut_ms: CPU time of the same step with nothing cut.
         """
         waited = dict(self.waited_ms)
         late_ms = self.late_ms + waited.pop(COUNTS, 0.0)
@@ -96,9 +95,8 @@ class Measured(Iteration):
 
 
 def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
-    """The step as it is, whose gradients are not summed; on several ranks also a copy of it in
-    DistributedDataParallel, or over an emulated link, which that would not use, with the same sums by this
-    library. Collective."""
+    """The plain step, whose gradients are not summed; on several ranks also a copy that sums them, in
+    DistributedDataParallel, or, because that cannot use an emulated link, in `SummedModule`. Collective."""
     if not dist.is_initialized():
         return {PLAIN: step}
     if link.gbps is not None:
@@ -120,8 +118,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
 
-    Plans are predicted anew with the speed that the machine had in these rounds, which run the uncut graph of
-    the step, too: all errors are then those of the plan.
+    The rounds also run the uncut graph of the step, and plans are predicted anew with the speed that it had:
+    a change of the machine's speed is then no error of the prediction.
     Args: accumulate: microbatches of an iteration.
     """
     plans = [m for m in contenders.values() if isinstance(m, OptimizedModule) and m.is_measured]
@@ -149,11 +147,11 @@ def _middle_half(ordered: list[Any]) -> list[Any]:
 
 
 def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
-    # Of all ranks, because the means are collective: a rank may have waited for nothing.
-    of_ranks = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
-    waits = sorted({what for of_rank in of_ranks for what in of_rank})
+    # The union over the ranks, because the means are collective, and a rank may have waited for nothing.
+    by_rank = values_of_ranks([*iterations[-1].waited_ms], group_name(None), _FIGURES)
+    waits = sorted({what for own in by_rank for what in own})
     middle = _middle_half(sorted(iterations, key=lambda one: one.iteration_ms))
-    # Of medians, the parts would not add up to the whole.
+    # Means, because medians of the parts do not add up to that of the whole.
     own = {name: statistics.fmean(getattr(one, name) for one in middle) for name in TIMES}
     waited = [statistics.fmean(one.waited_ms.get(what, 0.0) for one in middle) for what in waits]
     held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
@@ -167,7 +165,7 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], ac
 
 
 def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
-    """What the plan predicts for an iteration of several microbatches."""
+    """The plan's prediction for an iteration of several microbatches."""
     one, pair_ms = module.plan.report.predicted, module.plan.report.pair_ms
     several = one.iteration_ms * accumulate
     if module.plan.pair:
@@ -176,10 +174,10 @@ def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
 
 
 def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
-    """Run one forward and backward, or those of several microbatches whose gradients are summed once; a
-    backward starts at the module's first output that has one. Collective.
+    """Run one forward and backward, or those of several microbatches whose gradients are summed once; each
+    backward starts at `loss_of` the output. Collective.
 
-    Raises: UserError for a module without such an output.
+    Raises: UserError for a module without a differentiable output.
     """
     module.zero_grad(set_to_none=True)
     _barrier()
@@ -208,7 +206,7 @@ def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iterati
 
 
 def iteration_ms(module: nn.Module, inputs: Inputs) -> float:
-    """How long an `iteration` takes, without timing its parts. Collective."""
+    """Milliseconds of an `iteration`, without timing its parts. Collective."""
     module.zero_grad(set_to_none=True)
     _barrier()
     begin = time.perf_counter()
@@ -239,7 +237,7 @@ def slow_link(step: nn.Module, inputs: Inputs, share: float) -> float:
     """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
 
     The blocking iteration is the plain step, whose all-to-alls block.
-    Raises: UserError for a step in which nothing travels.
+    Raises: UserError for a step without all-to-alls.
     """
     emulate_link(None)
     iterations = [iteration(step, inputs) for _ in range(6)][1:]

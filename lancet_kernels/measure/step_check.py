@@ -1,16 +1,15 @@
-"""The same training step on one rank and on several: where do they differ first, and how?
+"""Compares a training step on several ranks with the same step on one: the first difference, and its kind.
 
     reference = on_one_rank(model, inputs, ranks)        the whole batch, and slice by slice, on one rank
     comparison = on_this_rank(model, inputs, reference)  one slice, with the same weights, on each rank
     first_of(comparisons of all ranks)
 
-Two steps on the same batch, with other weights in the second: values that were kept from the first one show.
-The loss and the gradients say whether something is wrong; what submodules gave in the forward, where it
-began.
+Two steps run on the same batch, the second with other weights, so that stale values show. Loss and gradients
+reveal that something is wrong; the outputs of submodules in the forward, where it began.
 
-What is right: the mean over the ranks of their losses (or the sum) is the loss of the whole batch, and each
-rank has its part of the gradient of that. Where the loss depends on how a batch is cut (by a load-balance
-loss or a capacity of each rank), the mean over the slices is right, too.
+Right is: the mean (or the sum) of the ranks' losses is the loss of the whole batch, and each rank has its
+part of the gradient of that. Where the loss depends on how a batch is cut (by a load-balance loss or a
+capacity of each rank), the mean over the slices is right, too.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.expert_layer import ExpertLayer
+from lancet_kernels.layer.gradients import local_tensor
 from lancet_kernels.measure.difference_kinds import (
     KEPT,
     OTHER,
@@ -50,9 +50,9 @@ from lancet_kernels.optimization.paired import loss_of
 Inputs = Sequence[object] | Mapping[str, object]
 STEPS = 2
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-"""Attributes under which wrappers (DistributedDataParallel, torch.compile, checkpointing) have a module."""
+"""Attributes in which wrappers (DistributedDataParallel, torch.compile, checkpointing) hold their module."""
 _RATE = 0.1
-"""How far weights move between the steps, of their norm."""
+"""Change of a weight between the steps, relative to its norm."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass
 class ReferenceStep:
-    """A step on one rank: the parameters with which it began, on the whole batch and on each rank's slice."""
+    """A step on one rank. parameters: before it. whole: on the whole batch. slices: on each rank's slice."""
 
     parameters: dict[str, Tensor]
     whole: Run
@@ -81,8 +81,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is otherwise on a rank. place: a submodule, a parameter, or the loss. order: by which
-    differences of a step come about one after another."""
+    """place: a submodule, a parameter, or the loss. order: position in the computation of a step."""
 
     step: int
     order: int
@@ -94,8 +93,8 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What one rank says. loss: the mean over the ranks in each step. by_slices: parameters whose gradient is
-    that of the slices, and not of the whole batch."""
+    """One rank's result. loss: the mean over the ranks in each step. by_slices: parameters whose gradient is
+    the mean of the slices', and not that of the whole batch."""
 
     loss: list[float]
     parameters: int
@@ -104,7 +103,7 @@ class Comparison:
 
 
 def on_one_rank(model: nn.Module, inputs: Inputs, ranks: int) -> Reference:
-    """Run the steps on one rank. The model has other weights afterwards.
+    """Run the steps on one rank, which changes the model's weights.
 
     Raises: UserError for a batch that cannot be cut into slices for the ranks, and for a step that draws
         random numbers.
@@ -130,36 +129,36 @@ def on_this_rank(model: nn.Module, inputs: Inputs, reference: Reference) -> Comp
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own_inputs = slice_of(inputs, ranks, rank)
     parameters = dict(_named(_parameters(model)))
-    of_whole = {
+    own_part = {
         name: functools.partial(_own_part, name, parameter, _expert_rank(model, name))
         for name, parameter in parameters.items()
     }
     result = Comparison([], len(parameters), [], [])
     before: ReferenceStep | None = None
     for number, expected in enumerate(reference.steps, 1):
-        _load(parameters, of_whole, expected.parameters)
+        _load(parameters, own_part, expected.parameters)
         buffers = {n: reference.buffers[n].to(b.device) for n, b in _named(model.named_buffers())
                    if n in reference.buffers and reference.buffers[n].shape == b.shape}  # fmt: skip
         run = _run(model, own_inputs, buffers)
         steps = expected if before is None else before, expected
-        _compare(number, run, rank, steps, of_whole, result)
+        _compare(number, run, rank, steps, own_part, result)
         before = expected
     return result
 
 
-def first_of(of_ranks: Sequence[Comparison]) -> tuple[Difference, dict[int, str]] | None:
-    """The first difference, and how it is on the ranks that have it; None if all are as one rank."""
-    every = [(d.step, d.order, d.place, rank) for rank, one in enumerate(of_ranks) for d in one.differences]
+def first_of(comparisons: Sequence[Comparison]) -> tuple[Difference, dict[int, str]] | None:
+    """The first difference of all ranks, and its `what` on each rank that has it; None: there is none."""
+    every = [(d.step, d.order, d.place, r) for r, one in enumerate(comparisons) for d in one.differences]
     if not every:
         return None
     step, _, place, first_rank = min(every)
-    there = [[d for d in one.differences if (d.step, d.place) == (step, place)] for one in of_ranks]
-    first = there[first_rank][0]
-    return first, {rank: d.what for rank, own in enumerate(there) for d in own if d.kind == first.kind}
+    by_rank = [[d for d in one.differences if (d.step, d.place) == (step, place)] for one in comparisons]
+    first = by_rank[first_rank][0]
+    return first, {rank: d.what for rank, own in enumerate(by_rank) for d in own if d.kind == first.kind}
 
 
 def slice_of(inputs: Inputs, ranks: int, rank: int) -> Inputs:
-    """A rank's slice of a batch: of each tensor that is as long as the first one."""
+    """A rank's slice of a batch, of each tensor that is as long as the first one."""
     leaves, structure = pytree.tree_flatten(inputs)
     sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes or sizes[0] % ranks or not sizes[0]:
@@ -187,7 +186,7 @@ def _check_deterministic(model: nn.Module, inputs: Inputs, buffers: Mapping[str,
 def _run(
     model: nn.Module, inputs: Inputs, buffers: Mapping[str, Tensor], seed: int = 0, watch: bool = True
 ) -> Run:
-    """A forward and backward, with the buffers as they were at first."""
+    """A forward and backward from these values of the buffers."""
     for name, buffer in _named(model.named_buffers()):
         if name in buffers:
             buffer.detach().copy_(buffers[name])
@@ -196,7 +195,7 @@ def _run(
     arguments, by_name = as_arguments(inputs)
     calls: list[Call] = []
     with contextlib.ExitStack() as stack:
-        # Hooks would be something new for a plan.
+        # A plan does not run with hooks that its trace did not have.
         if watch and not any(isinstance(module, OptimizedModule) for module in model.modules()):
             calls = stack.enter_context(_watched(model))
         output = model(*arguments, **by_name)
@@ -208,8 +207,9 @@ def _run(
 
 @contextlib.contextmanager
 def _watched(model: nn.Module) -> Iterator[list[Call]]:
-    """A context that notes what submodules give, and what their gates choose."""
-    done: list[Call] = []
+    """A context that records the outputs of submodules and the choices of their gates, in the order in which
+    calls end."""
+    calls: list[Call] = []
     running: list[Call] = []
 
     def enter(name: str, *_: object) -> None:
@@ -222,29 +222,29 @@ def _watched(model: nn.Module) -> Iterator[list[Call]]:
         for tensor in (*_tensors((args, by_name)), *outputs):
             if not tensor.is_floating_point() and tensor.dtype != torch.bool:
                 call.choices.append(tensor.to("cpu", copy=True))
-        done.append(call)
+        calls.append(call)
 
     with contextlib.ExitStack() as stack:
         for name, module in _named(model.named_modules()):
             stack.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
             stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         for gate in GATES.values():
-            stack.enter_context(mock.patch.object(gate, "select", _noting(gate.select, running)))
-        yield done
+            stack.enter_context(mock.patch.object(gate, "select", _recording(gate.select, running)))
+        yield calls
 
 
-def _noting(select: Any, running: list[Call]) -> Any:
-    def noted(*args: Any) -> Tensor:
+def _recording(select: Any, running: list[Call]) -> Any:
+    def recording(*args: Any) -> Tensor:
         expert_TK = select(*args)
         if running:
             running[-1].choices.append(expert_TK.to("cpu", copy=True))
         return expert_TK
 
-    return noted
+    return recording
 
 
 def _tensors(values: object) -> list[Tensor]:
-    """Tensors with dimensions in arguments or results; of DTensors a rank has a part only."""
+    """Tensors with dimensions in arguments or results, without DTensors, of which a rank has a part only."""
     leaves = pytree.tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.dim()]
 
@@ -269,7 +269,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def _move(model: nn.Module) -> None:
-    """Other weights, which follow from these and their gradients."""
+    """Change the weights along their gradients."""
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is not None and (norm := float(gradient.norm())):
@@ -277,7 +277,7 @@ def _move(model: nn.Module) -> None:
 
 
 def _expert_rank(model: nn.Module, name: str) -> int | None:
-    """The number of this rank among those that share the experts of which a parameter is a part."""
+    """This rank in the expert group of a parameter of experts; None for any other parameter."""
     modules = dict(_named(model.named_modules()))
     while name:
         name = name.rpartition(".")[0]
@@ -290,9 +290,9 @@ def _expert_rank(model: nn.Module, name: str) -> int | None:
 
 
 def _own_part(name: str, parameter: nn.Parameter, expert_rank: int | None, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor that is like the parameter on one rank.
+    """This rank's part of `whole`, the parameter's tensor on one rank.
 
-    Raises: UserError for a parameter that is not equal parts of it along one dimension.
+    Raises: UserError for a parameter that is no equal part of it along one dimension.
     """
     shape = parameter.shape
     parts = [w // own if own and w % own == 0 else 0 for w, own in zip(whole.shape, shape, strict=False)]
@@ -316,7 +316,7 @@ def _own_part(name: str, parameter: nn.Parameter, expert_rank: int | None, whole
 
 
 @torch.no_grad()
-def _load(parameters: Mapping[str, nn.Parameter], of_whole: Mapping[str, Any], wholes: Mapping) -> None:
+def _load(parameters: Mapping[str, nn.Parameter], own_part: Mapping[str, Any], wholes: Mapping) -> None:
     if parameters.keys() != wholes.keys():
         own, other = sorted(parameters.keys() - wholes.keys()), sorted(wholes.keys() - parameters.keys())
         raise UserError(
@@ -324,8 +324,7 @@ def _load(parameters: Mapping[str, nn.Parameter], of_whole: Mapping[str, Any], w
             expected="those of one rank", do="let make_step build the same model for any number of ranks",
         )  # fmt: skip
     for name, parameter in parameters.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(of_whole[name](wholes[name]))
+        local_tensor(parameter).copy_(own_part[name](wholes[name]))
 
 
 def _compare(
@@ -333,10 +332,10 @@ def _compare(
     run: Run,
     rank: int,
     steps: tuple[ReferenceStep, ReferenceStep],
-    of_whole: Mapping[str, Any],
+    own_part: Mapping[str, Any],
     result: Comparison,
 ) -> None:
-    """Add what differs in a step of this rank to the result. Collective."""
+    """Add the differences of a step of this rank to the result. Collective."""
     before, expected = steps
     calls = expected.slices[rank].calls
     differences = []
@@ -346,15 +345,15 @@ def _compare(
     largest = max((float(g.norm()) for g in expected.whole.gradients.values() if g is not None), default=0.0)
     for place, (name, gradient) in enumerate(run.gradients.items()):
         whole, *parts = (_gradient(one, name, expected) for one in (expected.whole, *expected.slices))
-        wanted, *own_parts = (of_whole[name](one) for one in (whole, *parts))
-        own = torch.zeros_like(wanted) if gradient is None else gradient
-        if is_close(own, wanted, largest):
+        right, *own_parts = (own_part[name](one) for one in (whole, *parts))
+        own = torch.zeros_like(right) if gradient is None else gradient
+        if is_close(own, right, largest):
             continue
         if is_close(own, sum(own_parts[1:], own_parts[0]) / len(parts), largest):
             result.by_slices.append(name)
             continue
         earlier = [] if before is expected else [_gradient(one, name, before) for one in before.slices]
-        kind = kind_of_gradient(own, wanted, own_parts, [of_whole[name](one) for one in earlier], whole)
+        kind = kind_of_gradient(own, right, own_parts, [own_part[name](one) for one in earlier], whole)
         owner = name
         while owner and owner not in order_of:
             owner = owner.rpartition(".")[0]
@@ -375,12 +374,12 @@ def _gradient(run: Run, name: str, step: ReferenceStep) -> Tensor:
 
 
 def _compare_losses(own: float, expected: ReferenceStep, result: Comparison) -> Kind | None:
-    """The mean of the ranks' losses, or their sum, beside the loss of one rank. Collective."""
+    """Compare the mean of the ranks' losses, or their sum, with the loss of one rank. Collective."""
     mean = float(over_ranks(torch.tensor(own, dtype=torch.float64), group_name(None), "mean", "mean loss"))
     result.loss.append(mean)
-    of_slices = sum(run.loss for run in expected.slices) / len(expected.slices)
+    mean_of_slices = sum(run.loss for run in expected.slices) / len(expected.slices)
     dtype = next(iter(expected.parameters.values())).dtype
-    pairs = itertools.product((mean, mean * len(expected.slices)), (expected.whole.loss, of_slices))
+    pairs = itertools.product((mean, mean * len(expected.slices)), (expected.whole.loss, mean_of_slices))
     if any(is_close(torch.tensor(a).to(dtype), torch.tensor(b).to(dtype)) for a, b in pairs):
         return None
     return Kind(OTHER, f"{mean:.6g}, not {expected.whole.loss:.6g}")
@@ -389,20 +388,19 @@ def _compare_losses(own: float, expected: ReferenceStep, result: Comparison) -> 
 def _first_call(
     own: Sequence[Call], before: Sequence[Call], expected: Sequence[Call]
 ) -> tuple[int, str, Kind] | None:
-    """The first submodule that gave something else than on one rank: its place, name, and how it differs."""
+    """Place, name and kind of the first submodule whose output differs from that on one rank."""
     own_by_key, before_by_key = _numbered(own), _numbered(before)
-    for place, (key, wanted) in enumerate(_numbered(expected).items()):
-        # What is inside of experts gets other rows on every rank.
-        if key in own_by_key and "experts" not in wanted.name.split(".")[:-1]:
-            earlier = before_by_key.get(key, wanted)
-            kind = kind_of_output(own_by_key[key], wanted, earlier)
+    for place, (key, right) in enumerate(_numbered(expected).items()):
+        # Submodules of experts get other rows on every rank.
+        if key in own_by_key and "experts" not in right.name.split(".")[:-1]:
+            kind = kind_of_output(own_by_key[key], right, before_by_key.get(key, right))
             if kind is not None:
-                return place, wanted.name or "the module", kind
+                return place, right.name or "the module", kind
     return None
 
 
 def _numbered(calls: Sequence[Call]) -> dict[tuple[str, int], Call]:
-    """By name, and by how often it was called before."""
+    """Calls by name and number of earlier calls of that name."""
     numbers: Counter[str] = Counter()
     by_key = {}
     for call in calls:

@@ -2,7 +2,7 @@
 
 Every candidate is compiled, on all ranks at once, and timed in turn with the others; the median of the
 slowest rank counts, and rank 0 chooses for all ranks. Each winner is saved at once, so a run that was killed
-continues where it stopped. Without a GPU nothing can be tuned: times of the interpreter mean nothing.
+continues where it stopped. Tuning needs a GPU: times of the interpreter mean nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ class Task:
         return w.width, w.hidden, w.activation, 1
 
     def key(self, device: str) -> str:
-        """As it is looked up."""
         return key_of(self.shape, str(self.dtype).removeprefix("torch."), device)
 
 
@@ -100,14 +99,14 @@ def candidates(task: Task, place: Place) -> list[OverlapConfig]:
     All combinations would be several hundred configurations, which take too long to compile.
     """
     w = task.workload
-    given = w.width, w.hidden, task.dtype, place.arch, place.sms
-    default, plain = OverlapConfig.for_gpu(*given), OverlapConfig.for_gpu(*given, portable=True)
+    sizes = w.width, w.hidden, task.dtype, place.arch, place.sms
+    default, plain = OverlapConfig.for_gpu(*sizes), OverlapConfig.for_gpu(*sizes, portable=True)
     listed = [default]
     if default.bodies == "gluon":
         listed += [replace(default, put_block=2048), replace(default, put_rows=8, put_block=512)]
         listed.append(replace(default, gemm=replace(default.gemm, num_stages=3)))
     accumulators = 2 if w.activation == "swiglu" else 1
-    tiles = [GemmConfig(*sizes) for sizes in _TILES[task.dtype.itemsize]]
+    tiles = [GemmConfig(*tile) for tile in _TILES[task.dtype.itemsize]]
     changes: list[dict[str, Any]] = [{}, {"put_rows": 4, "put_block": 1024}]
     changes += [{"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)]
     return list(dict.fromkeys([*listed, *(replace(plain, **change) for change in changes)]))
@@ -115,7 +114,7 @@ def candidates(task: Task, place: Place) -> list[OverlapConfig]:
 
 @dataclass
 class Candidate:
-    """A configuration. ms: its median time. dropped: why it has none."""
+    """A configuration. ms: its median time. dropped: the reason if it has none."""
 
     config: OverlapConfig
     ms: float | None = None
@@ -163,18 +162,18 @@ def tune(
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
 
-    Without a GPU only a dry run can be.
+    Without a GPU only dry_run=True works.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    say = on_progress or (lambda done, text: None)
+    progress = on_progress or (lambda done, text: None)
     status = "dry-run" if dry_run else "left"
     outcomes = [
         Outcome(task, task.key(place.name), status, [Candidate(c) for c in candidates(task, place)[:most]])
         for task in tasks
     ]
     for number, outcome in enumerate(outcomes):
-        say(number, outcome.key)
-        # Looked up now: another process may have tuned it meanwhile.
+        progress(number, outcome.key)
+        # Inside the loop, because another process may have tuned it meanwhile.
         entry = None if force else _from_first(cache.entries()).get(outcome.key)
         # An entry of another compiler may be outdated.
         if entry is not None and entry.triton == triton.__version__:
@@ -185,7 +184,7 @@ def tune(
             _choose(outcome, clock, rounds, (runs_of or _passes)(outcome.task, place.device))
             if outcome.status == "tuned" and save:
                 cache.put([_entry(outcome, place)])
-    say(sum(o.status != "left" for o in outcomes), "")
+    progress(sum(o.status != "left" for o in outcomes), "")
     return outcomes
 
 
@@ -203,7 +202,7 @@ def _passes(task: Task, device: torch.device) -> Runs:
 
 
 def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
-    """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
+    """Time the candidates: those that run get the median of the slowest rank, the others a reason."""
     runs: dict[int, Callable[[], object]] = {}
     for number, candidate in enumerate(outcome.candidates):
         try:
@@ -227,7 +226,7 @@ def _choose(outcome: Outcome, clock: Clock, rounds: int, runs_of: Runs) -> None:
             candidate.ms = ms
         else:
             candidate.dropped = candidate.dropped or "does not run on another rank"
-    # The first of equals, and the default is first.
+    # Among equals the first wins, and the default is first.
     best = min(numbers, key=slowest.__getitem__)
     outcome.status = "failed"
     if math.isfinite(slowest[best]):

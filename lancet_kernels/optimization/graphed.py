@@ -6,8 +6,8 @@
         result = graphed(tokens, targets)      # replays; parameters' .grad are filled
         optimizer.step()
 
-Fused MoE layers read sizes and count their passes on the device, so a replay continues where the last one
-stopped. Layers on streams cannot be captured on more than one rank: their all-to-alls need sizes on the host.
+Fused MoE layers read sizes and count their passes on the device, so that a replay is a further pass. Layers
+on streams cannot be captured on more than one rank: their all-to-alls need sizes on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lancet_kernels.errors import UserError, class_name
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.paired import loss_of
 
-# torch asks for a few runs before a capture, in which everything that is created on first use is created.
+# As torch demands before a capture, for everything that is created on first use.
 WARMUP_STEPS = 3
 
 
@@ -32,8 +32,8 @@ class GraphedStep:
     Args:
         step: from `optimize`, on a CUDA device; its loss is the result, or the first number of it that
             requires a gradient. inputs: with the shapes and dtypes of every later call.
-    Collective: all ranks create and call it together. While it is created, no forward of the step may be
-    without its backward. It runs the step `WARMUP_STEPS` times, and clears its gradients.
+    Collective: all ranks create and call it together. The constructor runs the step `WARMUP_STEPS` times and
+    clears its gradients; no forward of the step may wait for its backward then.
     Raises: UserError for another device, or if an instruction would make the host wait for the device.
     """
 
@@ -63,15 +63,15 @@ class GraphedStep:
         Raises: UserError for inputs of other shapes, CommunicationError for a peer that stayed away in this
         step or in one before.
         """
-        mine, given = pytree.tree_leaves(self._inputs), pytree.tree_leaves(tuple(inputs))
-        if _shapes(mine) != _shapes(given):
+        targets, sources = pytree.tree_leaves(self._inputs), pytree.tree_leaves(tuple(inputs))
+        if _shapes(targets) != _shapes(sources):
             raise UserError(
                 "inputs of a captured step",
-                got=_shapes(given),
-                expected=_shapes(mine),
-                do="give what was captured, or call the step itself",
+                got=_shapes(sources),
+                expected=_shapes(targets),
+                do="give inputs of the captured shapes, or call the step itself",
             )
-        for target, source in zip(mine, given, strict=True):
+        for target, source in zip(targets, sources, strict=True):
             if isinstance(target, Tensor):
                 target.copy_(source, non_blocking=True)
         self._graph.replay()

@@ -1,11 +1,10 @@
-"""What a plan assumes of a model: checked before it is planned, and at each call of the optimized module.
+"""A plan's assumptions about its model, checked before planning and at each call of the optimized module.
 
     before planning        a model that no plan can train                  an error
     at a call, temporary   another mode, other shapes, autocast            the module runs without its plan
     at a call, for good    other parameters, a wrapper around the module   an error: results would be wrong
 
-The assumptions are those of the trace (`graph.capture.trace`), and further ones in this file that a trace
-does not have.
+The assumptions are those of the trace (`graph.capture.trace`), and further ones in this file.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 _NUMBERS = (bool, int, float, complex, str)
 
 OTHER_SHAPE = "inputs of another shape"
-"""The reason for which only a shape differs from what was planned (`optimized_module`)."""
+"""The reason if only shapes differ from those of the plan (`optimized_module`)."""
 
 
 def bind(
@@ -74,7 +73,7 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
 def as_arguments(inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
     """Inputs, a tuple by position or a dict by name, as arguments.
 
-    Raises: UserError for a tensor, whose rows would be the arguments.
+    Raises: UserError for a tensor: its rows would become the arguments.
     """
     if isinstance(inputs, Tensor):
         raise UserError(
@@ -87,21 +86,18 @@ def as_arguments(inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
 
 
 def to_trace(arguments: Arguments) -> Arguments:
-    """The same values in tensors for a capture.
+    """The same values in tensors for a capture: dense, because a graph contains strides, and those of a slice
+    are not those of a new tensor; distinct, because a graph reads only one of two inputs that are the same
+    tensor; not of `torch.inference_mode`, which autograd cannot save."""
+    ids: set[int] = set()
 
-    They are dense, because a graph contains strides, and those of a slice differ from those of a new tensor.
-    They are distinct, because in the graph of a module that gets the same tensor twice only one of the two is
-    read. They are none of `torch.inference_mode`, which no autograd graph may save.
-    """
-    seen: set[int] = set()
-
-    def alone(tensor: Tensor) -> Tensor:
-        if id(tensor) in seen or tensor.is_inference():
+    def prepared(tensor: Tensor) -> Tensor:
+        if id(tensor) in ids or tensor.is_inference():
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        seen.add(id(tensor))
+        ids.add(id(tensor))
         return _with_strides(tensor, torch.empty_like(tensor, device="meta").stride())
 
-    return pytree.tree_map_only(Tensor, alone, arguments)
+    return pytree.tree_map_only(Tensor, prepared, arguments)
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -146,20 +142,20 @@ class PlannedInputs:
 
 
 def _description(leaf: object) -> tuple:
-    """What must stay: four things of a tensor, two of a number."""
+    """What a plan fixes of an input: four properties of a tensor, two of any other value."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
 
 
 class Guards:
-    """The assumptions of the plan of `module`, which they do not keep alive.
+    """The assumptions of the plan of `module`, to which they hold no reference.
 
     Args:
         arguments: the example inputs.
-        sums_gradients: does the plan sum gradients over the ranks?
+        sums_gradients: whether the plan sums gradients over the ranks.
         by: the function that made the plan, for messages.
-        kinds: what may not be replaced: attributes of `nn.Module`.
+        kinds: dicts of `nn.Module` whose entries may not be replaced.
     """
 
     def __init__(
@@ -196,7 +192,7 @@ class Guards:
         """
         self.refuse_changes()
         module = self._module()
-        # Last: inputs of another shape can run with the plan if that is all.
+        # Shapes last: if nothing else differs, inputs of another shape can run with a plan.
         reason = self._mode(module) or self.inputs.reason(arguments)
         if reason:
             self._refuse_other_kinds()
@@ -216,7 +212,7 @@ class Guards:
                 raise self._changed(f"{name} with requires_grad={now.requires_grad}", trained)
 
     def _mode(self, module: nn.Module | None) -> str:
-        """What is temporarily other than in the trace; "" if nothing is."""
+        """A temporary difference from the trace; "" if there is none."""
         if module is not None and module.training != self._training:
             return f"the module is in {'training' if module.training else 'evaluation'} mode"
         if (now := _autocast(self._devices)) != self._autocast:
@@ -253,7 +249,7 @@ class Guards:
             check_data_parallel(layer)
 
     def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """What may not be replaced, by all of its names."""
+        """The tensors that may not be replaced, by all of their names."""
         named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
         if "_buffers" in self._kinds:
             named += module.named_buffers(remove_duplicate=False)
@@ -289,7 +285,7 @@ class Guards:
 
 
 def _replaced(held: tuple[ref[nn.Module], str, str, ref[Any] | None]) -> bool:
-    """Is there something else where a module had a parameter, a buffer or a submodule?"""
+    """Whether a parameter, buffer or submodule of a module is another one than at the plan."""
     owner, kind, name, value = held
     module = owner()
     return module is None or getattr(module, kind).get(name) is not (None if value is None else value())
@@ -367,13 +363,13 @@ def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: 
     """Raise UserError for parameters that are sharded over other ranks than those that hold the same ones."""
     holders = ranks_that_hold(model, groups) if sharded else {}
     for one in sharded:
-        wanted = group_size(holders[model.get_parameter(one.name)])
+        same = group_size(holders[model.get_parameter(one.name)])
         ranks = group_size(one.group) * group_size(one.replicas)
-        if ranks != wanted:
+        if ranks != same:
             raise UserError(
                 f"model {class_name(model)}",
                 got=f"{one.name} sharded over {ranks} ranks",
-                expected=f"the {wanted} ranks that hold the same values",
+                expected=f"the {same} ranks that hold the same values",
                 do="shard the model with lancet_kernels.fsdp, or give optimize() the groups",
             )
 

@@ -1,9 +1,9 @@
-"""`optimize`: returns a module that trains with a plan, in which all-to-alls overlap computation.
+"""`optimize`: a module that trains with a plan, in which all-to-alls overlap computation.
 
     capture -> Program -> costs (measured here, or of a cluster) -> Plans, the same on all ranks -> a few real
     steps of the best ones -> run
 
-What happens to the graph on the way, in order, is in `schedules.rewrite.walk`.
+`schedules.rewrite.walk` lists the passes over the graph in order.
 
 The result is mathematically the same: the same routing, the same drops, and the same gradients up to the
 rounding of sums over parts.
@@ -106,8 +106,7 @@ def optimize(
         shard: a mesh over which `fsdp` shards the model, in place, before it is planned. A model that
             `fully_shard` has sharded already is planned as it is.
         accumulate: how many microbatches share the sums of gradients (`OptimizedModule.microbatches`,
-            `no_sync`); a plan in which their time counts that much less. One of `example_inputs` is one
-            microbatch.
+            `no_sync`): the plan divides the time of the sums by it. `example_inputs` are one microbatch.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap. None: the backend of the model's MoE layers.
         lowering: for backend "fused": "auto" fuses all layers that can be fused if the step is then predicted
@@ -115,13 +114,12 @@ def optimize(
             none. In the interpreter (CPU), times mean nothing, so "auto" means "fused".
         inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
             compiled in the first step; the order of the plan is kept. "": run the ops uncompiled.
-        compare_every: with `reduce_gradients`, parameters that several ranks hold are compared, bit by bit
-            through a digest, in one of so many calls, while the step runs; if ranks have updated one
-            differently, the next call names it in an error. 0: never. As often, rows of experts are counted
-            (`OptimizedModule.stale`).
-        trials: with strategy "auto", measured here: real steps of the best plans, of the blocking one and of
-            the module as it is, whose gradients are summed while backward runs, in turn on all ranks; the
-            fastest is kept. With `accumulate`, also so many microbatches in pairs beside one by one.
+        compare_every: with `reduce_gradients`, digests of the parameters that several ranks hold are compared
+            in one of so many calls, while the step runs; if ranks have updated one differently, the next call
+            names it in an error. 0: never. As often, rows of experts are counted (`OptimizedModule.stale`).
+        trials: with strategy "auto", measured here: so many real steps of the best plans, of the blocking one
+            and of the module as it is, whose gradients are summed while backward runs, in turn on all ranks;
+            the fastest is kept. With `accumulate`, also that many microbatches in pairs and one by one.
             Gradients, buffers and random generators stay as they are. 0: the plan that is predicted fastest.
         verbose: show progress and times on standard error of the first rank. (The logger
             `lancet_kernels.optimization.optimize` has the same at level INFO.)
@@ -176,8 +174,8 @@ def optimize_each(
     accumulate: int = 1,
 ) -> dict[str, OptimizedModule]:
     """As `optimize` once per strategy, without those that are impossible for the step; it is captured and
-    measured once. Collective. The modules share their microbatches' sums: let only one at a time be within
-    `no_sync`."""
+    measured once. Collective. The modules share their sums of microbatches: use `no_sync` of one at a time.
+    """
     names = list(strategies)
     _check_types(example_inputs, options, times=times)
     for name in names:
@@ -208,14 +206,13 @@ def _captured(
     groups: Groups,
     accumulate: int,
 ) -> ModelStep:
-    """The step of all ranks, whose parameters are then equal. Collective."""
+    """The step, the same on all ranks, with replicated parameters broadcast. Collective."""
     if reduce_gradients:
         refuse_averages(model)
-        # Of FSDP; the plan reads it, and FSDP itself scatters where the plan does not run.
+        # FSDP's divisor; the plan reads it, and FSDP itself scatters where the plan does not run.
         set_divisor(model, group_size(groups.data) if reduce_gradients == "mean" else 1)
     step = capture_step(model, arguments, reduce_gradients or "", times, groups, accumulate)
-    if step.reduces_gradients:
-        # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
+    if step.reduces_gradients:  # as DistributedDataParallel does
         broadcast_replicated(model, step.groups)
     return step
 
@@ -235,7 +232,7 @@ def _planned(
     compare_every: int = 1000,
     trials: int = 5,
 ) -> OptimizedModule:
-    """The module with its plan; measured, where that chooses. Collective. Args: as of `optimize`."""
+    """The module with its plan, after trials if there are any. Collective. Args: as of `optimize`."""
     measured, fused = cluster is None, tuple[FusedGroup, ...]()
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(step.model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
@@ -262,7 +259,7 @@ def _planned(
 def _prepare(
     model: nn.Module, backend: str | None, shard: DeviceMesh | None, groups: AnyGroups | None
 ) -> None:
-    """Refuse a model that cannot be planned, shard it if asked to, and tell its layers their names."""
+    """Refuse a model that cannot be planned, shard it if `shard` says so, and name its layers."""
     check_model(model)
     if backend == "fused":
         for layer in moe_layers(model):
@@ -297,7 +294,7 @@ def _check_choices(
     compare_every: object = 0,
     trials: object = 0,
 ) -> None:
-    """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none."""
+    """Raise UserError for an unknown strategy, backend, compiler or reduction, or an invalid number."""
     if reduce_gradients not in ("mean", "sum", False) or reduce_gradients is True:
         raise UserError(
             "reduce_gradients",
@@ -311,7 +308,7 @@ def _check_choices(
             "strategy",
             got="microbatches for one microbatch",
             expected="accumulate=2 or more",
-            do="say how many microbatches share the sums of gradients",
+            do="set accumulate to the number of microbatches that share the sums of gradients",
         )
     if backend is not None:
         check_name("backend", backend, BACKENDS)
@@ -348,14 +345,14 @@ class Progress:
             )
 
     def begin(self, name: str) -> None:
-        """End the stage before, and start this one."""
+        """End the current stage, and start this one."""
         self._finish()
         self._current, self._start = name, time.perf_counter()
         if self._bar is not None:
             self._bar.set_description(f"{name} ({self._bar.n + 1} of {self._bar.total})")
 
     def end(self, conclusion: str = "") -> None:
-        """After the last stage. Args: conclusion: a line about the result; "": none."""
+        """End the last stage. Args: conclusion: a line about the result; "": none."""
         self._finish()
         if conclusion:
             self._say(conclusion)

@@ -2,12 +2,12 @@
 does not apply.
 
 The plan is for inputs of one shape. For another number of tokens a graph has the same instructions with
-tensors of other sizes, so order, parts and fused layers of the plan apply to it as they stand. Nothing is
-planned or measured again: each rank captures what it needs when it needs it, and its collectives stay those
-of the plan, whatever shapes the other ranks have in that step. They wait meanwhile.
+tensors of other sizes, so order, parts and fused layers of the plan apply to it unchanged. Nothing is planned
+or measured again: a rank captures another shape when it first gets it, while the others wait, and its
+collectives stay those of the plan, whatever shapes the other ranks have in that step.
 
-What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
-module runs without the plan on all ranks in that step (`rank_agreement`).
+A graph with other instructions (that of a batch of no tokens, say) cannot run with the plan. Then the module
+runs without the plan on all ranks in that step (`rank_agreement`).
 """
 
 from __future__ import annotations
@@ -50,18 +50,17 @@ from lancet_kernels.schedules.time.simulate import COMPUTE, LINK, Event, Timelin
 _log = logging.getLogger(__name__)
 
 MOST_SHAPES = 8
-"""How many captured shapes are kept, beside the one that was planned; those used last (as torch.compile)."""
+"""Captured shapes that are kept beside the planned one, least recently used ones dropped first."""
 
 
 @dataclass(frozen=True)
 class _Runnable:
-    """The planned step for one shape of the inputs, and what must be as it was."""
+    """The planned step for one shape of the inputs, with its guards."""
 
     run: Callable[..., object]
     guards: Guards
 
     def __call__(self, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
-        """The result of the module."""
         with during(runs_a_plan=True):
             return self.run(*inputs, **by_name)
 
@@ -90,8 +89,8 @@ class OptimizedModule(nn.Module):
         compare_every: int = 0,
         candidates: Planned = (),
     ) -> None:
-        """Args: step: with costs, which `plan` is for. inner_compile, compare_every: as of `optimize`.
-        candidates: other plans of the step, and perhaps this one."""
+        """Args: step: the costed step of `plan`. inner_compile, compare_every: as of `optimize`. candidates:
+        further plans of the step, which may include this one."""
         super().__init__()
         self.module = step.model
         # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
@@ -100,7 +99,7 @@ class OptimizedModule(nn.Module):
         self.fallbacks: Counter[str] = Counter()
         self.host_waits: tuple[str, ...] = ()
         self.fused_layers = tuple(step.context.layers.values())
-        # Without what planning has cached.
+        # A copy without the cached properties that planning filled.
         self._step, self._inner_compile = replace(step), inner_compile
         self._recorder = Recorder()
         others = [one for one in candidates if one[0].order != plan.order or one[0].blocking != plan.blocking]
@@ -117,8 +116,9 @@ class OptimizedModule(nn.Module):
         if step.reduction:
             self._replicas = Replicas(step.model, step.groups, compare_every)
             buckets = buckets_in_order(planned.module)
-            of_step = step.model, step.groups, buckets, step.divide_by, step.accumulation
-            self._sums = PlannedSums(*of_step, early=plan.plain)
+            self._sums = PlannedSums(
+                step.model, step.groups, buckets, step.divide_by, step.accumulation, early=plan.plain
+            )
         if not plan.plain:
             self.host_waits = tuple(host_waits(planned.module.graph))
             self._first = self._runnable(planned, plan, self._guards)
@@ -141,7 +141,7 @@ class OptimizedModule(nn.Module):
         self._reshard()
         if not torch.is_grad_enabled():
             self._agreement.way("a call without gradients", str)
-            # What FSDP gathers for the first time under inference_mode, it cannot gather again outside.
+            # Buffers that FSDP creates in a first gather under inference_mode fail in gathers outside of it.
             mode = contextlib.nullcontext() if self._step.twin is None else torch.inference_mode(False)
             with mode, torch.no_grad():
                 return self.module(*inputs, **by_name)
@@ -149,7 +149,7 @@ class OptimizedModule(nn.Module):
             return self._with_gradients(inputs, by_name)
 
     def stale(self) -> str:
-        """Which plan would be faster with the routing of the last counted call, and why; "": none.
+        """A message about a plan that would be faster with the routing of the last counted call; "": none.
 
         Rows are counted in the first call and in each `compare_every`-th one of a step that was measured
         here; the candidates of `optimize` are simulated with them. Collective over all ranks.
@@ -182,7 +182,7 @@ class OptimizedModule(nn.Module):
     def _planned_call(
         self, inputs: Sequence[object], by_name: Mapping[str, object]
     ) -> Callable[[], object] | str:
-        """Runs the planned step on these inputs; otherwise as `_planned_for`."""
+        """A call of the planned step with these inputs, or the reason of `_planned_for`."""
         arguments = bind(self._signature, self._name, inputs, by_name)
         planned = self._planned_for(arguments)
         if isinstance(planned, str):
@@ -194,7 +194,7 @@ class OptimizedModule(nn.Module):
 
         Raises: UserError as `Guards.reason`.
         """
-        assert self._first is not None, "a module that runs as it is"
+        assert self._first is not None, "a plain plan has no planned step"
         reason = self._guards.reason(arguments)
         if reason != OTHER_SHAPE:
             return reason or self._first
@@ -249,7 +249,7 @@ class OptimizedModule(nn.Module):
             self._replicas.call()
 
     def _watched(self, result: object) -> object:
-        """The result, whose gradients cannot be differentiated again."""
+        """The result, with hooks that refuse double backward."""
         for leaf in differentiable(result):
             leaf.register_hook(_refuse_double_backward)
         return result
@@ -257,12 +257,12 @@ class OptimizedModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which forward and backward leave out the sums of gradients over the ranks, as that of
-        DistributedDataParallel: the next backward outside of it sums what has come together.
+        DistributedDataParallel: the next backward outside of it sums the accumulated gradients.
 
-        Until then `.grad` holds what this rank has computed (divided by the number of ranks, if gradients are
-        those of the mean) without what was summed before, which is set aside and comes back with the sum; to
-        drop both, zero_grad() must set `.grad` to None, its default. Of parameters that FSDP shards,
-        gradients are held whole, beside it.
+        Until then `.grad` holds only the gradients of this rank (divided by the number of ranks, if gradients
+        are those of the mean). Earlier sums are set aside and added again with the next sum; to drop both,
+        zero_grad() must set `.grad` to None, its default. Gradients of parameters that FSDP shards are held
+        whole, outside of `.grad`.
         """
         with self._step.accumulation.without_sums():
             yield
@@ -274,9 +274,9 @@ class OptimizedModule(nn.Module):
         `reduce_gradients="sum"`), and are added to `.grad`.
 
         Args: batches: the inputs of each, a tuple by position or a dict by name.
-        Returns: what the step returned for each, without its graph. The loss is the result, or the first
-            tensor of it that requires a gradient.
-        Raises: UserError without microbatches, or for a step that returns nothing to differentiate.
+        Returns: the detached result of the step for each. Its loss is the first number in the result that
+            requires a gradient.
+        Raises: UserError without microbatches, or for a step without a loss.
         """
         if not batches:
             raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
@@ -309,7 +309,7 @@ class OptimizedModule(nn.Module):
         return results
 
     def _in_pairs(self, batches: Sequence[Arguments]) -> list[Arguments] | str:
-        """The inputs, if the plan as it stands applies to each of them; otherwise the reason why not."""
+        """The inputs, if all have the planned shape and can run the plan; otherwise the reason."""
         if len(batches) == 1 or self._step.accumulation.unsummed:
             return "one microbatch, or gradients that are not summed yet"
         bound = [bind(self._signature, self._name, *arguments) for arguments in batches]
@@ -326,22 +326,22 @@ class OptimizedModule(nn.Module):
         return PairedMicrobatches(self._step, self.plan)
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
-        """Runs the step on the example inputs, without its checks: to be measured."""
+        """A call of the step with these arguments, without checks, for measurements."""
         run = self._without_plan if self._first is None else self._first
         return partial(run, *arguments)
 
     @property
     def is_measured(self) -> bool:
-        """Were the ops of the step timed on this machine?"""
+        """Whether the ops of the step were timed on this machine."""
         return isinstance(self._step.cost, MeasuredCosts) and not self.fused_layers
 
     def run_as_a_whole(self) -> Callable[[], float]:
-        """`graph.costs.measure.run_as_a_whole` of the step that was planned, uncut. Collective calls."""
+        """`graph.costs.measure.run_as_a_whole` of the uncut step. Calls of the result are collective."""
         return run_as_a_whole(self._step.module, self._step.inputs, self._step.device)
 
     def at_speed(self, run_ms: float) -> None:
-        """Predict the plan anew, for ranks that now take `run_ms` for `run_as_a_whole`: a machine's speed
-        drifts between planning and what is compared with the plan. Collective."""
+        """Predict the plan anew for ranks on which `run_as_a_whole` takes `run_ms`, because a machine's speed
+        drifts after planning. Collective."""
         before = self.plan.report
         ((plan, self.timeline),) = predicted(self._step.at_speed(run_ms), [self.plan], measured=True)
         ratio = plan.report.predicted.iteration_ms / before.predicted.iteration_ms
@@ -366,9 +366,9 @@ class OptimizedModule(nn.Module):
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[Event]]:
-        """Record iterations on this rank; the list is filled when the block ends (CPU ranks).
+        """Record iterations on this rank (CPU ranks); the list is filled when the block ends.
 
-        Reading the clock at every instruction costs time: look at order and overlap, not at the total.
+        Order and overlap are right; the total includes the time to read the clock at every instruction.
         """
         events: list[Event] = []
         self._recorder.on, self._recorder.computed, link.log = True, [], []
@@ -400,8 +400,7 @@ def _first_difference(mine: Program, planned: Program) -> str | None:
 
 
 def _refuse_double_backward(_gradient: Tensor) -> None:
-    """Called when backward reaches the plan; with create_graph=True, gradients are enabled there."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # with create_graph=True alone
         raise UserError(
             "backward of an optimized module",
             got="create_graph=True",

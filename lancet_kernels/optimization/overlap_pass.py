@@ -1,11 +1,11 @@
-"""A pass for anybody's graph: computation in an order that hides its collectives.
+"""A pass for graphs of any tracer: orders computation so that it hides collectives.
 
-The time of a node is the caller's, or that on a cluster (not on this machine). There computation has the time
-of its roofline. A collective has that of its own process group: how many of the group's ranks share a node,
-on how many nodes, and how many such groups share the network cards.
+The time of a node is the caller's, or that on a cluster (not on this machine): a roofline for computation;
+for a collective a formula of its process group: ranks on a node, nodes, and groups that share the network
+cards.
 
-Graphs that others traced have what captures of this library do not: sizes that are symbols, numbers among the
-results (`_local_scalar_dense`), forward and backward in one graph without tangents. The graph is not changed.
+Unlike captures of this library, such graphs have symbolic sizes, numbers among the results
+(`_local_scalar_dense`), and forward and backward without tangents.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ _ALL_TO_ALL = "_c10d_functional.all_to_all_single"
 def read_graph(graph: fx.Graph) -> Program:
     """The Program of a traced graph.
 
-    A size that is a symbol counts as in the batch that was traced; what an all-to-all delivers where that
-    depends on data, as many rows as are sent; any other such size as torch's `unbacked_symint_fallback`.
+    A symbolic size has its value in the traced batch; a data-dependent output of an all-to-all has as many
+    rows as are sent; any other data-dependent size is torch's `unbacked_symint_fallback`.
 
-    Raises: UserError: a call of a module or method, or a node without a fake result.
+    Raises: UserError: a call of a module or method, a mutation without a schema, or a node without a fake
+    result.
     """
     _check(graph)
     with _sizes_as_numbers(graph):
@@ -96,8 +97,8 @@ def _check(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _sizes_as_numbers(graph: fx.Graph) -> Iterator[None]:
-    """Inside, all tensors of `meta["val"]` have sizes that are numbers, and what is no tensor is one without
-    dimensions, so that a Program has an edge to its readers."""
+    """A context in which all tensors of `meta["val"]` have sizes that are numbers, and any other value is a
+    scalar tensor, so that a Program has an edge to its readers."""
     values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
     hint = _Hints(values)
     try:
@@ -159,8 +160,8 @@ def _backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _with_urgent_sums(program: Program) -> Program:
-    """All-reduces whose result a matrix product waits for (tensor parallelism) as messages like all others:
-    schedules let sums of gradients wait for those."""
+    """Makes all-reduces on which a matrix product depends (tensor parallelism) ordinary messages: schedules
+    give sums of gradients a lower priority than those."""
     products = bitset([i for i, instruction in enumerate(program.instructions) if instruction.flops])
 
     def urgent(i: int, instruction: Instruction) -> Instruction:
@@ -175,7 +176,7 @@ def _with_urgent_sums(program: Program) -> Program:
 CLUSTER = "dgx-h100"
 _STRATEGIES = ("none", "lancet-dw")
 NodeCosts = Callable[[fx.Node], float | None]
-"""Milliseconds of a node; None: it does not know."""
+"""Milliseconds of a node; None: unknown."""
 
 
 def overlap_pass(
@@ -187,29 +188,29 @@ def overlap_pass(
     memory_limit: float | None = MORE_MEMORY,
     strategy: str = "lancet-dw",
 ) -> fx.GraphModule:
-    """Orders a traced graph so that its collectives hide behind computation; what it computes stays the same.
+    """Orders a traced graph so that computation hides its collectives; its results stay the same.
 
     The graph is a forward, a backward, a joint graph of both, or a whole step, with functional collectives
     (`torch.ops._c10d_functional`) and fake results (`meta["val"]`). All-gathers and all-to-alls start early,
-    weight gradients and other work that nothing waits for fill the gaps, and each `wait_tensor` stands right
-    before the first node that reads what arrived. No node is added, removed or changed, `meta` included; run
-    the pass behind those that recompute, offload or bucket.
+    weight gradients and other work off the critical path fill the gaps, and each `wait_tensor` comes right
+    before the first reader of its result. No node is added, removed or changed, `meta` included; run the pass
+    after those that recompute, offload or bucket.
 
-    All ranks must get the same order, or they wait for each other for ever: the same graph, and costs that
-    depend on shapes alone, as those of a cluster do, or that the ranks have agreed on. On gloo's own group
-    two functional all-gathers under way at once end the process (a fault of torch 2.13).
+    All ranks must get the same order, or they deadlock: the same graph, and costs that depend on shapes
+    alone, as those of a cluster do, or that the ranks have agreed on. On gloo, two concurrent functional
+    all-gathers of one group end the process (a fault of torch 2.13).
 
     Args:
         gm: changed in place.
         example_inputs: unused; passes of GraphTrainer and inductor get them.
-        costs: milliseconds of a node, or None for a node that it does not know.
-        cluster: gives the time of these, by name or as a .toml file; ranks fill node after node.
-        memory_limit: the predicted peak memory of the order, at most, in peaks of the graph as it is; None:
-            no limit.
-        strategy: "lancet-dw", or "none", which leaves the graph as it is. The others cut batches, for which
+        costs: milliseconds of a node, or None for the time on `cluster`.
+        cluster: a name or a .toml file; ranks fill node after node.
+        memory_limit: for the predicted peak memory of the order, relative to that of the unchanged graph;
+            None: no limit.
+        strategy: "lancet-dw", or "none", which leaves the graph unchanged. The others cut batches, for which
             a functional all-to-all has no rule.
     Returns: `gm`.
-    Raises: UserError: a graph that it cannot read, in one line; the graph is then unchanged.
+    Raises: UserError: a graph that it cannot read; the graph is then unchanged.
     """
     if not isinstance(gm, fx.GraphModule):
         name = class_name(gm)
@@ -241,7 +242,7 @@ def overlap_pass(
 
 
 def _order(program: Program, ms: Sequence[float], memory_limit: float | None) -> list[int]:
-    """Positions in the order to run."""
+    """Positions of the instructions in the best order."""
     ms_of = dict(zip((i.name for i in program.instructions), ms, strict=True))
     limit = None if memory_limit is None else memory_limit * peak_memory(program)
     best = OrderSearch(program, lambda i, _tensors: ms_of[i.name]).best(limit, search=True).order
@@ -251,7 +252,7 @@ def _order(program: Program, ms: Sequence[float], memory_limit: float | None) ->
 
 
 def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, cluster: Cluster) -> list[float]:
-    """The time of each instruction of a Program: that of `costs` if it knows one, or the cluster's."""
+    """The time of each instruction: that of `costs`, or where that is None, the cluster's."""
     nodes = {node.name: node for node in graph.nodes}
     computation = CostModel(cluster, CommunicationModel({}))
     result = []
@@ -271,8 +272,8 @@ def milliseconds(graph: fx.Graph, program: Program, costs: NodeCosts | None, clu
 
 
 def _placement(node: fx.Node, cluster: Cluster) -> tuple[int, int, int]:
-    """The ranks of a collective: those on a node, nodes, groups that share a node's network. A group that
-    is unknown here counts as consecutive ranks."""
+    """For a collective's group: ranks on a node, nodes, and groups that share a node's network. A group that
+    this process does not have counts as consecutive ranks."""
     arguments = {**dict(zip(argument_names(node.target), node.args, strict=False)), **node.kwargs}
     splits = arguments.get("output_split_sizes")
     count = len(splits) if isinstance(splits, (list, tuple)) else arguments.get("group_size", 2)

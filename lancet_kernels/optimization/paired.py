@@ -1,4 +1,4 @@
-"""Microbatches of which each runs its backward together with the forward of the next (`cut.duplex`)."""
+"""Runs the backward of each microbatch together with the forward of the next (`cut.duplex`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lancet_kernels.graph.capture.captured_graph import copy_of, is_tangent
 from lancet_kernels.graph.capture.run import GraphRunner, Recorder
 from lancet_kernels.graph.meta import GRADIENTS_OF
 from lancet_kernels.graph.program import Phase
+from lancet_kernels.layer.gradients import local_tensor
 from lancet_kernels.layer.summed_gradients import has_hooks
 from lancet_kernels.ops.base import during
 from lancet_kernels.optimization.guards import Arguments
@@ -38,8 +39,7 @@ from lancet_kernels.schedules.rewrite.walk import (
 class PairedMicrobatches:
     """Runs forward and backward of several microbatches, and adds their gradients to `.grad`.
 
-    Args:
-        step: changes nothing but gradients. plan: with the order of the pair.
+    Args: step: one of which `cannot_be_paired` is "". plan: with the order of the pair.
     """
 
     def __init__(self, step: ModelStep, plan: Plan) -> None:
@@ -60,7 +60,8 @@ class PairedMicrobatches:
         self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
         self._backward_outputs = len(results) - first
         self._results = first
-        # Of what FSDP shards; the sum of others adds what is in `.grad` (`ops.comm.collectives`).
+        # Parameters that FSDP shards: their collectives hold the gradients of earlier microbatches. Those of
+        # others are in `.grad`, which the all-reduce adds (`ops.comm.collectives`).
         self._held_by_sums = {
             self._parameters[name]
             for node in step.module.graph.nodes
@@ -71,9 +72,9 @@ class PairedMicrobatches:
 
     @torch.no_grad()
     def __call__(self, batches: Sequence[Arguments], scale: float) -> list[object]:
-        """What the step returns for each microbatch. Args: scale: of the loss.
+        """The result of the step for each microbatch. Args: scale: of the loss.
 
-        Raises: UserError for a step that returns nothing to differentiate.
+        Raises: UserError for a step without a loss.
         """
         before = {parameter: parameter.grad for parameter in self._parameters.values()}
         for parameter in before:
@@ -97,25 +98,25 @@ class PairedMicrobatches:
         outputs = forward(self._forward_inputs(state, batches[0]))
         results = []
         for number in range(1, len(batches) + 1):
-            flat, kept = self._saved_by(outputs)
+            flat, saved = self._saved_by(outputs)
             results.append(pytree.tree_unflatten(flat, self._captured.result_structure))
-            kept |= self._tangents(flat, scale)
+            saved |= self._tangents(flat, scale)
             if number == len(batches):
-                self._add(backward([kept.pop(name) for name in backward.inputs]), summed=True)
+                self._add(backward([saved.pop(name) for name in backward.inputs]), summed=True)
                 break
-            values = {self._pair.backward_inputs[name]: kept.pop(name) for name in backward.inputs}
+            values = {self._pair.backward_inputs[name]: saved.pop(name) for name in backward.inputs}
             new = self._forward_inputs(state, batches[number])
             names = map(self._pair.forward_inputs.__getitem__, forward.inputs)
             values |= dict(zip(names, new, strict=True))
             with self._accumulation.without_sums():
-                # Nothing else may hold what the first microbatch saved, or both have it until the end.
+                # The pair frees what the first microbatch saved as it goes, if nothing else refers to it.
                 outputs = self._together([values.pop(name) for name in self._together.inputs])
                 self._add(outputs[: self._backward_outputs], summed=False)
             del outputs[: self._backward_outputs]
         return results
 
     def _saved_by(self, outputs: list) -> tuple[list, dict[str, object]]:
-        """The results of a forward, and what it saved, by name. Args: outputs: is emptied."""
+        """The results of a forward, and the tensors that it saved, by name. Args: outputs: is emptied."""
         flat = outputs[: self._results]
         saved = dict(zip(self._saved, outputs[self._results :], strict=True))
         outputs.clear()
@@ -127,15 +128,15 @@ class PairedMicrobatches:
 
     def _tangents(self, flat: Sequence[Tensor], scale: float) -> dict[str, Tensor]:
         """Gradients of the results: for the loss, the first single number, the scale; for others zeros."""
-        of_results = {
+        results = {
             name: flat[node.meta["desc"].output.idx]
             for name, node in self._alone[1].placeholders.items()
             if is_tangent(node)
         }
-        loss = next((name for name, result in of_results.items() if result.numel() == 1), None)
+        loss = next((name for name, result in results.items() if result.numel() == 1), None)
         if loss is None:
             raise no_loss(self._name)
-        return {n: torch.full_like(r, scale if n == loss else 0.0) for n, r in of_results.items()}
+        return {n: torch.full_like(r, scale if n == loss else 0.0) for n, r in results.items()}
 
     def _add(self, gradients: Sequence[Tensor | None], summed: bool) -> None:
         for i, name in self._gradients.items():
@@ -147,19 +148,15 @@ class PairedMicrobatches:
             if isinstance(parameter, DTensor):
                 gradient = gradient[tuple(slice(size) for size in parameter.to_local().shape)]
             if parameter.grad is None:
-                # Several outputs of a graph may share memory, and few lie as their parameters do.
+                # Outputs of a graph may share memory, and have other strides than their parameters.
                 parameter.grad = torch.empty_like(parameter)
-                _local(parameter.grad).copy_(gradient)
+                local_tensor(parameter.grad).copy_(gradient)
             else:
-                _local(parameter.grad).add_(gradient)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local_tensor(parameter.grad).add_(gradient)
 
 
 def loss_of(result: object, name: str) -> Tensor:
-    """The first number with a gradient among what a step called `name` returns. Raises: UserError."""
+    """The first number that requires a gradient in the result of the step `name`. Raises: UserError."""
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
             return leaf
@@ -167,7 +164,6 @@ def loss_of(result: object, name: str) -> Tensor:
 
 
 def no_loss(name: str) -> UserError:
-    """The error for a step without a loss."""
     return UserError(
         f"result of {name}",
         got="no number that requires a gradient",
@@ -177,7 +173,7 @@ def no_loss(name: str) -> UserError:
 
 
 class _RunnableGraph:
-    """A graph to run. Attributes: placeholders: by name, in order."""
+    """placeholders: by name, in order."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
@@ -185,7 +181,7 @@ class _RunnableGraph:
         self._run = GraphRunner(module, Phase.BACKWARD, Recorder())
 
     def __call__(self, values: list[object]) -> list:
-        """The outputs. Args: values: of the placeholders; the list is emptied."""
+        """Args: values: of the placeholders; the list is emptied. Returns: the outputs."""
         return list(cast(Sequence, self._run(values)))
 
 
@@ -201,10 +197,9 @@ def cannot_be_paired(step: ModelStep) -> str:
 
 
 def with_pair(step: ModelStep, plan: Plan, *, must: bool) -> Plan:
-    """The plan with the order of a pair that rank 0 plans within the plan's memory limit; without one where
-    microbatches cannot run in pairs. Collective.
+    """The plan with the order of a pair, which rank 0 plans within the plan's memory limit. Collective.
 
-    Args: must: that is an error. Raises: UserError on all ranks.
+    Args: must: raise a UserError on all ranks where microbatches cannot run in pairs; else the pair is empty.
     """
 
     def planned() -> tuple[tuple[str, ...], float]:

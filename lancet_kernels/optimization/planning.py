@@ -1,13 +1,13 @@
-"""Gets the plans of a costed step: fused launches or streams, then from a file, or from its planner,
-predicted with measured parts.
+"""Plans for a costed step: fused launches or streams first; then a plan from a file, or from the planner with
+measured parts.
 
-A stored plan applies to one graph, which its fingerprint names. Where it is for another one, the error says
-in the user's words what differs (`Step.setting`).
+A stored plan applies to one graph, which its fingerprint identifies. For another graph, the error names the
+first difference in ranks, model, parameters or inputs (`Step.setting`).
 
-`Staleness`: has the routing of a run moved so far from that of the first step that another plan would be
-faster? All ranks of an expert group wait for the one that gets most rows, so that exchanges and experts take
-longer, and what computes beside them does not. The plans that were candidates for the step are simulated with
-these longer times; nothing is measured, captured or planned again.
+`Staleness` tells whether routing has moved so far from that of the first step that another plan would be
+faster. The straggler of an expert group, the rank with most rows, determines the time of exchanges and
+experts; computation beside them takes as long as before. The candidate plans are simulated with such times;
+nothing is measured, captured or planned again.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _log = logging.getLogger(__name__)
 
 Planned = Sequence[tuple[Plan, Timeline]]
 STALE_FROM = 1.02
-"""A plan is stale if routing makes another faster by this factor: trials of equal plans differ as much."""
+"""A plan is stale if another one is predicted faster by this factor, the noise of trials of equal plans."""
 # Strategies that may use fused launches; the others reproduce other systems for comparison.
 FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw", *DUPLEX)
 
 
 @dataclass(frozen=True)
 class FusedChoice:
-    """Fused launches, or streams.
+    """The choice between fused launches and streams.
 
     stored: a plan file, whose choice is used if it has one for this program. device: of the model.
-    here: is the step measured on this machine? Then its launches are, too, unless they are interpreted.
+    here: whether the step is measured on this machine; its launches are then, too, unless interpreted.
     Raises: UserError for a strategy or a device without fused launches.
     """
 
@@ -88,7 +88,7 @@ class FusedChoice:
 
     @property
     def interpreted(self) -> bool:
-        """Do kernels run in the interpreter? Its times say nothing about a GPU."""
+        """Whether kernels run in the interpreter, whose times mean nothing for a GPU."""
         from lancet_kernels.kernels.runtime import INTERPRETED
 
         return INTERPRETED
@@ -107,7 +107,7 @@ class FusedChoice:
     def confirmed(
         self, groups: tuple[FusedGroup, ...], streams: Step, fused: Step, world: str
     ) -> tuple[FusedGroup, ...]:
-        """The same groups, or all on streams if the step is predicted faster so. Collective.
+        """The groups, or all of them on streams if the step is predicted faster then. Collective.
 
         Args: streams, fused: the step without and with these layers fused.
         """
@@ -143,7 +143,7 @@ class FusedChoice:
 def fuse_layers(
     step: ModelStep, choice: FusedChoice, cluster: str | Path | Cluster | None
 ) -> tuple[ModelStep, tuple[FusedGroup, ...]]:
-    """The step with the layers fused that rank 0 chooses, or `step` itself, and what was chosen.
+    """The step with the layers fused that rank 0 chooses, or `step` itself, and the choice for each group.
 
     Collective over all ranks. Args: cluster: as in `ModelStep.costed`.
     """
@@ -164,23 +164,23 @@ def plans_of(
     fused: tuple[FusedGroup, ...],
     strategy: str,
     options: PlanningOptions,
-    given: str | Path | None,
+    file: str | Path | None,
     cache: str | Path | None,
     measured: bool,
 ) -> tuple[list[tuple[Plan, Timeline]], bool]:
-    """The plans of rank 0 for a step with their timelines, the best one first; are they new, or from a file?
+    """The plans of rank 0 with their timelines, the best one first, and whether they are new (not of a file).
     Collective.
 
-    Args: fused: as of `Plan`. options, cache: as of `optimize`; given: its `plan`. measured: the step is
+    Args: fused: as of `Plan`. options, cache: as of `optimize`; file: its `plan`. measured: the step is
         measured on this machine.
     """
     world = step.groups.world
-    if given is not None:
-        plans = result_of_first_rank(world, lambda: [plan_of_file(given, step, strategy)])
+    if file is not None:
+        plans = result_of_first_rank(world, lambda: [plan_of_file(file, step, strategy)])
     else:
-        # Several plans are only compared if they can be measured.
+        # Only measured plans are compared.
         most = 4 if measured else 1
-        # A pair is a schedule of whole instructions.
+        # A pair orders uncut instructions.
         base = "lancet-dw" if strategy == MICROBATCHES else strategy
         plans = plans_for(step, base, options, cache, most, world)
     planned = predicted(step, plans, measured)
@@ -193,13 +193,13 @@ def plans_of(
     best = replace(best, fused=fused)
     if strategy == MICROBATCHES and not best.pair:
         best = with_pair(step, best, must=True)
-    # One that was stored has its order.
+    # Stored plans have an order; new ones that will be measured have none yet.
     return [(best, timeline), *planned], not plans[0].order
 
 
 def on_device(options: PlanningOptions | None, device: torch.device, world: str) -> PlanningOptions:
-    """The options, with the free memory of the CUDA device that has least of it, including torch's unused
-    cache. Collective over the ranks `world`, which plan together."""
+    """The options, with the least free memory of the ranks' CUDA devices, torch's unused cache included.
+    Collective over the ranks `world`."""
     options = options or PlanningOptions.from_environment()
     if device.type != "cuda":
         return options
@@ -219,14 +219,14 @@ def plans_for(
         return [stored]
     planner = _planner(step, strategy, options, most > 1, world)
     plans = result_of_first_rank(world, lambda: planner.candidates(strategy, most))
-    # With measured parts, another order may be the best.
+    # Orders are searched again with measured parts.
     return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _planner(step: Step, strategy: str, options: PlanningOptions, ordered_again: bool, world: str) -> Planner:
-    """The step's planner; for `auto` with the plans of all strategies, which ranks share. Collective.
+    """The step's planner; for `auto` with the plans of all strategies, planned in parallel. Collective.
 
-    Args: ordered_again: with measured parts, so that it searches no orders.
+    Args: ordered_again: orders are searched later, with measured parts, and not by the planner.
     """
     planner = step.planner(options, search=not ordered_again)
     if strategy == AUTO:
@@ -237,7 +237,7 @@ def _planner(step: Step, strategy: str, options: PlanningOptions, ordered_again:
 
 
 def _stored(step: Step, strategy: str, options: PlanningOptions, cache: str | Path | None) -> Plan | None:
-    """The plan in `cache`, if it is what `plans_for` would plan."""
+    """The plan in `cache`, if it is for this program, strategy, options and costs."""
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
             "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
@@ -260,11 +260,11 @@ def _loaded(path: str | Path, step: Step) -> Plan:
     plan = Plan.load(path)
     own = fingerprint(step.program)
     if own != plan.program_fingerprint:
-        there, here = _difference(plan.report.setting, step.setting)
+        planned, present = _difference(plan.report.setting, step.setting)
         raise UserError(
             f"plan file {path}",
-            got=f"a plan made for {there}",
-            expected=f"one for this job, which has {here}",
+            got=f"a plan made for {planned}",
+            expected=f"one for this job, which has {present}",
             do=f"plan again (program {plan.program_fingerprint[:12]}, here {own[:12]})",
         )
     walk(step, plan, PLANNED)
@@ -285,8 +285,7 @@ def plan_of_file(path: str | Path, step: Step, strategy: str) -> Plan:
 
 
 def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tuple[Plan, Timeline]]:
-    """Each plan with its prediction, and the timeline of the simulated step. A plan without an order gets the
-    best one. Collective.
+    """Each plan with its prediction and simulated timeline; one without an order gets the best. Collective.
 
     Args: measured: measure the instructions of the partitioned graph; otherwise estimate the parts.
     """
@@ -310,14 +309,14 @@ def predicted(step: ModelStep, plans: Sequence[Plan], measured: bool) -> list[tu
             if keys[i] == key
         }
 
-    # Predictions are those of one rank, too: all choose by them.
+    # Every rank must choose by the same predictions.
     shares = results_of_ranks(step.groups.world, [partial(with_orders, key) for key in programs])
     with_order = {i: plan for share in shares for i, plan in share.items()}
     return [(with_order[i], timeline_of(i, with_order[i])) for i in range(len(plans))]
 
 
 def _difference(planned: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str]:
-    """What the plan was made for and what there is now: the first thing that differs."""
+    """The first difference: the plan's value, and that of this job."""
     for name, words in (("ranks", "rank"), ("expert_ranks", "rank that shares experts")):
         if name in planned and planned[name] != here.get(name):
             return _count(planned[name], words), _count(here.get(name, 1), words)
@@ -349,10 +348,10 @@ def _count(number: int, what: str) -> str:
 
 
 class Staleness:
-    """Counts the rows of the first call of a planned step and of each `every`-th one (0: none), where ranks
-    can get different ones: not those that a rank stands for.
+    """Counts the rows of experts in the first call of a planned step and in each `every`-th one (0: none);
+    not in an expert group whose other ranks are only stood in for.
 
-    Args: planned: the candidates with their timelines, the one that runs first.
+    Args: planned: the candidates with their timelines; first the one that runs.
     """
 
     def __init__(self, step: ModelStep, planned: Planned, every: int) -> None:
@@ -361,18 +360,18 @@ class Staleness:
         self._step, self._planned, self._every = step, planned, every if differ else 0
         self._calls = 0
         self._last: RoutingCounts | None = None
-        self._at_first = 0.0
-        self._said = ""
+        self._first_imbalance = 0.0
+        self._message = ""
 
     def counting(self) -> AbstractContextManager[None]:
-        """The context of a call. Collective in a call behind one that was counted, which warns once."""
+        """The context of a call. The call after a counted one is collective; a stale plan warns once."""
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if not self._every or len(self._planned) < 2 or is_captured:
             return contextlib.nullcontext()
         if self._last is not None:
-            before = self._said
+            before = self._message
             if self.stale() and not before:
-                warnings.warn(self._said, stacklevel=4)
+                warnings.warn(self._message, stacklevel=4)
         self._calls += 1
         if self._calls > 1 and self._calls % self._every:
             return contextlib.nullcontext()
@@ -380,24 +379,24 @@ class Staleness:
         return self._last.counting()
 
     def stale(self) -> str:
-        """Which plan would be faster now, and why; "": none. Collective in a call behind one that counted."""
+        """A message about a plan that would be faster; "": none. Collective after a counted call."""
         if self._last is not None:
             counts, self._last = self._last.by_layer(), None
             if counts:
                 now = busiest(counts, group_size(self._step.groups.expert))
-                self._at_first = self._at_first or now
-                self._said = faster(self._planned, self._at_first, now)
-        return self._said
+                self._first_imbalance = self._first_imbalance or now
+                self._message = faster(self._planned, self._first_imbalance, now)
+        return self._message
 
 
 def faster(planned: Planned, before: float, now: float) -> str:
-    """Which of the plans has become faster than the first one, in a sentence; "": none.
+    """A message about the plan that has become faster than the first one; "": none.
 
     Args: before, now: rows of the busiest rank relative to the mean, in the first step and now.
     """
     at_first, _ = _gain(planned, 1.0)
     gain, plan = _gain(planned, now / before)
-    # Where the first plan was predicted slower all along, trials or the caller chose it nevertheless.
+    # A first plan that was predicted slower from the start was chosen by trials, or by the caller.
     gain /= max(1.0, at_first)
     if gain <= STALE_FROM:
         return ""
@@ -409,7 +408,7 @@ def faster(planned: Planned, before: float, now: float) -> str:
 
 
 def _gain(planned: Planned, longer: float) -> tuple[float, Plan]:
-    """How much faster than the first plan the best of the others is, and this one."""
+    """The best of the other plans, and how many times as fast as the first plan it is."""
     own, *others = (_milliseconds(plan, timeline, longer) for plan, timeline in planned)
     best = min(range(len(others)), key=others.__getitem__)
     return own / others[best], planned[1 + best][0]

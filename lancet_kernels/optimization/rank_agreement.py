@@ -1,9 +1,9 @@
-"""Makes sure that all ranks run the same collectives in the same order.
+"""Makes all ranks run the same collectives in the same order.
 
-Where they do not, gloo ends the process, and NCCL hangs. So whatever changes that order is decided by rank 0,
-by all ranks together, or from what is the same on all of them:
+Otherwise gloo ends the process, and NCCL hangs. So whatever changes that order is decided by rank 0, by all
+ranks together, or from state that all ranks share:
 
-    what is decided                          by
+    decision                                 by
     arguments of optimize(), left out passes compared (`check_settings`): an error that names them
     the graph, parameters                    compared (`alike`): an error that names the ranks
     measure again, or use stored times       rank 0 reads the file (`graph.costs.profiler`); later figures are
@@ -19,13 +19,13 @@ by all ranks together, or from what is the same on all of them:
     inputs of another shape                  each rank: its collectives are those of the plan
     captured shapes that are dropped         each rank: no collectives
     compare parameters in this call          the number of calls, which is the same by the above
-    gradients that the plan does not sum     each rank, on a communicator of its own: who stays away is named
-                                             after the timeout
+    gradients that the plan does not sum     each rank, on separate communicators: a rank that stays away is
+                                             named after the timeout
     number of microbatches, no_sync,         the caller: compared before the call (`CallAgreement`)
     gradients on or off
     a rank that ends or raises               nobody: waits are bounded, and name it (`ops.comm.waiting`)
 
-What the caller does outside of optimized modules is compared with LANCET_CHECK=1 (`ops.comm.checked`).
+Collectives outside of optimized modules are compared with LANCET_CHECK=1 (`ops.comm.checked`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _MESSAGE_BYTES = 512
 def alike(
     make: Callable[[], Value], digest_of: Callable[[Value], str], group: str, what: str, do: str
 ) -> Value:
-    """What `make` gives, with a digest that has to be the same on all ranks. Collective.
+    """The result of `make`, whose digest has to be the same on all ranks. Collective.
 
-    Args: what: it gives. do: the advice.
+    Args: what, do: for the message.
     Raises: the UserError of `make` on this rank; UserError that names the ranks with another digest, or none.
     """
     value, refusal, digest = None, None, ""
@@ -92,12 +92,12 @@ def result_of_first_rank(group: str, make: Callable[[], Value]) -> Value:
 
 
 def results_of_ranks(group: str, makes: Sequence[Callable[[], Value]]) -> list[Value]:
-    """The result of each of `makes`, on every rank; ranks take turns in making them. Collective.
+    """The result of each of `makes`, on every rank; they are distributed over the ranks in turn. Collective.
 
-    Raises: the first error of one on the rank that made it; on the others the same if it is a UserError, else
-    a UserError with its text.
+    Raises: the first error on the rank that ran into it; on the others the same if it is a UserError, else a
+    UserError with its text.
     """
-    # Ranks that are not there make nothing, and send nothing.
+    # Ranks that are only stood in for run nothing.
     size = group_size(group) if group and is_of_processes(group_of(group)) else 1
     rank = group_rank(group)
     own: dict[int, Value | UserError] = {}
@@ -126,9 +126,9 @@ def results_of_ranks(group: str, makes: Sequence[Callable[[], Value]]) -> list[V
 def check_settings(group: str, settings: Mapping[str, object]) -> None:
     """Raise UserError on all ranks unless they have called `optimize` alike. Collective."""
     own = {**settings, WITHOUT_PASSES: os.environ.get(WITHOUT_PASSES, "")}
-    of_ranks = values_of_ranks(own, group, _COMPARISON)
+    by_rank = values_of_ranks(own, group, _COMPARISON)
     for name in own:
-        values = [settings[name] for settings in of_ranks]
+        values = [settings[name] for settings in by_rank]
         if (other := next((r for r, value in enumerate(values) if value != values[0]), 0)) > 0:
             raise UserError(
                 "optimize() across ranks",
@@ -139,8 +139,8 @@ def check_settings(group: str, settings: Mapping[str, object]) -> None:
 
 
 class CallAgreement:
-    """What all ranks do in a call of an optimized module, before its first collective: 512 bytes from each
-    rank to all others, between the hosts.
+    """An agreement of all ranks before the first collective of a call of an optimized module: 512 bytes from
+    each host to all others.
 
     Args: group: the ranks; "": nothing is to be agreed on. name: of the module, for messages. Collective.
     """
@@ -149,30 +149,30 @@ class CallAgreement:
         self._group, self._name = host_group(group), name
 
     def way(self, call: str, own_way: Callable[[], Value | str]) -> Value | str:
-        """What `own_way` gives; if it gives on any rank the reason why that cannot run the plan, a reason on
-        all ranks.
+        """The result of `own_way`; if any rank's is a reason (str) not to run the plan, a reason on all.
 
         Args: call: in words, the same on all ranks. Collective.
-        Raises: the UserError of `own_way`, and on the other ranks one that names this rank; UserError for
-            ranks that do different things.
+        Raises: the UserError of `own_way`, and on the other ranks one that names this rank; UserError if
+            `call` differs.
         """
         if not self._group or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return own_way()
-        refusal, way, said = None, cast("Value | str", ""), ""
+        refusal, way, own_reason = None, cast("Value | str", ""), ""
         try:
             way = own_way()
-            said = way if isinstance(way, str) else ""
+            own_reason = way if isinstance(way, str) else ""
         except UserError as error:
-            refusal, said = error, str(error)
-        of_ranks = self._of_ranks("\n".join([call, "refuses" if refusal else "", *said.splitlines()[:1], ""]))
+            refusal, own_reason = error, str(error)
+        own = "\n".join([call, "refuses" if refusal else "", *own_reason.splitlines()[:1], ""])
+        by_rank = self._gathered(own)
         if refusal is not None:
             raise refusal
-        self._compare([call for call, *_ in of_ranks])
-        for rank, (_, refuses, reason, *_) in enumerate(of_ranks):
+        self._compare([call for call, *_ in by_rank])
+        for rank, (_, refuses, reason, *_) in enumerate(by_rank):
             if refuses:
                 raise self._error(f"an error on rank {rank}: {reason}", "none", "mend it there")
-        reasons = [(rank, reason) for rank, (_, _, reason, *_) in enumerate(of_ranks) if reason]
-        return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons and not said else way
+        reasons = [(rank, reason) for rank, (_, _, reason, *_) in enumerate(by_rank) if reason]
+        return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons and not own_reason else way
 
     def _compare(self, calls: list[str]) -> None:
         ranks: dict[str, list[str]] = {}
@@ -185,12 +185,12 @@ class CallAgreement:
     def _error(self, got: str, expected: str, do: str) -> UserError:
         return UserError(f"{self._name} across ranks", got=got, expected=expected, do=do)
 
-    def _of_ranks(self, text: str) -> list[list[str]]:
+    def _gathered(self, text: str) -> list[list[str]]:
         """The lines of the texts of all ranks."""
         encoded = text.encode()[: _MESSAGE_BYTES - 4].ljust(_MESSAGE_BYTES, b"\0")
         own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        of_ranks = own.new_empty(group_size(self._group), _MESSAGE_BYTES)
+        rows = own.new_empty(group_size(self._group), _MESSAGE_BYTES)
         with waiting(f"agreement on a call of {self._name}", group_of(self._group)):
-            dist.all_gather(list(of_ranks), own, group=group_of(self._group))
-        texts = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in of_ranks)
+            dist.all_gather(list(rows), own, group=group_of(self._group))
+        texts = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows)
         return [text.split("\n") for text in texts]

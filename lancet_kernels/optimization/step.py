@@ -2,7 +2,7 @@
 
     capture_step -> costed -> (fuse) -> Plan -> planned -> compiled
 
-Each makes a new `ModelStep` of the one before.
+Each returns a new `ModelStep`.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 class ModelStep(Step):
     """A training step of a model on this rank.
 
-    model: the one that is trained. arguments: the example inputs. captured: of the model, or of its `twin`
-    after `fully_shard`. reduction: "mean", "sum", or "" for none. gradient_groups: by the name of the
-    parameter. accumulate: how many microbatches share the sums of gradients. profiler: measures it.
-    context: the exchanges of its fused layers and its sums of gradients, also of the step for other inputs.
+    model: the trained one. arguments: the example inputs. captured: of the model, or of its `twin` after
+    `fully_shard`. reduction: "mean", "sum", or "" for none. gradient_groups: by the name of the parameter.
+    accumulate: how many microbatches share the sums of gradients. profiler: measures the step. context: the
+    exchanges of fused layers and the sums of gradients, shared with the step for other inputs.
     """
 
     model: nn.Module
@@ -83,23 +83,21 @@ class ModelStep(Step):
     twin: Twin | None = None
     context: Context = field(default_factory=lambda: Context(Accumulation()))
 
-    # What it is.
-
     @property
     def reduces_gradients(self) -> bool:
-        """Does the step sum gradients that FSDP does not?"""
+        """Whether the step sums gradients beside those that FSDP reduces."""
         return bool(self.reduction) and any(self.gradient_groups.values())
 
     @property
     def communicates(self) -> bool:
-        """Does it communicate beside its sums of gradients?"""
+        """Whether it communicates beside its sums of gradients."""
         if self.twin is not None or self.context.layers:
             return True
         return any(_has_group(node) and not GRADIENTS_OF.on(node) for node in self.module.graph.nodes)
 
     @property
     def divide_by(self) -> int:
-        """What the sum of all ranks' losses is divided by."""
+        """The divisor of the sum of all ranks' losses."""
         return group_size(self.groups.data) if self.reduction == "mean" else 1
 
     @property
@@ -121,16 +119,13 @@ class ModelStep(Step):
 
     @property
     def digest(self) -> str:
-        """Hex digits that differ where ranks cannot run one plan: another graph, or other parameters."""
+        """Hex digits that are equal on all ranks if graph, parameters and buffers are."""
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
-        # A digest, because all ranks gather it from all ranks.
         return fingerprint(self.program) + hashlib.sha256(repr(state).encode()).hexdigest()
 
-    # Its graph.
-
     def rewritten(self) -> ModelStep:
-        """What was captured, after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
+        """The captured graph after the passes `walk.CAPTURED`: with sums of gradients, statistics moved."""
         joint, outputs = self.captured.joint, self.captured.forward_outputs
         step = replace(self, module=joint, forward_outputs=outputs, sums=self._gradient_sums())
         return walk(replace(step, setting=self._setting()), UNPLANNED, CAPTURED)
@@ -167,14 +162,14 @@ class ModelStep(Step):
         return sums
 
     def _scale_of_shards(self, parameter: ShardedParameter) -> float:
-        """What sums of its gradients are multiplied with; those of the graph are divided already."""
+        """The factor for sums of its gradients, because the graph divides gradients already."""
         own = parameter.divide_by
         if own is None:
             own = self.divide_by if self.reduction else group_size(self.groups.data)
         return self.divide_by / own
 
     def context_of_layer(self, layer: MatchedLayer) -> int:
-        """The number of the context, which has the layer's exchange from now on."""
+        """Add the layer's exchange to the context. -> the number of the context."""
         if layer.name not in self.context.layers:
             self.context.layers[layer.name] = self._exchange_of(layer)
         return self.context.number
@@ -194,8 +189,6 @@ class ModelStep(Step):
         local_experts, hidden, width = layer.w2.meta["val"].shape
         return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
 
-    # Its costs.
-
     def costed(self, cluster: str | Path | Cluster | None) -> ModelStep:
         """The step with the costs of its instructions: measured here, or estimated for a cluster."""
         if cluster is not None:
@@ -213,7 +206,7 @@ class ModelStep(Step):
 
         op_by_op, costs = measured(again=False)
         if all(instruction.milliseconds is None for instruction in self.program.instructions):
-            # Times that an instruction already has are those of fused launches in the interpreter.
+            # Only fused launches in the interpreter have times before.
             run_ms, earlier_ms = self.profiler.milliseconds_as_it_runs(self.module, self.inputs, self.program)
             if differ(run_ms, earlier_ms or blocking_ms(op_by_op, costs)):
                 op_by_op, costs = measured(again=True)
@@ -221,7 +214,7 @@ class ModelStep(Step):
         return replace(self, timed=self._timed(self.module, costs, self.program), cost=costs)
 
     def at_speed(self, run_ms: float) -> ModelStep:
-        """A step that was measured here, on ranks that now take `run_ms` for its graph (`run_as_a_whole`)."""
+        """The costs of a measured step for ranks on which `run_as_a_whole` of its graph takes `run_ms`."""
         assert isinstance(self.cost, MeasuredCosts)
         program = replace(self, timed=None).program
         op_by_op = self.profiler.program(self.module, self.inputs, program)
@@ -238,7 +231,7 @@ class ModelStep(Step):
         return self._timed(module_of(self.module, self.cutter.graph(plan.ranges)), self.cost)
 
     def _timed(self, module: fx.GraphModule, costs: MeasuredCosts, program: Program | None = None) -> Program:
-        """The Program of a graph of the step in one of the microbatches, with measured times."""
+        """The Program of a graph of the step for one microbatch, with measured times."""
         shares = dict.fromkeys(self.sums_of_gradients, 1 / self.accumulate)
         whole = None if module is self.module else self.module
         op_by_op = self.profiler.program(module, self.inputs, program, shares, beside=whole)
@@ -249,7 +242,7 @@ class ModelStep(Step):
         return {node.name for node in self.module.graph.nodes if GRADIENTS_OF.on(node)}
 
     def _shared(self, program: Program, cost: Cost) -> Program:
-        """The Program of one of the microbatches, each of which has its share of the sums' time."""
+        """The Program of one microbatch, with its share of the time of the sums of gradients."""
         if self.accumulate == 1:
             return program
         instructions = {i.name: i for i in program.instructions}
@@ -257,8 +250,6 @@ class ModelStep(Step):
             ms = cost(instructions[name], program.tensors) / self.accumulate
             instructions[name] = replace(instructions[name], milliseconds=ms, microbatches=self.accumulate)
         return replace(program, instructions=tuple(instructions.values()))
-
-    # Running it.
 
     def planned(self, plan: Plan) -> ModelStep:
         """The step with the plan's ranges cut, in the plan's order."""
@@ -272,7 +263,7 @@ class ModelStep(Step):
         def halves(joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
             to_run = replace(self, module=joint, forward_outputs=outputs)
             forward, backward = walk(to_run, plan, RUNNING).halves
-            # A backward may come when the module is gone.
+            # Keeps the context alive for a backward after the module is freed.
             forward.meta["context"] = backward.meta["context"] = self.context
             return forward, backward
 
@@ -280,11 +271,10 @@ class ModelStep(Step):
 
     @cached_property
     def guards(self) -> Guards:
-        """What must stay as it is for the step to run."""
         return Guards(self.model, self.captured.assumptions(), self.arguments, self.reduces_gradients)
 
     def context_of_sum(self, key: tuple[object, ...]) -> int:
-        """The number of the context, which has this sum of gradients from now on."""
+        """Add a sum of gradients to the context. -> the number of the context."""
         self.accumulation.of(key, [self._trained[name] for name in key if name in self._trained])
         return self.context.number
 
@@ -295,7 +285,6 @@ class ModelStep(Step):
 
     @cached_property
     def _trained(self) -> dict[object, Tensor]:
-        """Parameters by name."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
 
@@ -322,15 +311,15 @@ def capture_step(
     profiler = Profiler(own, next(model.parameters()).device, times, twin.groups if twin else {})
 
     def captured() -> ModelStep:
-        of_torch = _captured(model, twin, arguments)
+        graph = _captured(model, twin, arguments)
         if rewrite is not None:
-            rewrite(of_torch.joint)
+            rewrite(graph.joint)
         step = ModelStep(
-            module=of_torch.joint,
+            module=graph.joint,
             model=model,
             twin=twin,
             arguments=arguments,
-            captured=of_torch,
+            captured=graph,
             groups=own,
             gradient_groups={name: over[parameter] for name, parameter in named},
             reduction=reduction,
@@ -349,10 +338,7 @@ def agreed(make: Callable[[], ModelStep], group: str) -> ModelStep:
 
 
 def placeholder_value(node: fx.Node, state: Callable[[str], Tensor], leaves: Sequence[object]) -> object:
-    """What is handed to a graph for a placeholder: a parameter or buffer, or one of the leaves of the inputs.
-
-    Args: state: gives a parameter or buffer by name.
-    """
+    """The value of a placeholder: a parameter or buffer by name (`state`), or one of the inputs' leaves."""
     name, position = state_name(node), input_position(node)
     if name is not None:
         return state(name)
@@ -373,27 +359,26 @@ def _captured(model: nn.Module, twin: Twin | None, arguments: Arguments) -> Capt
     captured = capture(twin.module if twin else model, *arguments)
     if twin is None:
         return captured
-    of_model = partial(TwinAssumptions, twin, captured.assumptions)
-    return replace(captured, shards=twin.shards, assumptions=of_model)
+    assumptions = partial(TwinAssumptions, twin, captured.assumptions)
+    return replace(captured, shards=twin.shards, assumptions=assumptions)
 
 
 def blocking_ms(program: Program, costs: MeasuredCosts) -> float:
-    """A step all communication of which blocks, simulated."""
+    """The simulated time of the step if all communication blocks."""
     names = [i.name for i in program.instructions if i.kind.is_communication]
     return simulate(program, costs, blocking=frozenset(names)).iteration_ms
 
 
 def slowdown(program: Program, costs: MeasuredCosts, run_ms: float, other_threads_ms: float = 0.0) -> float:
-    """How many times as long computation takes in a step as it runs as op by op (`MeasuredCosts.slowdown`).
+    """The time of computation in a whole step relative to the sum of its ops (`MeasuredCosts.slowdown`).
 
     Example: ops of 900 ms and blocking communication of 600 ms, but a step of 1,700: 1 + 200 / 900 = 1.22. If
     45 of the 900 ms are other threads, which move bytes while the step waits: 1 + 245 / 900 = 1.27.
 
-    Args: program: with times op by op. run_ms: the step as it runs, all communication of which blocks.
-    other_threads_ms: of computation, what only communication that overlaps it takes from it.
+    Args: program: with times op by op. run_ms: of the whole step with blocking communication.
+    other_threads_ms: the part of computation that only overlapping communication takes from it.
     """
     ms = durations(program, costs)
     compute_ms = sum(t for i, t in zip(program.instructions, ms, strict=True) if i.kind is Kind.COMPUTE)
-    # A step of next to no computation says nothing about it.
     beyond_ms = run_ms - (blocking_ms(program, costs) - other_threads_ms)
     return max(0.5, 1 + beyond_ms / compute_ms) if compute_ms > 0 else 1.0

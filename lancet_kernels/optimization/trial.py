@@ -1,10 +1,9 @@
-"""Which plan is fastest on the real ranks? A few steps of each way to run the step, in turn.
+"""Chooses the fastest plan by real steps on all ranks, a few of each candidate, in turn.
 
-A trial is a forward and a `backward()`, hooks on gradients included. It leaves no trace: `.grad`, buffers and
-other tensors that the forward reads, inputs and the states of the random generators are afterwards what they
-were, and no hook that updates parameters when gradients are accumulated is called. A way that refuses the
-step on any rank (the module as it is, with reentrant checkpointing, whose gradients only a plan sums) is left
-out.
+A trial is a forward and a `backward()`, hooks on gradients included. It has no side effects: `.grad`, buffers
+and other tensors that the forward reads, inputs and random generators are restored, and hooks that update
+parameters when gradients are accumulated do not run. A candidate that refuses the step on any rank (the plain
+module with reentrant checkpointing, whose gradients only a plan sums) is left out.
 """
 
 from __future__ import annotations
@@ -39,18 +38,17 @@ from lancet_kernels.timing import in_turn
 _log = logging.getLogger(__name__)
 WARMUP = 1
 MOST_TRIED = 2
-"""Plans that are predicted fastest, of which real steps are measured, beside the blocking one."""
+"""How many of the plans that are predicted fastest are measured, beside the blocking one."""
 Build = Callable[[Plan, Timeline], OptimizedModule]
-"""Builds a module that trains a step with a plan, or as it is if the plan says so."""
 
 
 def fastest(
     step: ModelStep, build: Build, planned: Sequence[tuple[Plan, Timeline]], trials: int
 ) -> OptimizedModule:
-    """The module with the plan that is fastest in `trials` real steps; as it is if no plan is worth it. Its
+    """The module with the plan that is fastest in `trials` real steps, plain if no plan is worth it. Its
     microbatches run in pairs if that is faster. Collective.
 
-    Args: planned: with their timelines; first the plan that is predicted fastest.
+    Args: planned: with timelines; first the plan that is predicted fastest.
     """
     best, timeline = planned[0]
     figures = {"compared": best.report.compared, "pair_ms": best.report.pair_ms}
@@ -66,7 +64,7 @@ def fastest(
     ways = modules | {PLAIN: build(replace(best, plain=True), timeline)}
     runs = {name: partial(_one_step, module.bare_step(step.arguments)) for name, module in ways.items()}
     measured = milliseconds_of(step, runs, trials)
-    # Where every plan refuses the step, the module as it is may run.
+    # If every plan refuses the step, the plain module may still run it.
     name = min(measured.keys() & modules, key=measured.__getitem__, default=best.report.chosen)
     chosen = modules[name]
     if measured.get(name, math.inf) > (1 - WORTH) * measured.get(PLAIN, math.inf):
@@ -78,7 +76,7 @@ def fastest(
 def _in_pairs_if_faster(
     step: ModelStep, build: Build, optimized: OptimizedModule, trials: int
 ) -> OptimizedModule:
-    """A module whose microbatches run in pairs, if real ones are then faster. Collective."""
+    """A module whose microbatches run in pairs, if that is measured faster. Collective."""
     plan = with_pair(step, replace(optimized.plan, plain=False), must=False)
     if not plan.pair or plan.report.pair_ms >= plan.report.predicted.iteration_ms:
         return optimized
@@ -98,11 +96,10 @@ def _in_pairs_if_faster(
 def milliseconds_of(
     step: ModelStep, runs: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
-    """Time by name (`typical`), in each round that of the slowest rank: the same on all ranks. Collective.
+    """The `typical` time by name, in each round that of the slowest rank; the same on all ranks. Collective.
 
-    Args: runs: run one step, or several microbatches of it, forward and backward.
-    Raises: the UserError with which all of them refuse the step, on the other ranks one that says so; those
-    with which some do are logged.
+    Args: runs: of forward and backward, by name.
+    Raises: UserError if all runs refuse the step; the errors of some runs alone are logged.
     """
     refusals: dict[str, UserError] = {}
 
@@ -113,11 +110,11 @@ def milliseconds_of(
             refusals[name] = error
             return math.inf
 
-    # On: steps of a user's model may leave tensors in reference cycles.
-    with _without_trace(step), garbage_collection(on=True):
+    # Steps of a user's model may leave tensors in reference cycles.
+    with _restoring_state(step), garbage_collection(on=True):
         own = in_turn(runs, timed, rounds, WARMUP, first_changes=True)
-    of_ranks = values_of_ranks(own, step.groups.world, "comparison of measured steps")
-    slowest = {name: [*map(max, zip(*(times[name] for times in of_ranks), strict=True))] for name in runs}
+    by_rank = values_of_ranks(own, step.groups.world, "comparison of measured steps")
+    slowest = {name: [*map(max, zip(*(times[name] for times in by_rank), strict=True))] for name in runs}
     ended = {name: times for name, times in slowest.items() if math.inf not in times}
     if not ended:
         elsewhere = UserError(
@@ -133,10 +130,10 @@ def milliseconds_of(
 
 
 def typical(rounds_ms: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The time by name, given that of each round: the median share of a round times the median round.
+    """The time by name from that of each round: the median share of a round times the median round.
 
-    A machine whose speed drifts slows all of a round, which leaves its shares as they are, while medians of
-    the times may be of rounds of different speeds.
+    Drift of a machine's speed affects a whole round, and so not the shares in it; medians of times would mix
+    rounds of different speeds.
     """
     mean_ms = [statistics.fmean(times) for times in zip(*rounds_ms.values(), strict=True)]
     middle_ms = statistics.median(mean_ms)
@@ -170,8 +167,8 @@ def _one_step(forward: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _gradients_aside(step: ModelStep) -> Iterator[None]:
-    """A context that parameters and inputs enter without gradients and without what happens when these are
-    accumulated (an optimizer in the backward, say); afterwards they have their former ones."""
+    """A context in which parameters and inputs have neither gradients nor hooks on accumulated gradients (an
+    optimizer in the backward, say); both are restored."""
     tensors = (*step.model.parameters(), *_tensors(step.arguments))
     before = {t: (t.grad, t._post_accumulate_grad_hooks) for t in tensors if t.is_leaf}
     for tensor, (_, hooks) in before.items():
@@ -191,7 +188,7 @@ def _finish(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _without_trace(step: ModelStep) -> Iterator[None]:
+def _restoring_state(step: ModelStep) -> Iterator[None]:
     plain = step.captured.plain.values()
     changing = [*step.model.buffers(), *plain.values(), *_tensors(step.arguments)]
     before = [(tensor.detach().clone(), tensor.is_inference() or tensor._version) for tensor in changing]

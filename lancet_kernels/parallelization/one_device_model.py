@@ -1,4 +1,4 @@
-"""The model that `parallelize` is given: its forward on one device, for the whole batch and a microbatch."""
+"""The input of `parallelize`: a model's forward on one device, for the whole batch and a microbatch."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _MOVES = frozenset(
     for op in """view reshape _unsafe_view t transpose permute expand detach alias clone squeeze
     unsqueeze""".split()
 )
-"""Ops that may be there or not for the same gradient."""
+"""Ops that `_gradient_formulas` skips: they only move elements."""
 
 
 class OneDeviceModel:
-    """A model with example inputs: the whole batch, of which `copies` microbatches are made.
+    """A model with example inputs: the whole batch, to be cut into `copies` microbatches.
 
-    Raises: CaptureError; UserError for a model that cannot be sharded, in one line that says why.
+    Raises: CaptureError; UserError for a model that cannot be sharded.
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments, copies: int) -> None:
@@ -69,7 +69,7 @@ class OneDeviceModel:
                 "activations are saved",
                 stacklevel=4,
             )
-        self._leave_ranks()
+        self._clear_groups()
         self.program = forward_of(self.captured, self.name)
         for instruction in self.program.instructions:
             if GENERATOR in instruction.mutates:
@@ -77,13 +77,13 @@ class OneDeviceModel:
                 raise self._refuse(got, "none", "use lancet_kernels.Dropout, or set its probability to 0")
         self._compare_gradients()
 
-    def _leave_ranks(self) -> None:
-        """Number tokens as on one device. Raises: UserError for any other op of a group of ranks."""
+    def _clear_groups(self) -> None:
+        """Number tokens as on one device. Raises: UserError for any other op with a group of ranks."""
         for node in self.captured.joint.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             for n, argument in enumerate(schema.arguments if schema is not None else ()):
-                given = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
-                if argument.name not in ("group", "group_name") or not given:
+                group = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
+                if argument.name not in ("group", "group_name") or not group:
                     continue
                 if op_name(node) != "lancet.token_index":
                     got = f"{node.name} ({op_name(node)}), an op of several ranks"
@@ -95,7 +95,7 @@ class OneDeviceModel:
 
     @cached_property
     def microbatches(self) -> PartitionRange | None:
-        """How the batch is cut into them. Raises: UserError where it cannot be."""
+        """The cut of the batch; None for one microbatch. Raises: UserError where it cannot be cut."""
         if self.copies == 1:
             return None
         try:
@@ -123,15 +123,15 @@ class OneDeviceModel:
             return on_part_of_batch(module, cut.forms, self.copies)
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            got = f"a forward that does not run on half of its batch ({reason})"
+            got = f"a forward that does not run on a part of its batch ({reason})"
             raise self._refuse(got, "ops along the batch", "use copies=1") from error
 
     def microbatch_program(self, name: str = "") -> Program:
-        """What a strategy is for: of the first microbatch."""
+        """The Program of the first microbatch, for which strategies are."""
         return self.as_forward(program_from_fx(self.microbatch), name)
 
     def as_forward(self, program: Program, name: str = "") -> Program:
-        """The Program of the microbatch's graph, with what the backward reads (`forward_of`)."""
+        """A Program of the microbatch's graph with the attribute `saved` of `forward_of`."""
         whole = {i.name: i.attributes["saved"] for i in self.program.instructions}
         instructions = tuple(
             replace(i, attributes={**i.attributes, "saved": whole[i.name]}) for i in program.instructions
@@ -139,7 +139,7 @@ class OneDeviceModel:
         return replace(program, name=name or self.name, instructions=instructions)
 
     def values(self, module: fx.GraphModule) -> list[object]:
-        """A value for each placeholder of a forward graph; of inputs as many rows as the graph is for."""
+        """A value for each placeholder of a forward graph; inputs are cut to the graph's number of rows."""
         state = self.captured.state()
         values = []
         for node in module.graph.find_nodes(op="placeholder"):
@@ -159,7 +159,7 @@ class OneDeviceModel:
 
     @cached_property
     def input_positions(self) -> list[int]:
-        """Which leaves of the arguments the sharded graph reads, in its order."""
+        """Positions of the leaves of the arguments that the sharded graph reads, in its order."""
         return [position for _, position in self._inputs(forward_graph(self.captured).graph)]
 
     @cached_property
@@ -181,15 +181,15 @@ class OneDeviceModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the forward that are neither parameters, buffers nor inputs, by attribute: constants
-        that it writes itself, and plain tensors."""
+        """Tensors of the forward that are neither parameters, buffers nor inputs, by attribute: constants of
+        the graph, and plain tensors."""
         module = forward_graph(self.captured)
         targets = [node.target for node in module.graph.nodes if node.op == "get_attr"]
         constants = {target: operator.attrgetter(target)(module) for target in targets}
         return constants | self.captured.plain.values()
 
     def forms(self, strategy: ShardingStrategy) -> dict[str, Form]:
-        """By first name, in which form a rank has a parameter. Buffers are whole."""
+        """The form of each parameter on a rank, by first name. Buffers are whole."""
         forms: dict[str, Form] = {name: WHOLE for name, _ in self.model.named_parameters()}
         for placeholder, name in self.state_names.items():
             if name in forms and placeholder in strategy.parameters:
@@ -197,7 +197,7 @@ class OneDeviceModel:
         return forms
 
     def sharded_graph(self, strategy: ShardingStrategy, group: str) -> fx.Graph:
-        """The forward of one rank; its attributes go by their first names."""
+        """The forward of one rank, whose attributes have their first names."""
         graph = forward_graph(self.captured).graph
         inputs = {name: f"input_{position}" for name, position in self._inputs(graph)}
         forms = self.forms(strategy)
@@ -207,7 +207,7 @@ class OneDeviceModel:
         return shard_graph(graph, strategy, group, self.copies, state, inputs)
 
     def _compare_gradients(self) -> None:
-        """Refuse a model whose gradients are not those of its forward ops: those alone are sharded."""
+        """Refuse a model whose gradients are not those of its forward ops, from which sharded ones follow."""
         traced = self.captured.module
         assert isinstance(traced, fx.GraphModule)
         if not any(map(_may_change_gradients, traced.graph.nodes)):
@@ -226,7 +226,7 @@ class OneDeviceModel:
 
 
 def _may_change_gradients(node: fx.Node) -> bool:
-    """May a node of the module's trace be anything but an op with torch's own gradient?"""
+    """False for a node of the module's trace that is an op with torch's own gradient."""
     if node.op == "call_method":
         return node.target in ("detach", "detach_", "requires_grad_", "register_hook")
     if node.op != "call_function":
@@ -237,17 +237,17 @@ def _may_change_gradients(node: fx.Node) -> bool:
 
 
 def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list[str]:
-    """A digest of how each gradient is calculated, moves of elements left out.
+    """A digest of the computation of each gradient, without `_MOVES`.
 
-    Args: inputs: by position, the parameter that an input of the captured module stands for.
+    Args: inputs: the parameter for which an input of the captured module stands, by position.
     """
     digests: dict[fx.Node, str] = {}
     for node in captured.joint.graph.nodes:
         read = [digests[source] for source in node.all_input_nodes]
         if node.op == "placeholder":
             position = input_position(node)
-            given = None if position is None else inputs.get(position, position)
-            text = repr((state_name(node) or given, is_tangent(node)))
+            name = state_name(node) or (None if position is None else inputs.get(position, position))
+            text = repr((name, is_tangent(node)))
         elif op_name(node) in _MOVES and len(read) == 1:
             digests[node] = read[0]
             continue
@@ -260,8 +260,8 @@ def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list
 
 
 def forward_of(captured: Captured, name: str) -> Program:
-    """The forward of a captured module, without what only the backward needs. Attribute `saved` of an
-    instruction: positions of the outputs that the backward reads."""
+    """The forward of a captured module, without instructions that only the backward needs. Attribute `saved`:
+    positions of an instruction's outputs that the backward reads."""
     joint = program_from_fx(captured.joint, name)
     backward = (i for i in joint.instructions if i.phase is not Phase.FORWARD)
     saved = {joint.storage[t] for i in backward for t in i.inputs}
@@ -282,7 +282,7 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
     for node in reversed(nodes):
         if node in needed and node in forward:
             needed.update(node.all_input_nodes)
-    # With every element of a tuple: a cut needs the weight of a mean, though only the backward reads it.
+    # All elements of a tuple: a cut needs the weight of a mean, though only the backward reads it.
     needed |= {n for n in nodes if n.target is operator.getitem and n.args[0] in needed and n in forward}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -294,9 +294,9 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
 
 
 def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.GraphModule:
-    """A forward graph as it would be captured with the first of `parts` equal parts of the batch.
+    """The forward graph of the first of `parts` equal parts of the batch.
 
-    Args: forms: of the tensors that have the batch in them, by name.
+    Args: forms: of the tensors with a batch dimension, by name.
     Raises: RuntimeError or ValueError where an op cannot run with fewer rows.
     """
     graph = fx.Graph()
@@ -314,8 +314,8 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
                 rule = facts_of(node).rule or Rule()
                 names = argument_names(node.target)
                 node.args = tuple(rule.arguments_of_slice(node.args, names, shape or None, sums=False))
-                given = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-                set_value(node, node.target(*given[0], **given[1]))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                set_value(node, node.target(*args, **kwargs))
             else:
                 continue
             changed.add(node)
@@ -323,8 +323,8 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
 
 
 def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:
-    """A module with the parameters, buffers and submodules of `root` that runs the graph, and that can be
-    captured: torch's trace of a GraphModule takes the module's graph for its own."""
+    """A module with the parameters, buffers and submodules of `root` that runs the graph. Unlike a
+    GraphModule, whose graph torch's trace would reuse, it can be captured."""
     forward = type(fx.GraphModule(root, graph)).forward
     module = type("GraphForward", (nn.Module,), {"forward": forward})()
     module._parameters, module._buffers, module._modules = root._parameters, root._buffers, root._modules

@@ -1,11 +1,11 @@
-"""Linear layers of a transformer's attention and MLP blocks, on the ranks of a group, as a partition says.
+"""Linear layers of a transformer's attention and MLP blocks, partitioned over the ranks of a group.
 
     norm -> qkv -> attention -> projection -> add -> norm -> fc1 -> activation -> fc2 -> add
 
-PrimePar's search (`schedules.shard.segments`) finds the partition of each operator of a block, or
-Megatron's rule gives it; the linear layers are replaced in place, and what redistributes between operators is
-derived. The code in between stays the model's own: additions and norms are whole on every rank, attention is
-cut along heads, activations along rows and features.
+PrimePar's search (`schedules.shard.segments`) or Megatron's rule gives the partition of each operator of a
+block; the linear layers are replaced in place, and redistributions between operators are derived. The code in
+between stays the model's own: additions and norms are whole on every rank, attention is cut along heads,
+activations along rows and features.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DEFAULT_CLUSTER = "p3dn"
 
 @dataclass(frozen=True)
 class Names:
-    """Names of the linear layers of a block in their module. kinds: of features out in one fused layer, by
-    kind before head (3: GPT-2's c_attn)."""
+    """Names of the linear layers of a block in their module. kinds: a fused layer's output has this many
+    kinds of features, in each of them the heads (3: queries, keys, values of GPT-2's c_attn)."""
 
     inner: tuple[str, ...]
     outer: str
@@ -66,7 +66,7 @@ MLP = (
 OPERATORS = ("qkv", "attention", "projection", "fc1", "activation", "fc2")
 HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
 CUT_WITH_HEADS = (*HEAD_COUNTS, "num_key_value_heads", "split_size", "embed_dim")
-"""Numbers of an attention module that are its ranks' own once heads are cut."""
+"""Numbers of an attention module that are divided when heads are cut."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class _Block:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Names of the first layers together, of what is between, and of the last layer."""
+        """Names of the inner layers together, of attention or activation, and of the outer layer."""
         return OPERATORS[:3] if self.heads else OPERATORS[3:]
 
     @property
     def sizes(self) -> tuple:
-        """Blocks for which they are equal are partitioned alike."""
+        """Blocks of equal sizes are partitioned alike."""
         layers = (*self.inner_layers, self.outer_layer)
         return self.names, self.heads, self.key_value_heads, *map(_shape, layers)
 
@@ -110,23 +110,22 @@ def parallelize_linears(
     partitions: Mapping[str, Partition] | None = None,
     memory_gb: float | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of every attention and MLP block (GPT-2, OPT, Llama, Bloom, by the names in
-    their modules) by layers of which each rank holds a part. In place. (PrimePar, ASPLOS '24)
+    """Replace, in place, the linear layers of every attention and MLP block (GPT-2, OPT, Llama, Bloom, by
+    their names) by layers of which each rank holds a part. (PrimePar, ASPLOS '24)
 
     Every rank has the whole model, with the same parameters, and afterwards gives it the same inputs; outputs
     and gradients are those of one device. Parameters keep their names; `whole_state_dict` gives whole ones.
-    Make the optimizer afterwards.
+    Create the optimizer afterwards.
 
     Args:
-        model: what is not a linear layer of such a block stays whole on every rank.
-        example_inputs: of the model; one forward without gradients says how many rows a batch has.
+        model: anything but the linear layers of such blocks stays whole on every rank.
+        example_inputs: of the model; one forward without gradients tells the rows of a batch.
         groups: 2^n ranks; None: all.
         strategy: "primepar" searches; "megatron" splits columns, then rows.
-        cluster: a name or a TOML file, whose links and devices the search prices. What it finds takes least
-            time.
+        cluster: a name or a TOML file; the search minimizes the time on it.
         partitions: of operators by name (qkv, attention, projection, fc1, activation, fc2), instead of those
             of the strategy.
-        memory_gb: 10^9 bytes on each rank for the linear layers of all blocks and what stands between them,
+        memory_gb: 10^9 bytes on each rank for the linear layers of all blocks and the operators between them,
             as the search counts: 16 bytes for each parameter (float16, gradient, Adam), 2 for each number
             that the backward needs. None: no limit.
     Returns: the model.
@@ -144,7 +143,7 @@ def parallelize_linears(
             f"linear layers of {type(model).__name__}",
             got="no module with those of an attention or MLP block",
             expected="; ".join(", ".join((*n.inner, n.outer)) for n in (*ATTENTION, *MLP)),
-            do="name them so, or use SquareLinear",
+            do="give them these names, or use SquareLinear",
         )
     if unknown := set(partitions or {}) - set(OPERATORS):
         raise UserError(
@@ -152,21 +151,21 @@ def parallelize_linears(
         )
     # All ranks have to use one result, also where a search ends in a tie.
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
-    of_sizes: dict[tuple, list[_Block]] = {}
+    by_sizes: dict[tuple, list[_Block]] = {}
     for one in blocks:
-        of_sizes.setdefault(one.sizes, []).append(one)
+        by_sizes.setdefault(one.sizes, []).append(one)
     prices = load_cluster(cluster)
     problems = [
         (_problem(prices, alike[0], rows, sequence, ranks, strategy, partitions or {}), len(alike))
-        for alike in of_sizes.values()
+        for alike in by_sizes.values()
     ]
     solutions = solve_apart(problems, None if memory_gb is None else 1e9 * memory_gb)
-    # What stands between equal blocks is fixed, so all of them have the partitions of the first.
-    of_operators = {
+    # Activations between blocks are whole, so equal blocks have equal partitions.
+    own = {
         sizes: {o.name: p for o, p in zip(problem.operators, solution.partitions, strict=False)}
-        for sizes, (problem, _), solution in zip(of_sizes, problems, solutions, strict=True)
+        for sizes, (problem, _), solution in zip(by_sizes, problems, solutions, strict=True)
     }
-    chosen = from_first_rank(of_operators, name, "partitions")
+    chosen = from_first_rank(own, name, "partitions")
     for one in blocks:
         _replace(one, chosen[one.sizes], groups)
     return model
@@ -182,7 +181,7 @@ def _blocks(model: nn.Module) -> Iterator[_Block]:
 
 
 def _is_linear(layer: object) -> bool:
-    """Conv1D of transformers is a linear layer with the weight the other way round."""
+    """transformers' Conv1D is a linear layer with the weight transposed."""
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
@@ -210,25 +209,26 @@ def _heads(name: str, module: nn.Module, names: Names) -> tuple[int, int]:
 
 def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: _Block) -> tuple[int, int]:
     """Rows of a batch, and of a sequence, at the first block."""
-    seen: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     hook = getattr(first.module, first.names.inner[0]).register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].shape)
+        lambda _, inputs: shapes.append(inputs[0].shape)
     )
     try:
         with torch.no_grad():
-            given = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
-            inputs, by_name = as_arguments(given)
+            examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+            inputs, by_name = as_arguments(examples)
             model(*inputs, **by_name)
     finally:
         hook.remove()
-    if not seen:
+    if not shapes:
         raise UserError(
             "example inputs",
             got=f"a forward that does not call {first.name}.{first.names.inner[0]}",
             expected="one that runs every block",
             do="give the inputs of a training step",
         )
-    return seen[0][:-1].numel(), seen[0][-2] if len(seen[0]) > 1 else 1
+    shape = shapes[0]
+    return shape[:-1].numel(), shape[-2] if len(shape) > 1 else 1
 
 
 def _problem(
@@ -238,12 +238,12 @@ def _problem(
     sequence: int,
     ranks: int,
     strategy: str,
-    given: Mapping[str, Partition],
+    explicit: Mapping[str, Partition],
 ) -> Problem:
-    """A block between two additions, with the partitions of each operator that can run here: the given one,
-    or that of Megatron's rule, or all.
+    """A block between two additions, with the partitions of each operator that can run here: the explicit
+    one, or that of Megatron's rule, or all.
 
-    Raises: UserError for an operator that no partition can run, or not the one that is given.
+    Raises: UserError for an operator that no partition, or not the explicit one, can run.
     """
     first, between, last = one.operators
     shapes = [_shape(layer) for layer in one.inner_layers]
@@ -259,7 +259,7 @@ def _problem(
     operators = (add, inner, mixed, linear(last, 1, rows, middle, out), add)
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
-    # The dimensions that may be cut, and what their slices have to divide.
+    # The dimensions that may be cut, and the numbers that their slices have to divide.
     inner_width, heads = math.gcd(*features), math.gcd(one.heads, one.key_value_heads)
     limits = {
         first: {"m": rows, "n": width, "k": inner_width},
@@ -278,7 +278,7 @@ def _problem(
                     expected="sizes that some partition divides evenly",
                     do="use fewer ranks, or another batch",
                 )
-    fixed = dict(given)
+    fixed = dict(explicit)
     if strategy == "megatron":
         rule = megatron(operators, 0, ranks.bit_length() - 1)
         fixed = {o.name: p for o, p in zip(operators, rule, strict=True)} | fixed
@@ -301,7 +301,7 @@ def _can_run(partition: Partition, limits: Mapping[str, int], ranks: int) -> boo
 
 
 def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups | None) -> None:
-    """The linear layers of a block by those under the given partitions."""
+    """Replace the linear layers of a block by partitioned ones."""
     inner, between, outer = one.operators
     middle = Neighbour(partitions[between], "h" if one.heads else "k")
     around, leading = Neighbour(partitions["add"]), LeadingDimensions()

@@ -37,8 +37,7 @@ def sharded_module(
     """A module that runs the graph, with the parameters and buffers of the model under their names: those of
     the first rank, of sharded ones this rank's slice.
 
-    Args: forms: by name, in which form a rank has a parameter. tensors: others that the graph reads, by
-        attribute.
+    Args: forms: of parameters on a rank, by name. tensors: others that the graph reads, by attribute.
     """
     root, saved = nn.Module(), model.state_dict()
     for name, buffer in [*model.named_buffers(), *tensors.items()]:
@@ -54,14 +53,14 @@ def sharded_module(
     module = runs_graph(root, graph)
     for name, form in forms.items():
         if form.is_cut:
-            # Every rank has another slice: nothing is summed.
+            # Every rank has another slice, whose gradient is not summed.
             set_gradient_group(_owner(module, name), None, [name.rpartition(".")[2]])
     module.train(model.training)
     return module
 
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
-    """The submodule that a tensor of this name belongs to; it is made where there is none."""
+    """The submodule that a tensor of this name belongs to, created if there is none."""
     owner = root
     for part in name.split(".")[:-1]:
         if part not in owner._modules:
@@ -71,14 +70,14 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
 
 
 class ParallelModule(ShardedModule):
-    """This rank's part of a training step. Call it with the whole batch, like the model on one device; every
-    rank gets the whole result, and by `backward` the gradients of its part: of whole parameters the sum over
-    the ranks, of sharded ones their slice of it.
+    """This rank's part of a training step. Call it with the whole batch, like the model on one device. Every
+    rank gets the whole result, and by `backward` the gradients of its parameters: for whole ones the sum over
+    the ranks, for sharded ones its slice of that.
 
-    A state dict is that of the whole model, by its names: what is sharded is a DTensor there, and may be
-    loaded from a DTensor on other ranks or from the whole tensor.
+    A state dict is that of the whole model, by its names; sharded parameters are DTensors there, and load
+    from a DTensor on other ranks or from the whole tensor.
 
-    strategy: in which form everything is. plan: the order in which the step runs. optimized: what runs it.
+    strategy: the sharding of the model. plan: the order of the step. optimized: the module that runs it.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class ParallelModule(ShardedModule):
         runs = optimized.module
         self._modules, self._parameters, self._buffers = runs._modules, runs._parameters, runs._buffers
         self._non_persistent_buffers_set = runs._non_persistent_buffers_set
-        # In a tuple, because it is no submodule: its parameters are these.
+        # In a tuple, so that it is no submodule with the same parameters.
         self._held = (optimized,)
         self.strategy, self.plan, self.mesh = strategy, optimized.plan, mesh
         self.forms = source.forms(strategy)
@@ -104,7 +103,7 @@ class ParallelModule(ShardedModule):
             kinds=("_modules", "_parameters", "_buffers"),
         )
         plain = source.captured.plain
-        # Which keep the model, with all of its parameters.
+        # Not without paths, because it refers to the model with all of its parameters.
         self._plain = plain if plain.paths else None
         first = source.first_names
         self._names = {name: first[name] for name in model.state_dict() if name in first}
@@ -128,8 +127,8 @@ class ParallelModule(ShardedModule):
     def forward(self, *inputs: object, **by_name: object) -> object:
         """The model's result for the whole batch.
 
-        Raises: UserError for shapes other than the example's, in another mode, or where the model or this
-        module was changed otherwise: the graph is that of the model as it was.
+        Raises: UserError for shapes other than the example's, in another mode, and after other changes of the
+        model or this module that the graph does not follow.
         """
         arguments = bind(self._signature, f"the parallelized {self._name}", inputs, by_name)
         reason = self._guards.reason(arguments) or self._changed()
@@ -147,7 +146,7 @@ class ParallelModule(ShardedModule):
         return pytree.tree_unflatten(list(results), self._structure)
 
     def _changed(self) -> str:
-        """What was changed that the graph does not read; "" if nothing was."""
+        """A change that the graph does not follow; "" if there is none."""
         for name, module in self.named_modules():
             if module.training is not self._modes.get(name, module.training):
                 modes = ("evaluation", "training")
@@ -162,20 +161,20 @@ class ParallelModule(ShardedModule):
         return ""
 
     def explain(self) -> str:
-        """The strategy, with the names of the model's parameters, and the plan, as text."""
+        """The strategy and the plan as text."""
         return f"{self.strategy.explain(self._in_strategy)}\n{self.plan.explain()}"
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they
-        are sharded. Collective through the optimizer's step where it has no state yet: that is made, as
-        torch.distributed.checkpoint fills what is there."""
+        are sharded. Missing state is created, for torch.distributed.checkpoint to load into, by a step of the
+        optimizer, which may be collective."""
         self._check_optimizer(optimizer)
         _make_state(optimizer)
         save_states_as_shards(optimizer)
         return get_optimizer_state_dict(self, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` gave, on as many ranks or on others."""
+        """Load a result of `optimizer_state_dict`, also of another number of ranks."""
         self._check_optimizer(optimizer)
         set_optimizer_state_dict(self, optimizer, dict(state))
 
@@ -192,8 +191,8 @@ class ParallelModule(ShardedModule):
             )
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """What this rank holds of a parameter, its gradient or an optimizer's state of it, as a tensor of the
-        whole model: a DTensor where it is sharded, else itself."""
+        """This rank's part of a parameter, its gradient or optimizer state as a tensor of the whole model: a
+        DTensor where it is sharded, else itself."""
         form = self.forms.get(name)
         if form is None or form.dimension is None or own.dim() == 0:
             return own
@@ -207,8 +206,8 @@ class ParallelModule(ShardedModule):
         return DTensor.from_local(own, self.mesh, [Shard(form.dimension)], run_check=False)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for DTensors that are
-        sharded otherwise. Raises: UserError for another shape."""
+        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for a DTensor with
+        other shards. Raises: UserError for another shape."""
         form = self.forms.get(name)
         if form is None or form.dimension is None or whole.dim() == 0:
             return whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -229,7 +228,7 @@ class ParallelModule(ShardedModule):
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state of an optimizer that has not made a step, by one that changes nothing."""
+    """Create the state of an optimizer that has made no step by one whose changes are undone."""
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -253,7 +252,7 @@ def _as_whole(module: ParallelModule, state: dict[str, Any], prefix: str, _metad
 
 
 def _as_own(module: ParallelModule, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """The other way round."""
+    """The inverse of `_as_whole`."""
     for name, first in module._names.items():
         if prefix + name in state:
             whole = state[prefix + name] if name == first else state.pop(prefix + name)

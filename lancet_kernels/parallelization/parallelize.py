@@ -3,7 +3,7 @@
     capture on one device -> strategy (searched, or given) -> two microbatches -> shards and collectives
     -> optimize (order, early starts)
 
-HiDup, sections 3 to 5. The mathematics is that of the model on one device, given the whole batch.
+HiDup, sections 3 to 5. Results are those of the model on one device with the whole batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from lancet_kernels.schedules.strategies import PlanningOptions
 
 HIDUP = "hidup"
 SHARDINGS = (HIDUP, *BASELINES)
-"""Names of strategies."""
 ORDER = "lancet-dw"
-"""The plan's strategy: the best order of the graph as it is, the stages in turns among them."""
+"""The plan's strategy, which orders the graph without cutting it; alternating stages are among the orders."""
 
 
 @torch.inference_mode(False)
@@ -63,8 +62,8 @@ def parallelize(
 ) -> ParallelModule:
     """Turn a model for one device into this rank's part of the same training step on all ranks.
 
-    Collective: all ranks of the job call it with the same model and the same inputs. What the first rank has
-    counts: its parameters, and the strategy that it finds.
+    Collective: all ranks of the job call it with the same model and the same inputs. All get the parameters
+    and the strategy of the first rank.
 
     Args:
         model: its forward returns the loss, or tensors from which every rank calculates it alike. Parameters
@@ -73,16 +72,16 @@ def parallelize(
             gets the whole batch in every step; its slice is taken inside.
         groups: the ranks: a DeviceMesh of one dimension, a process group, or the expert group of `Groups`;
             None: all of the job.
-        strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
-            "expert parallel" (GShard's), "replicated"; or a `ShardingStrategy`, or the file of one.
-        cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
-            runs half of the batch on one device.
-        memory_gb: of a device: strategies that need more are dropped. For the search alone.
-        copies: microbatches, of which one communicates while another computes. 1: none.
+        strategy: "hidup": the fastest that the search finds; a baseline: "data parallel", "expert parallel"
+            (GShard's), "replicated"; or a `ShardingStrategy`, or the file of one.
+        cluster: search and plan for a cluster (a name, a TOML file) instead of measuring one microbatch on
+            this machine.
+        memory_gb: of a device: the search drops strategies that need more.
+        copies: microbatches, of which one communicates while another computes. 1: the batch is not cut.
         times, options, inner_compile, verbose: as for `optimize`.
     Returns: a new module, which shares with `model` the parameters that stay whole.
     Raises: CaptureError (no single graph), UserError (no process group, sizes that the ranks do not divide, a
-        strategy for something else, an argument that has no meaning for the strategy, ranks that disagree).
+        strategy of another program, memory_gb without a search, ranks that disagree).
     """
     check_model(model)
     if not is_number(copies, Integral) or copies < 1:
@@ -112,7 +111,7 @@ def parallelize(
     arguments = example_arguments(model, example_inputs)
     device_model = alike(
         lambda: OneDeviceModel(model, arguments, copies),
-        lambda made: fingerprint(made.microbatch_program()),
+        lambda one: fingerprint(one.microbatch_program()),
         own.world,
         "model to parallelize",
         "give every rank the same whole batch",
@@ -135,7 +134,7 @@ def parallelize(
     return ParallelModule(optimized, chosen, device_model, mesh)
 
 
-def _group(given: AnyGroups | None, device: str) -> tuple[str, DeviceMesh]:
+def _group(groups: AnyGroups | None, device: str) -> tuple[str, DeviceMesh]:
     """The name of the group, and its mesh. Raises: UserError where there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
@@ -144,16 +143,16 @@ def _group(given: AnyGroups | None, device: str) -> tuple[str, DeviceMesh]:
             expected="one, of the ranks that share the model",
             do="start the ranks with torchrun and call torch.distributed.init_process_group()",
         )
-    if isinstance(given, DeviceMesh):
-        if given.ndim != 1:
+    if isinstance(groups, DeviceMesh):
+        if groups.ndim != 1:
             raise UserError(
                 "mesh to parallelize on",
-                got=f"{given.ndim} dimensions {given.mesh_dim_names or ''}",
+                got=f"{groups.ndim} dimensions {groups.mesh_dim_names or ''}",
                 expected="one: a tensor is cut along one of its dimensions at a time",
                 do="give one dimension of it, mesh['name'], or a flat mesh",
             )
-        return group_name(given.get_group()), given
-    group = given or dist.group.WORLD
+        return group_name(groups.get_group()), groups
+    group = groups or dist.group.WORLD
     if isinstance(group, Groups):
         if not group.expert:
             raise UserError(
@@ -202,16 +201,16 @@ def _strategy(
             if strategy in BASELINES:
                 return shared_baseline(strategy, program, ranks, cost)
             return search_sharding(program, ranks, cost, memory_gb=memory_gb)
-        given = ShardingStrategy.load(strategy) if isinstance(strategy, Path) else strategy
-        if given.ranks != ranks:
+        sharding = ShardingStrategy.load(strategy) if isinstance(strategy, Path) else strategy
+        if sharding.ranks != ranks:
             raise UserError(
-                f"sharding of {given.program}",
-                got=f"one for {given.ranks} ranks",
+                f"sharding of {sharding.program}",
+                got=f"one for {sharding.ranks} ranks",
                 expected=f"one for {ranks}",
                 do="search again for these ranks",
             )
-        given.check(model.microbatch_program(given.program))
-        return given
+        sharding.check(model.microbatch_program(sharding.program))
+        return sharding
 
     return result_of_first_rank(groups.world, make)
 

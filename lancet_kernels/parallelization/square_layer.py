@@ -7,9 +7,10 @@ Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (
 layers, with element-wise functions between them, can follow each other. Nothing is replicated; tiles are
 shifted between ranks while GEMMs run (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.rules.slices`).
 
-A `PartitionedLinear` has splits of M, N and K, P(2^k x 2^k), or sequences of them. Of the weight a rank holds
-the tile with which its forward begins, of the bias the slice of its features. The layouts of the operators
-before and behind, shifts and all-reduces are derived from slice indices (`graph.rules.tile_layouts`).
+The partition of a `PartitionedLinear` is a sequence of splits of M, N and K, and of P(2^k x 2^k). A rank
+holds the tile of the weight with which its forward begins, and the slice of the bias of its features. Layouts
+of the operators before and behind, shifts and all-reduces follow from slice indices
+(`graph.rules.tile_layouts`).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from lancet_kernels.ops.comm.redistribute import Way, check_alike, moved
 from lancet_kernels.ops.square_linear import Sums, square_linear
 
 WEIGHT, BIAS = (("k", "n"), 0), (("k", UNCUT), -1)
-"""Dimensions of a parameter, and the step of the forward whose tiles ranks hold."""
+"""Dimensions of a parameter, and the time step of the forward whose tile a rank holds."""
 
 
 @dataclass
 class LeadingDimensions:
-    """Shared by the linear layers of one block: where rows are cut between them, the last one gives its
-    result the leading dimensions that the input of the first one had."""
+    """Shared by the linear layers of one block: where rows are cut between them, the result of the last one
+    gets the leading dimensions of the input of the first one."""
 
     shape: tuple[int, ...] = ()
 
@@ -76,11 +77,11 @@ class PartitionedLinear(nn.Module):
     Args:
         linear: an `nn.Linear`, or transformers' `Conv1D`, alike on every rank.
         partition: over as many devices as the group has ranks, without `b`: rows are cut as `m`.
-        before, after: the operators that it stands between.
+        before, after: the neighbouring operators.
         groups: None: all ranks.
         leading: of its block.
-        heads_and_kinds: features out lie by kind, then by head (GPT-2's queries, keys, values); ranks get
-            whole heads of all kinds.
+        heads_and_kinds: output features are ordered by kind, then by head (GPT-2's queries, keys, values);
+            ranks get whole heads of all kinds.
     Raises: UserError (sizes that the slices do not divide).
     """
 
@@ -102,11 +103,11 @@ class PartitionedLinear(nn.Module):
         self.out_features, self.in_features = weight_KN.shape
         self._check_partition()
         self._before, self._after = before, after
-        # Before and behind: has a rank some of the rows only?
+        # Before and behind: whether rows are cut.
         self._cuts_rows = tuple(one.partition.slices("m") > 1 for one in (before, after))
         self._movements = movements(partition)
         self._leading = leading or LeadingDimensions()
-        self._seen: set[tuple[int, torch.dtype]] = set()
+        self._compared: set[tuple[int, torch.dtype]] = set()
         self._width = self.in_features // before.partition.slices(before.features)
         bias = getattr(linear, "bias", None)
         summing = summing_groups(partition)
@@ -116,7 +117,7 @@ class PartitionedLinear(nn.Module):
         with torch.no_grad():
             self.weight = nn.Parameter(self._own_tile(weight_KN, *WEIGHT))
             self.bias = None if bias is None else nn.Parameter(self._own_tile(bias[:, None], *BIAS).view(-1))
-        # What other ranks hold of the same is alike, and so are its gradients.
+        # The backward sums gradients itself: nothing else may.
         set_gradient_group(self, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,24 +142,24 @@ class PartitionedLinear(nn.Module):
         y = self.leave(y, self._group, "O")
         heads, kinds = self._heads_and_kinds
         if kinds > 1:
-            # By kind, then by head, as the code behind it wants it.
+            # Back to the order by kind, then by head, of the model's own code.
             own = heads // self._after.partition.slices(self._after.features)
             y = _regrouped(y, 1, own, kinds)
         return y.view(*self._leading_of(y, x), y.shape[-1])
 
     def _compare(self, x: Tensor) -> None:
-        """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
+        """Raise on all ranks if one has another layer or number of rows; compared once for each number."""
         rows = x.shape[:-1].numel()
-        if torch.compiler.is_compiling() or not self._group or (rows, x.dtype) in self._seen:
+        if torch.compiler.is_compiling() or not self._group or (rows, x.dtype) in self._compared:
             return
         own = f"{rows} rows of {_name(x.dtype)}, {self.extra_repr()}"
         do = "give every rank the same layer, and the same inputs or tiles of them"
         check_alike(own, self._group, x.device, type(self).__name__, do)
-        self._seen.add((rows, x.dtype))
+        self._compared.add((rows, x.dtype))
 
     @torch.no_grad()
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Weight and bias as the layer had them that this one was made from. Collective over the group."""
+        """Weight and bias in the form of the original layer. Collective over the group."""
         weight_KN = self._gathered(self.weight, *WEIGHT)
         whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
         if self.bias is not None:
@@ -166,7 +167,6 @@ class PartitionedLinear(nn.Module):
         return whole
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and how it is cut."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, partition={self.partition}"
 
@@ -197,16 +197,16 @@ class PartitionedLinear(nn.Module):
         return _regrouped(by_head, 0, *self._heads_and_kinds).clone()
 
     def _from_whole(self, dimensions: tuple[str, str], t: int) -> Way:
-        """From what every rank has to the tiles of a step of the forward, and back."""
+        """From the whole tensor on every rank to the tiles of a step of the forward, and back."""
         return there_and_back(self.whole, layout_of(self.partition, FORWARD, dimensions, t))
 
     @property
     def whole(self) -> Layout:
-        """The layout of what every rank has whole."""
+        """The layout of a tensor that is whole on every rank."""
         return layout_of(self.partition, FORWARD, (UNCUT, UNCUT), 0)
 
     def _leading_of(self, y: Tensor, x: Tensor) -> tuple[int, ...]:
-        """Leading dimensions of the result; ones before the rows where only some of them are here."""
+        """Leading dimensions of the result; where rows are cut, ones and the number of this rank's rows."""
         if len(y) == x.shape[:-1].numel():
             return x.shape[:-1]
         return (*(1,) * (x.dim() - 2), len(y)) if self._cuts_rows[1] else self._leading.shape
@@ -234,7 +234,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What `model.state_dict()` would be without partitions, on every rank. Collective over their groups.
+    """`model.state_dict()` as without partitions, on every rank. Collective over their groups.
 
     In `state_dict()` the tiles of all ranks have one name: torch.distributed.checkpoint would keep one tile.
     """
@@ -256,11 +256,11 @@ class SquareLinear(PartitionedLinear):
         tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
         y = layer.gather(layer(tile), x.shape[:-1])
 
-    A rank has no tile of the weight but its own, except while it multiplies; of the bias it has the slice of
-    its features.
+    A rank has only its own tile of the weight, except while it multiplies, and the slice of the bias of its
+    features.
 
-    A product needs one of input and output skewed. Where both are straight, the narrower one travels once
-    more in the forward and in the backward; nothing does between layers that alternate:
+    A product needs either its input or its output skewed. Where both are straight, the narrower one is sent
+    once more in the forward and in the backward; between layers that alternate nothing is:
 
         fc1 = SquareLinear(1024, 4096, takes="skewed")  # gives straight tiles
         fc2 = SquareLinear(4096, 1024, gives="skewed")  # takes them, and gives what the next fc1 takes
@@ -269,10 +269,10 @@ class SquareLinear(PartitionedLinear):
         in_features, out_features: of the whole layer, multiples of 2^k.
         groups: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
         bias: as of `nn.Linear`.
-        takes, gives: "straight" or "skewed", which tile of input and output rank r * q + c has. A layer must
-            take what the one before gives; `scatter` and `gather` do. Where the tile of the weight lies
-            depends on it: load state dicts into layers that were made alike.
-        linear: a layer of these sizes that every rank has, whose weights it takes.
+        takes, gives: "straight" or "skewed", the tiles of input and output on the ranks. A layer must take
+            what the one before gives; `scatter` and `gather` do. The tile of the weight on a rank depends on
+            them: load state dicts into layers of the same `takes` and `gives`.
+        linear: a layer of these sizes, the same on every rank, whose weights are used.
     Raises: UserError for another number of ranks, and for other sizes.
 
     Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
@@ -317,7 +317,7 @@ class SquareLinear(PartitionedLinear):
         takes: str = STRAIGHT,
         gives: str = STRAIGHT,
     ) -> SquareLinear:
-        """The layer with the weights of a linear layer that every rank has."""
+        """The layer with the weights of a linear layer that is the same on every rank."""
         return cls(linear.in_features, linear.out_features, groups, takes=takes, gives=gives, linear=linear)
 
     def to_linear(self) -> nn.Linear:
@@ -351,8 +351,8 @@ class SquareLinear(PartitionedLinear):
         """This rank's tile [rows, out_features / q] -> the whole [*leading, out_features] on every rank.
 
         Differentiable: what follows is the same on every rank, so each takes its tile of the gradient.
-        Args: leading: the leading dimensions of what was scattered; None: one with the rows of all tiles,
-            including those that `scatter` added where q does not divide them.
+        Args: leading: the leading dimensions of the scattered input; None: one with the rows of all tiles,
+            including the padding of `scatter`.
         Raises: UserError if the tiles do not have so many rows.
         """
         whole = self._gather(y.reshape(-1, y.shape[-1]), self._group, "whole output")
@@ -364,20 +364,19 @@ class SquareLinear(PartitionedLinear):
                 "leading dimensions of SquareLinear.gather",
                 got=f"{tuple(leading)}, {rows} rows",
                 expected=f"those of the {len(whole)} rows of all tiles",
-                do="give the leading dimensions of what was scattered",
+                do="give the leading dimensions of the scattered input",
             )
         return whole[:rows].view(*leading, self.out_features)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and the number of ranks."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         ends = (("takes", self._before), ("gives", self._after))
-        more = "".join(f', {name}="{SKEWED}"' for name, of in ends if SKEWED in str(of.partition))
+        more = "".join(f', {name}="{SKEWED}"' for name, end in ends if SKEWED in str(end.partition))
         return f"{sizes}, bias={self.bias is not None}, ranks={self.partition.devices}{more}"
 
 
 def skewed_dimension(in_features: int, out_features: int, takes: str, gives: str) -> str:
-    """The argument of `home_square` with which the fewest features travel before or behind it, "n" or "k"."""
+    """The argument of `home_square`, "n" or "k", with which the fewest features are sent before or behind."""
     travelling = {
         "n": in_features * (takes != SKEWED) + out_features * (gives != STRAIGHT),
         "k": in_features * (takes != STRAIGHT) + out_features * (gives != SKEWED),
@@ -386,7 +385,7 @@ def skewed_dimension(in_features: int, out_features: int, takes: str, gives: str
 
 
 def _tiles_of(exponent: int, name: str, how: str) -> Neighbour:
-    """What stands before (`takes`) or behind (`gives`) a layer. Raises: UserError for another word."""
+    """The neighbour before (`takes`) or behind (`gives`) a layer. Raises: UserError for another `how`."""
     check_name(f"{name} of SquareLinear", how, TILES)
     tile = {"m": SliceIndex(row=1), "k": SliceIndex(row=int(how == SKEWED), column=1)}
     primitive = Primitive(how, exponent, exponent, 1, dict.fromkeys(PHASES, tile))

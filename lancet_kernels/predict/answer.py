@@ -1,10 +1,9 @@
 """The answer to a question: step time, memory and exposed communication of each strategy.
 
-The step is that which `optimize` would plan on these ranks, with prices of the cluster. A model with many
-layers alike is captured at two depths that differ by one period of them, and every further one takes as much
-time and memory as that difference. Of several microbatches each takes as long, and the last one sums
-gradients. Beside communication, computation has fewer multiprocessors: it is stretched by what the dispatcher
-takes.
+The step is the one that `optimize` would plan on these ranks, with costs of the cluster. A model with
+repeated layers is captured at two depths that differ by one period; their difference is the time and memory
+of every further period. All microbatches take equally long, but for the last one, which sums gradients.
+Computation beside exchanges is slowed down, because the dispatcher takes some of the multiprocessors.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from lancet_kernels.schedules.time.simulate import (
 PLANNED = tuple(name for name in STRATEGY_NAMES if name != AUTO)
 """Strategies of one microbatch, by `schedules.Planner`."""
 NEVER_SLOWER = ("lancet-dw", "lancet-partition", "lancet")
-"""Strategies whose planner takes the order of `none` if it has no faster one."""
+"""Strategies that fall back to the order of `none`."""
 MEGATRON, MEGATRON_DELAYED = "megatron", "megatron-dw"
 PAIRED = (MICROBATCHES, MEGATRON, MEGATRON_DELAYED)
 """Strategies of pairs of microbatches: the best order (`order.best_order`); Megatron's fixed one
@@ -96,21 +95,21 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Simulated:
-    """A strategy's step. The figures are those of all layers and microbatches; program, times and ms those of
-    one microbatch, or of a pair, of the layers that were captured."""
+    """A strategy's step. The figures are those of all layers and microbatches; program, times and ms are of
+    one microbatch, or of a pair, with the captured layers only."""
 
     program: Program
     ms: Sequence[float]
     times: Times
     step_ms: float
     busy_ms: Mapping[str, float]
-    """Computation by what it is: products, attention, element-wise, optimizer."""
+    """Computation by kind: products, attention, element-wise, optimizer."""
     exposed_ms: Mapping[str, float]
     lower_bound_ms: float
     memory: Mapping[str, float]
     """GiB by kind, at the peak."""
     step_ms_with: Callable[[Mapping[str, float]], float] = field(repr=False)
-    """The step in the same order, with terms that take so many times as long."""
+    """The time of the step in the same order, with terms scaled by these factors."""
 
     @property
     def peak_memory_gib(self) -> float:
@@ -122,28 +121,28 @@ class Simulated:
 
     @property
     def terms_ms(self) -> dict[str, float]:
-        """What the step's time consists of; what is exposed has its collective's name."""
+        """The parts of the step's time; exposed communication by collective."""
         return {**self.busy_ms, **self.exposed_ms, HOST: self.host_ms}
 
     @property
     def binds(self) -> str:
-        """The largest of these."""
+        """The largest term."""
         return max(self.terms_ms, key=self.terms_ms.__getitem__)
 
     @property
     def host_ms(self) -> float:
-        """The time in which the GPU waits for the host, and no message travels."""
+        """The time in which the GPU waits for the host, with no message in flight."""
         return max(0.0, self.step_ms - self.compute_ms - sum(self.exposed_ms.values()))
 
     @property
     def events(self) -> list[Event]:
-        """One event per instruction of the microbatch that was captured."""
+        """One event per instruction of the captured microbatch."""
         return Timeline(self.program, self.times).events
 
     def combined(self, other: Simulated, of: Callable[[float, float], float], shown: Simulated) -> Simulated:
-        """Each figure of time computed from those of both; the memory of the one that needs more.
+        """Each figure of time computed by `of` from those of both; the memory of the one that needs more.
 
-        Args: shown: what is drawn is that of this one.
+        Args: shown: whose program and times the result has, for its timeline.
         """
 
         def each(own: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
@@ -175,7 +174,7 @@ class Answer:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What the figures stand on, a line each."""
+        """The assumptions of the figures, a line each."""
         config = self.question.config
         if not config.part_of:
             return ASSUMED
@@ -186,13 +185,13 @@ class Answer:
         return gib(self.question.hardware.memory_gb * 1e9)
 
     def fits(self, strategy: str) -> bool:
-        """Is its peak within the memory of the GPU?"""
+        """Whether its peak is within the memory of the GPU."""
         return self.strategies[strategy].peak_memory_gib <= self.memory_limit_gib
 
     @cached_property
     def best(self) -> str:
         """The fastest strategy that fits; if none does, the one that needs least. Orders of other systems
-        count where no overlap of `optimize` was asked for."""
+        count only if at most one strategy of `optimize` was asked for."""
         own = [name for name in self.strategies if name not in BASELINES]
         names = own if len(own) > 1 else [*self.strategies]
         fitting = [name for name in names if self.fits(name)]
@@ -201,7 +200,6 @@ class Answer:
         return min(names, key=lambda name: self.strategies[name].peak_memory_gib)
 
     def figures(self, strategy: str) -> dict[str, object]:
-        """One strategy as JSON values."""
         one = self.strategies[strategy]
         seconds = one.step_ms * 1e-3
         return {
@@ -220,7 +218,7 @@ class Answer:
         }
 
     def with_strategies(self, other: Answer) -> Answer:
-        """With the strategies of another answer to the same question."""
+        """Merged with the strategies of another answer to the same question."""
         return replace(
             self,
             strategies={**self.strategies, **other.strategies},
@@ -229,7 +227,6 @@ class Answer:
         )
 
     def to_json(self) -> dict[str, object]:
-        """The whole answer as JSON values."""
         named = {name: self.figures(name) for name in self.strategies}
         named[AUTO] = {**self.figures(self.best), "chosen": self.best}
         return {
@@ -244,7 +241,6 @@ class Answer:
 
 
 def depths_of(hf: str) -> Depths:
-    """The depths at which a model is captured. Args: hf: as of `Question`."""
     return depths(layers_and_experts(hf)[0])
 
 
@@ -281,9 +277,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Captured:
-    """A question's step at two depths, which are one if all layers are captured.
+    """A question's step at two depths, which are equal if all layers are captured.
 
-    planners: for each, within what the missing layers leave of the memory.
+    planners: for each, within the memory that the other layers leave.
     """
 
     depths: Depths
@@ -291,11 +287,11 @@ class Captured:
     planners: tuple[Planner, Planner]
 
     @classmethod
-    @lru_cache(maxsize=16)  # the search comes back to its ten best
+    @lru_cache(maxsize=16)  # the search answers its ten best twice
     def of(cls, question: Question) -> Captured:
         """Raises: as `model_step`."""
         chosen = depths_of(question.hf)
-        # A capture has no prices: questions that differ in nothing else share it.
+        # A capture has no costs, and is shared by questions that differ only in these fields.
         unpriced = replace(
             question, cluster="", accumulate=1, dispatch="", states="float32", attention="", routing=BALANCED
         )
@@ -311,7 +307,7 @@ class Captured:
     def simulated(self, strategy: str) -> Simulated:
         """A strategy with the figures of all layers."""
         fewer, more = self.at_depths(strategy)
-        # Every further layer keeps as much behind the forward, whatever the order of the step is.
+        # Memory of a further layer: what it keeps at the end of the forward, in any order of the step.
         kept = [_memory(one.program, range(len(one.program)), one.last_forward) for one in self.microbatches]
         memory = {
             kind: size + self.depths.extra * (kept[1][kind] - kept[0][kind])
@@ -320,25 +316,24 @@ class Captured:
         return replace(fewer.combined(more, self.depths.at_full_depth, more), memory=memory)
 
     def at_depths(self, strategy: str) -> tuple[Simulated, Simulated]:
-        """A strategy at both depths."""
         if strategy in PAIRED:
             return self._at_both(lambda one, planner: _of_pairs(one, planner, strategy))
         if strategy == GRAPH_TRAINER:
             return self._at_both(
                 lambda one, planner: _of_microbatches(one, _by_layers(one, planner.plan("duplex")))
             )
-        # What computation loses beside messages is not in the planner's prediction.
-        plans, of_more = self._at_both(
+        # The planner's prediction lacks the slowdown beside messages, so all candidates are simulated.
+        plans, deep_plans = self._at_both(
             lambda _, planner: {
                 frozenset(cut.parts for cut in plan.ranges): plan
                 for plan in reversed(planner.candidates(strategy))
             }
         )
-        # Of both depths the same.
-        pairs = [(plans[cuts], plan) for cuts, plan in of_more.items() if cuts in plans]
-        pairs = pairs or [(next(iter(plans.values())), next(iter(of_more.values())))]
+        # The same cuts at both depths.
+        pairs = [(plans[cuts], plan) for cuts, plan in deep_plans.items() if cuts in plans]
+        pairs = pairs or [(next(iter(plans.values())), next(iter(deep_plans.values())))]
         if strategy in NEVER_SLOWER:
-            # Nor at full depth, where what is lost between two layers counts as often as there are layers.
+            # At full depth a small loss per layer may exceed the gain.
             pairs.append(self._at_both(lambda _, planner: planner.plan("none")))
         limit = self.planners[1].limit_gb
 
@@ -349,16 +344,16 @@ class Captured:
 
         def simulated(shallow: Plan, deep: Plan) -> tuple[Simulated, Simulated]:
             fewer, more = self.microbatches
-            of_more = _of_microbatches(more, deep)
-            return of_more if deep is shallow else _of_microbatches(fewer, shallow), of_more
+            result = _of_microbatches(more, deep)
+            return result if deep is shallow else _of_microbatches(fewer, shallow), result
 
         return min((simulated(*pair) for pair in pairs), key=rank)
 
     def _at_both(self, of: Callable[[Microbatch, Planner], Result]) -> tuple[Result, Result]:
-        """What `of` gives for both depths; it is called once where they are one."""
+        """The results of `of` for both depths; it is called once if they are equal."""
         (fewer, more), (shallow, deep) = self.microbatches, self.planners
-        of_more = of(more, deep)
-        return of_more if fewer is more else of(fewer, shallow), of_more
+        result = of(more, deep)
+        return result if fewer is more else of(fewer, shallow), result
 
 
 def _by_layers(one: Microbatch, plan: Plan) -> Plan:
@@ -388,8 +383,8 @@ def _of_microbatches(one: Microbatch, plan: Plan) -> Simulated:
 
 
 def _of_plan(one: Microbatch, plan: Plan, is_last: bool = True, blocks: bool = True) -> Simulated:
-    """One microbatch in the order of a plan. Args: is_last: it sums gradients. blocks: computation waits for
-    what the plan says."""
+    """One microbatch in the order of a plan. Args: is_last: it sums gradients. blocks: the plan's blocking
+    messages block computation."""
     program = one.cut(plan.ranges)
     ms = [
         t * (i.microbatches if is_last or i.microbatches == 1 else 0)
@@ -417,7 +412,7 @@ def _run(
     one: Microbatch, program: Program, ms: Sequence[float], order: Sequence[int],
     blocking: frozenset[str] = frozenset(),
 ) -> Simulated:  # fmt: skip
-    # Its microbatches are told apart by their times.
+    # `ms` has the share of each microbatch already.
     program = replace(program, instructions=tuple(replace(i, microbatches=1) for i in program.instructions))
 
     def step_ms_with(factors: Mapping[str, float]) -> float:
@@ -444,7 +439,7 @@ def _timed(
     one: Microbatch, program: Program, ms: Sequence[float], order: Sequence[int], blocking: frozenset[str],
     host_factor: float = 1.0,
 ) -> tuple[Sequence[float], Times]:  # fmt: skip
-    """An order by the clock, with what exchanges and computation take longer beside each other."""
+    """The simulated order, with exchanges and computation slowed down beside each other."""
     cost = one.question.cost
     host = host_of(program, cost, host_factor)
     sms = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
@@ -469,8 +464,8 @@ def _term(instruction: Instruction) -> str:
 
 
 def host_of(program: Program, cost: KernelCosts, factor: float = 1.0) -> Host:
-    """The host that launches each kernel on its own, those of fused groups, too, and waits in the forward for
-    the sizes of what its rank receives. Args: factor: how many times as long a launch takes."""
+    """The host that launches kernel by kernel, also within fused groups, and waits in the forward for the
+    sizes of received rows. Args: factor: of the time of a launch."""
     each = factor * cost.kernels.host_us * 1e-3
     launches = [
         each if i.flops or i.bytes or i.milliseconds or i.attributes.get(LAUNCHES) else 0.0
@@ -483,14 +478,14 @@ def host_of(program: Program, cost: KernelCosts, factor: float = 1.0) -> Host:
 def _slowed(
     ms: Sequence[float], times: Times, exchanges: Sequence[int], computation: float, message: float
 ) -> list[float]:
-    """Durations with computation, and exchanges, longer by these fractions of the time that they run beside
-    one another. Both fractions are of a dispatcher's kernels, and not of gathers and sums."""
+    """Durations with computation and exchanges longer by these fractions of their overlap with each other.
+    The dispatcher's kernels cause both; gathers and sums cause none."""
     slowed = list(ms)
     for own, others, more in (
         (times.compute, exchanges, computation),
         (exchanges, times.compute, message),
     ):
-        # One after the other on their stream or link.
+        # Those on one stream or link do not overlap: both lists are in the same order.
         starts, ends = (sorted(at[i] for i in others) for at in (times.start, times.end))
         for i in own:
             start, end = times.start[i], times.end[i]
@@ -502,8 +497,8 @@ def _slowed(
 
 
 def _memory(program: Program, order: Sequence[int], at: int | None = None) -> dict[str, float]:
-    """GiB by kind at the peak, or at a position of the order. Communication: what only messages read or
-    write, and gathered parameters."""
+    """GiB by kind at the peak, or at a position of the order. Communication: tensors that only messages read,
+    and gathered parameters."""
     storages = Storages(program)
     profile = alive_bytes(storages, order)
     peak = max(range(len(profile)), key=profile.__getitem__) if at is None else at

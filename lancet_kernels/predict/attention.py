@@ -1,9 +1,9 @@
-"""Attention as one instruction, so that a plan does not depend on the kernel that this machine would take.
+"""Attention as one instruction, so that a plan does not depend on the attention kernel of this machine.
 
 transformers calls it by the name `IMPLEMENTATION`. It computes nothing: captures run on fake tensors.
 
 Where an indexer chooses the keys of each query (DeepSeek-V3.2), attention reads its choice [B, 1, S, keys]
-and costs what a window of so many keys does: as kernels for it compute, not as transformers masks the others.
+and costs as much as with a window of so many keys, as in sparse kernels (transformers masks all others).
 
 With context parallelism a rank has a part of each sequence, early and late tokens, so that all have the same
 work. By Megatron's names (`cp_comm_type`):
@@ -11,8 +11,8 @@ work. By Megatron's names (`cp_comm_type`):
 all_gather    its queries attend to the keys and values of all parts, which are gathered before (Dubey et al.,
               The Llama 3 herd of models, 2407.21783, section 3.3.2), and again in the backward
               (`recomputation`)
-a2a           it exchanges its tokens of most heads for all tokens of its heads, and the results back (Jacobs
-              et al., DeepSpeed Ulysses, 2309.14509); what attention reads and its result are kept
+a2a           ranks exchange tokens for heads, and the results back (Jacobs et al., DeepSpeed Ulysses,
+              2309.14509); inputs and result of attention are kept
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def attention_forward(
     if cp_comm_type == "a2a":
         query, key, value = (exchange_shards(x, 2, 1, group) for x in (query, key, value))
     elif group:
-        # Tokens first, so that what is gathered needs no other copy.
+        # Tokens first, so that gathered tensors need no further copy.
         key, value = (all_gather(x.movedim(2, 0), 0, group).movedim(0, 2) for x in (key, value))
     window, chosen = options.get("sliding_window") or 0, options.get("indices")
     if chosen is not None:
@@ -93,7 +93,7 @@ def attention_forward(
 def share_contexts(model: Any, ranks: Sequence[int], cp_comm_type: str) -> str:
     """Let attention see the tokens of all ranks that share sequences. -> the name of their group.
 
-    Raises: UserError for layers that need other tokens in another way.
+    Raises: UserError for an indexer, convolutions and recurrent layers, which need all tokens, too.
     """
     has_indexer = any(getattr(model.config, name, None) for name in _INDEXER)
     is_recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
@@ -109,11 +109,11 @@ def share_contexts(model: Any, ranks: Sequence[int], cp_comm_type: str) -> str:
 
 
 _INDEXER = ("index_topk", "indexer_n_heads")
-"""By DeepSeek's name and by Qwen4-Exp's, which is there for all its models."""
+"""Options of DeepSeek and of Qwen4-Exp, where all models have it."""
 
 
 def _mask(config: Any, allow_is_causal_skip: bool = True, **shape: Any) -> Tensor | None:
-    """Attention is causal without a mask, which an indexer alone reads."""
+    """A mask for indexers; attention itself is causal without one."""
     from transformers.masking_utils import sdpa_mask
 
     if allow_is_causal_skip or not any(getattr(config, name, None) for name in _INDEXER):
@@ -122,7 +122,7 @@ def _mask(config: Any, allow_is_causal_skip: bool = True, **shape: Any) -> Tenso
 
 
 def register() -> None:
-    """Tell transformers the name. Any number of times."""
+    """Register `IMPLEMENTATION` with transformers; it may be called several times."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
@@ -134,17 +134,17 @@ def _causal_flops(
 ) -> float:
     """FLOPs of causal attention, without the masked half.
 
-    Queries that are a part of the sequence attend to half of the keys, or to a window, on average.
+    A part of the queries also attends to half of the keys on average, or to a window.
 
-    Args: products: how many have the width of queries, how many that of values.
+    Args: products: numbers of matrix products with the width of queries, and with that of values.
 
     Example: 32 heads of width 128 over 4096 tokens: 2 * 2 * 32 * 4096**2 * 128 / 2 = 137 GFLOP.
     """
     batch, heads, queries, width = query
     keys = value[2]
     # A window of w tokens: w keys per query, but for the first w queries.
-    of_query = keys / 2 if not 0 < window < keys else window - window**2 / (2 * keys)
-    pairs = queries * of_query
+    keys_per_query = keys / 2 if not 0 < window < keys else window - window**2 / (2 * keys)
+    pairs = queries * keys_per_query
     return 2.0 * batch * heads * pairs * (products[0] * width + products[1] * value[-1])
 
 

@@ -19,7 +19,7 @@ from lancet_kernels.predict import attention
 from lancet_kernels.transformers.convert import convert
 
 LAYERS = ("layers", "blocks")
-"""What the lists of layers are called in models."""
+"""Attribute names of a model's list of layers."""
 
 
 def load_config(path: str | Path) -> Any:
@@ -42,15 +42,15 @@ def load_config(path: str | Path) -> Any:
     file = file / "config.json" if file.is_dir() else file
     try:
         data, _ = PreTrainedConfig.get_config_dict(file.resolve(strict=True), local_files_only=True)
-        # A quantized checkpoint says nothing about how the model is trained.
+        # Checkpoints are quantized after training.
         data.pop("quantization_config", None)
         if data.get("model_type") not in CONFIG_MAPPING:
-            # Of a model with code of its own, which is a class of transformers: Kimi-K2 is a DeepSeek-V3.
+            # A model with remote code may be a class of transformers: Kimi-K2 is a DeepSeek-V3.
             for name in data.get("architectures") or ():
                 if own := getattr(transformers, name, None):
                     data["model_type"] = own.config_class.model_type
         if data.get("model_type") not in CONFIG_MAPPING:
-            # transformers lists all that it knows.
+            # Shorter than transformers' error, which lists all known types.
             raise ValueError(f"its model_type {data.get('model_type')!r} is none of this transformers")
         whole = AutoConfig.for_model(**data)
         config = whole.get_text_config()
@@ -66,7 +66,7 @@ def load_config(path: str | Path) -> Any:
 
 @lru_cache(maxsize=16)
 def layers_and_experts(hf: str) -> tuple[list[int], int]:
-    """The kinds of layers of a model, and how many experts in all an MoE layer has; 0: a dense model.
+    """The kind of each layer of a model, and the number of experts of an MoE layer; 0: a dense model.
 
     Args: hf: as of `Question`.
     Raises: UserError for a model that is no decoder with a list of layers, and for experts that cannot be
@@ -97,11 +97,11 @@ def check_experts(experts: int, ranks: int) -> None:
 
 
 def _with_head(model: Any) -> Any:
-    """The text model of a multimodal one, which transformers has without a head: with a linear one."""
+    """The text model of a multimodal one, which transformers has without a head, with a linear head."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     class TextModelWithHead(type(model).__base__):  # type: ignore[misc]
-        __module__ = type(model).__module__  # whose code says to transformers what it supports
+        __module__ = type(model).__module__  # in which transformers looks for the supported attention kernels
         base_model_prefix = "model"
 
         def __init__(self) -> None:
@@ -123,11 +123,11 @@ def meta_model(config: Any) -> Any:
     attention.register()
     config._attn_implementation = attention.IMPLEMENTATION
     config.use_cache = False
-    # Frequencies that follow the length of a batch cannot be traced, and cost what others do.
+    # Frequencies that depend on the length of a batch cannot be traced, and cost no more than others.
     rope = getattr(config, "rope_parameters", None) or {}
-    for of_layers in (rope, *rope.values()):
-        if isinstance(of_layers, dict) and of_layers.get("rope_type") in ("dynamic", "longrope"):
-            of_layers["rope_type"] = "default"
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("dynamic", "longrope"):
+            parameters["rope_type"] = "default"
     kind = type(config)
     with_head = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     own: Any = with_head or MODEL_MAPPING.get(kind, None)
@@ -146,7 +146,7 @@ def meta_model(config: Any) -> Any:
             return model if with_head else _with_head(model)
     except ImportError:
         raise
-    except Exception as error:  # whatever a value that makes no sense leads to in the model's code
+    except Exception as error:  # anything that an invalid value causes in the model's code
         why = shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...")
         raise UserError(
             "--hf", got=f"{config.model_type} that cannot be built ({why})",
@@ -155,9 +155,9 @@ def meta_model(config: Any) -> Any:
 
 
 def shortened(config: Any, layers: int) -> Any:
-    """The configuration, changed to that of a model with only the first layers."""
+    """Change a configuration to that of a model with only the first layers, and return it."""
     config.num_hidden_layers = layers
-    # Jamba's follow from their number.
+    # Jamba computes its types from the number of layers.
     if getattr(config, "layer_types", None) and not isinstance(
         vars(type(config)).get("layer_types"), property
     ):
@@ -177,22 +177,22 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def kinds_of_layers(model: Any) -> list[int]:
-    """The number of the kind of each layer: alike are layers with the same modules, shapes and attention
-    window."""
-    seen: dict[object, int] = {}
+    """A number for the kind of each layer. Of one kind are layers with the same modules, shapes and type of
+    attention."""
+    numbers: dict[object, int] = {}
     types = getattr(model.config, "layer_types", None)
     kinds = []
     for index, layer in enumerate(decoder_layers(model)):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         modules = tuple(type(m).__name__ for m in layer.modules())
-        kinds.append(seen.setdefault((shapes, modules, types[index] if types else None), len(seen)))
+        kinds.append(numbers.setdefault((shapes, modules, types[index] if types else None), len(numbers)))
     return kinds
 
 
 @dataclass(frozen=True)
 class Depths:
-    """How many of a model's layers are captured: the first `fewer`, and the first `more`, between which lie
-    whole periods of its kinds of layers; `extra` times as many follow. more == fewer: all of them."""
+    """The captured numbers of layers, `fewer` and `more`. They differ by whole periods of the kinds of
+    layers, and `extra` times that difference follows. more == fewer: all layers are captured."""
 
     fewer: int
     more: int
@@ -212,7 +212,7 @@ def depths(kinds: list[int]) -> Depths:
     for period in range(1, total):
         alike = (p for p in range(total) if kinds[p + period :] == kinds[p : total - period])
         prefix = next(alike, total)
-        # At least three layers each: a step overlaps more at its ends, and orders of fewer differ by chance.
+        # At least three layers: with fewer, effects at the ends of a step dominate.
         layers = -(-3 // period) * period
         fewer = prefix + (total - prefix) % period + layers
         if fewer + layers < total:

@@ -1,12 +1,12 @@
-"""The Program of a captured step as the kernels that a compiler makes of it, in memory and time.
+"""Time and memory of a captured step's Program with the fused kernels of a compiler.
 
-It keeps its instructions, so that ranges of its graph can be cut; what is fused shows in bytes:
+All instructions stay, so that ranges of its graph can be cut; fusion changes bytes only:
 
 - A group of element-wise ops is one pass over memory. Its last member has the bytes that the group reads from
-  outside and writes for others; the others cost a launch, and what stays inside the group takes no memory.
-- A dispatcher sorts received rows by expert, and back: `SORTS` names the operand of the product before or
-  behind which it does.
-- A dispatcher that sends tokens reads them where they lie, and brings back each once.
+  outside and writes for others; the others cost a launch, and tensors inside the group take no memory.
+- A dispatcher sorts received rows by expert, and back: `SORTS` is the operand of the product before or behind
+  that sort.
+- A dispatcher that sends tokens reads them in place, and returns each token once.
 - Routing weights are applied inside the experts, where their gradients cost next to nothing
   (`model_step.weights_inside_experts`).
 """
@@ -25,11 +25,10 @@ from lancet_kernels.predict.recomputation import fused_groups, without_views
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a dispatcher and fused kernels change a step's Program.
+    """Changes of a step's Program by a dispatcher and fused kernels.
 
-    sends: of the dispatcher, "rows" or "tokens". top_k: experts per token. inside: tensors that no fused
-    kernel writes to memory. busiest: rows that a rank receives, relative to those of the Program. eager:
-    element-wise ops run one by one, each a pass over what it reads and writes.
+    carrier: the dispatcher. top_k: experts per token. inside: tensors that no fused kernel writes to memory.
+    busiest: rows of the busiest rank, relative to those of the Program. eager: no element-wise op is fused.
     """
 
     carrier: Dispatcher
@@ -39,7 +38,7 @@ class Kernels:
     eager: bool = False
 
     def of(self, program: Program) -> tuple[Program, Kernels]:
-        """The Program of a whole step as kernels, and with what stays inside them."""
+        """The Program of a whole step as kernels, and these with the tensors `inside` them."""
         viewless = without_views(program)
         changed = {i.name: i for i in program.instructions}
         inside: set[str] = set()
@@ -76,7 +75,7 @@ class Kernels:
 
     @staticmethod
     def _sorting(program: Program, message: Instruction) -> tuple[str, str]:
-        """The instruction that reads received rows first, or whose result is sent back, and the tensor."""
+        """The first reader of received rows, or the producer of returned ones, and the tensor."""
         if message.attributes.get("to_experts"):
             tensor = message.outputs[0]
             readers = (program.instructions[i] for i in sorted(program.consumers[tensor]))
@@ -87,7 +86,7 @@ class Kernels:
         return (others[0].name, tensor) if others else ("", "")
 
     def in_memory(self, program: Program) -> Program:
-        """The Program, of which ranges may be cut, with the memory that its tensors take as kernels."""
+        """The Program, cut or not, with the sizes of tensors that kernels store."""
         tensors = dict(program.tensors)
         for t, spec in tensors.items():
             if spec.bytes and whole_name(t) in self.inside:
@@ -110,7 +109,7 @@ class Kernels:
         return replace(program, tensors=tensors)
 
     def with_copies(self, program: Program) -> Program:
-        """The Program with the second copy of rows that are sorted behind an exchange, or back before it."""
+        """The Program with the second copy of rows that are sorted after an exchange, or back before it."""
         if self.carrier.sends == "tokens" or not self.carrier.receive_passes:
             return program
         tensors = dict(program.tensors)

@@ -1,10 +1,9 @@
-"""A measured step beside the predicted one, term by term: where the difference may come from.
+"""Attributes the difference between a measured and a predicted step to its terms.
 
-A trace of torch's profiler (Kineto, Chrome's JSON) says how long the GPU of a rank was busy with what; of a
-kernel beside a message only the kernel counts, as in a prediction. Without a trace, the difference is split
-by how far the step moves when a term takes as much longer as its prediction may be wrong (`UNSURE`): a term
-of which much is hidden moves it little. Independent errors add up as squares, so each term gets its square's
-share.
+A trace of torch's profiler (Kineto, Chrome's JSON) has the times of a rank's kernels; messages count only
+where nothing computes, as in a prediction. Without a trace, the difference is split by the sensitivity of the
+step to the relative error of each term (`UNSURE`): a term that is mostly hidden changes it little. Variances
+of independent errors add up, so shares are those of the squares.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _KERNELS = (
     (ATTENTION, r"_inverse_kernel|state_passing|selective_scan|causal_conv1d"),
     (PRODUCTS, r"gemm|nvjet|cutlass|matmul|xmma|wgmma"),
 )  # fmt: skip
-"""Terms and what names of their kernels have; the first that fits counts, all others are element-wise."""
+"""Terms and patterns of their kernels' names; the first match counts, all others are element-wise."""
 MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", EXCHANGE)
 
 
 UNSURE = {HOST: 0.6, ELEMENTWISE: 0.5, PRODUCTS: 0.05, ATTENTION: 0.1, OPTIMIZER: 0.1}
-"""By how much of itself a predicted term may be wrong.
+"""Relative errors of predicted terms.
 
 host: a launch takes 13.5 to 37.1 us by the machine (torch's `Linear`: TransformerEngine issue 2053), 28 are
 predicted. element-wise: fused passes are predicted, and systems differ in what they fuse. products,
@@ -53,8 +52,8 @@ UNSURE_MESSAGES = 0.15
 
 @dataclass(frozen=True)
 class Difference:
-    """A term of a step. measured_ms: None without a trace. likely_ms: how much of the difference it explains,
-    most likely; with a trace, what the trace says."""
+    """A term of a step. measured_ms: None without a trace. likely_ms: its part of the difference; without a
+    trace, an estimate."""
 
     term: str
     predicted_ms: float
@@ -65,7 +64,7 @@ class Difference:
 def differences(
     simulated: Simulated, measured_ms: float, trace_ms: Mapping[str, float] | None = None
 ) -> list[Difference]:
-    """By term, those that explain most first. Args: trace_ms: of `trace_terms`."""
+    """The terms, those that explain most first. Args: trace_ms: of `trace_terms`."""
     predicted, missing = simulated.terms_ms, measured_ms - simulated.step_ms
     if trace_ms is not None:
         names = dict.fromkeys([*predicted, *trace_ms])
@@ -86,7 +85,7 @@ def differences(
 def trace_terms(path: str | Path, measured_ms: float) -> dict[str, float]:
     """Milliseconds of a step by term, from a trace of one or more steps of one rank.
 
-    Args: measured_ms: of a step; what the trace has is divided by the number of such steps in it.
+    Args: measured_ms: of a step, from which the number of steps in the trace follows.
     Raises: UserError for a file without kernels.
     """
     try:
@@ -148,5 +147,5 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _outside(begin: float, end: float, union: list[tuple[float, float]]) -> float:
-    """How much of an interval lies outside of disjoint ones."""
+    """The length of an interval's part outside of disjoint ones."""
     return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in union if a < end and b > begin)

@@ -1,5 +1,5 @@
-"""One microbatch of a question's step at a certain depth: the step that is captured, as kernels, with costs,
-with what stays in memory between steps, and with the optimizer; and two of them beside each other.
+"""One microbatch of a question's step at a certain depth: the captured step as kernels, with costs, resident
+memory and the optimizer; and pairs of microbatches.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ WEIGHT_BYTES, COPY_BYTES = 2, 4
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 HOST_WAITS = "host_waits"
-"""Attribute of a pair's message: does the host wait before it for the sizes of what its rank receives?"""
+"""Attribute of a pair's message: whether the host waits before it for the sizes of received rows."""
 _KEPT = "kept_by_the_forward"
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a model's parameters: those of its experts, or all others.
+    """A rank's experts, or all its other parameters.
 
-    shards: into how many parameters and gradients are cut; states: the optimizer's states. gradient_bytes,
-    state_bytes: of one number.
+    numbers: of elements. shards: of parameters and gradients; states: shards of the optimizer's states.
+    gradient_bytes, state_bytes: of one element.
     """
 
     numbers: float
@@ -59,7 +59,6 @@ class Share:
 
     @classmethod
     def of(cls, question: Question, numbers: float, is_expert: bool) -> Share:
-        """What a question's layout makes of so many numbers."""
         replicas = question.replicas(is_expert)
         shards = replicas if question.sharding == "full" else 1
         states = 1 if question.sharding == "none" else replicas
@@ -67,7 +66,6 @@ class Share:
 
     @property
     def resident_bytes(self) -> dict[str, float]:
-        """By what it is: of parameters, gradients, the optimizer's states."""
         return {
             PARAMETERS: self.numbers * WEIGHT_BYTES / self.shards,
             GRADIENTS: self.numbers * self.gradient_bytes / self.shards,
@@ -76,25 +74,25 @@ class Share:
 
     @property
     def optimizer_bytes(self) -> float:
-        """What an optimizer step moves.
+        """Memory traffic of an optimizer step.
 
-        For each number of the shard: states are read and written; the gradient is read for its norm, read and
-        written to clip it, read for the update; the float32 copy is read again to write the weight. Each
+        For each element of the shard: states are read and written; the gradient is read for its norm, read
+        and written to clip it, read for the update; the float32 copy is read again to write the weight. Each
         gradient of the rank is read and written to divide it by the number of ranks, and cleared.
         """
-        of_shard = 2 * self.state_bytes + 4 * self.gradient_bytes + COPY_BYTES + WEIGHT_BYTES
-        return self.numbers * (of_shard / self.states + 3 * self.gradient_bytes / self.shards)
+        update = 2 * self.state_bytes + 4 * self.gradient_bytes + COPY_BYTES + WEIGHT_BYTES
+        return self.numbers * (update / self.states + 3 * self.gradient_bytes / self.shards)
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """A microbatch whose step has costs."""
+    """A microbatch whose step has costs. numbers: of elements in this rank's parameters of experts, and in
+    all others."""
 
     question: Question
     step: ModelStep
     kernels: Kernels
     numbers: tuple[int, int]
-    """How many a rank has in parameters of experts, and in all others."""
 
     @classmethod
     def of(cls, question: Question, step: ModelStep) -> Microbatch:
@@ -105,8 +103,8 @@ class Microbatch:
         kernels = Kernels(cost.carrier, cost.top_k, busiest=question.load.memory, eager=question.eager)
         program, kernels = kernels.of(_with_tied_once(program, step))
         experts = set(expert_parameters(step.model))
-        of_experts = sum(p.numel() for p in experts)
-        numbers = of_experts, sum(p.numel() for p in step.model.parameters()) - of_experts
+        in_experts = sum(p.numel() for p in experts)
+        numbers = in_experts, sum(p.numel() for p in step.model.parameters()) - in_experts
         timed = _with_optimizer(_shared(program, step, question), question, numbers)
         timed = on_links(timed, cost.communication)
         return cls(question, replace(step, timed=timed, cost=cost), kernels, numbers)
@@ -117,7 +115,7 @@ class Microbatch:
 
     @property
     def flops(self) -> float:
-        """Without those of what is computed again."""
+        """FLOPs without recomputation."""
         return sum(i.flops for i in self.program.instructions if original_name(i.name) is None)
 
     def cut(self, ranges: Sequence[PartitionRange]) -> Program:
@@ -135,21 +133,19 @@ class Microbatch:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """What is in memory when the forward ends."""
+        """Memory at the end of the forward."""
         return alive_bytes(Storages(self.program), range(len(self.program)))[self.last_forward]
 
     def planner(self, limit_gb: float) -> Planner:
-        """Plans the microbatch within a memory limit."""
         return Planner(self.program, self.step.cost, PlanningOptions(memory_limit_gb=limit_gb), self.cut)
 
     @cached_property
     def layers(self) -> dict[str, str]:
-        """By name of an instruction, the layer that it is in; "": none."""
+        """The layer of each instruction by name; "": none."""
         return {node.name: layer_of(node) for node in self.step.module.graph.nodes}
 
     @cached_property
     def pair(self) -> PairOfMicrobatches:
-        """The backward of one beside the forward of the next."""
         return PairOfMicrobatches.of(self)
 
 
@@ -166,8 +162,8 @@ def _with_tied_once(program: Program, step: ModelStep) -> Program:
 
 
 def _without_copies(program: Program, step: ModelStep) -> Program:
-    """Without the copies that lay parameters of a unit side by side, and gradients: a sharded optimizer has
-    them in one flat buffer."""
+    """The Program without copies of parameters and gradients into one buffer per unit, which a sharded
+    optimizer has anyway."""
     inserted = {node.name for node in step.module.graph.nodes if "partitioner_tag" not in node.meta}
     return replace(
         program,
@@ -181,18 +177,18 @@ def _without_copies(program: Program, step: ModelStep) -> Program:
 
 
 def _shared(program: Program, step: ModelStep, question: Question) -> Program:
-    """The Program of one of the microbatches: sums of gradients are in their dtype, and shared, unless FSDP
-    sums those of each microbatch; so is the gather after a sharded optimizer's step. Their results lie in the
-    gradients and parameters that stay."""
+    """The Program of one microbatch. Sums have the dtype of gradients; all microbatches share them, and the
+    gather after a sharded optimizer's step, unless FSDP sums each microbatch's. Their results take no further
+    memory beside gradients and parameters."""
     sums = step.sums_of_gradients
     units = {node.name for node in step.module.graph.nodes if UNIT.on(node)}
     tensors, instructions = dict(program.tensors), []
     for i in program.instructions:
         if i.name in sums or GATHERS in i.attributes:
-            of_step = question.sharding != "full"
-            if of_step and i.name in sums:
+            is_shared = question.sharding != "full"
+            if is_shared and i.name in sums:
                 i = replace(i, bytes=i.bytes * STATE_BYTES[question.states][0] / WEIGHT_BYTES)
-            if of_step and question.accumulate > 1:
+            if is_shared and question.accumulate > 1:
                 ms = question.cost(i, program.tensors) / question.accumulate
                 i = replace(i, milliseconds=ms, microbatches=question.accumulate)
         if i.name in sums or (question.sharding == "optimizer" and i.name in units):
@@ -202,21 +198,21 @@ def _shared(program: Program, step: ModelStep, question: Question) -> Program:
 
 
 def with_sums_waited_for(program: Program) -> Program:
-    """The Program, for its memory, in which what a sum of gradients sends is free as soon as it is sent: with
-    fully_shard it is within a layer or two, and a message holds it until the optimizer reads the result."""
+    """The Program for its memory, in which the input of a sum of gradients is freed at once, as fully_shard
+    does within a layer or two; a message would hold it until the optimizer reads the result."""
     instructions = (replace(i, kind=Kind.COMPUTE) if sums_gradients(i) else i for i in program.instructions)
     return replace(program, instructions=tuple(instructions))
 
 
 def _with_optimizer(program: Program, question: Question, numbers: tuple[int, int]) -> Program:
-    """The Program with the step of the optimizer behind the last sums, and with what stays between steps."""
+    """The Program with resident memory, and with the step of the optimizer after the last sums."""
     own = [Share.of(question, n, is_expert) for n, is_expert in zip(numbers, (True, False), strict=True)]
     resident = {
         kind: int(sum(share.resident_bytes[kind] for share in own)) for kind in (GRADIENTS, OPTIMIZER)
     }
     tensors = dict(program.tensors)
     if question.sharding == "optimizer":
-        # Whole, and not only the shards that are gathered.
+        # Ranks keep whole parameters, of which the graph has only shards.
         tensors |= {t: replace(tensors[t], bytes=0) for t in program.parameters}
         resident[PARAMETERS] = int(sum(share.resident_bytes[PARAMETERS] for share in own))
     kept = {kind: TensorSpec(kind, (), bytes=size) for kind, size in resident.items()}
@@ -239,8 +235,8 @@ def _with_optimizer(program: Program, question: Question, numbers: tuple[int, in
 class PairOfMicrobatches:
     """The backward of a microbatch and the forward of the next, which sum no gradients.
 
-    program: with times; its first instruction is what the first forward kept. original: by name of an
-    instruction, its name in one microbatch. layers: by that name, the layer that it is in; "": none.
+    program: with times; its first instruction gives the tensors that the first forward saved. original: the
+    name in one microbatch by that in the pair. layers: by original name; "": none.
     """
 
     program: Program
@@ -250,7 +246,6 @@ class PairOfMicrobatches:
 
     @classmethod
     def of(cls, alone: Microbatch) -> PairOfMicrobatches:
-        """Two microbatches of the same step."""
         step, single = alone.step, alone.program
         halves = split(replace(step, module=copy_of(step.module)), UNPLANNED).halves
         pair = pair_of(*halves)
@@ -262,7 +257,7 @@ class PairOfMicrobatches:
         state = {*single.parameters, *pair.forward_inputs.values()}
         kept = tuple(t for t in program.inputs if t not in state)
         resident = {t: single.tensors[t] for t in (PARAMETERS, GRADIENTS, OPTIMIZER) if t in single.tensors}
-        # It is freed as soon as nothing reads it.
+        # Its outputs, unlike inputs of the Program, are freed after their last read.
         first = Instruction(_KEPT, "lancet_prediction.kept", (), kept, phase=Phase.BACKWARD)
         program = replace(
             program,
@@ -281,20 +276,19 @@ class PairOfMicrobatches:
 
     @cached_property
     def blocks(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The positions of the backward's and of the forward's blocks, as many of each: the embedding, every
-        layer, the head."""
+        """Positions of the backward's and of the forward's blocks: the embedding, every layer, the head."""
         halves: dict[Phase, list[tuple[int, str]]] = {Phase.BACKWARD: [], Phase.FORWARD: []}
         for n, i in enumerate(self.program.instructions):
             if name := self.original.get(i.name):
                 whole = self.alone.instructions[self.alone.index[name]]
-                # Views, constants and casts may stand outside their layer.
+                # Views, constants and casts may be outside their layer.
                 marks = whole.flops or whole.kind is Kind.ALL_TO_ALL
                 halves[whole.phase].append((n, self.layers[name] if marks else ""))
         return _blocks(halves[Phase.BACKWARD]), _blocks(halves[Phase.FORWARD])
 
 
 def waits_for_sizes(instruction: Instruction) -> bool:
-    """Does the host wait for the sizes of what its rank receives? In the forward; the backward knows them."""
+    """Whether the host waits for the sizes of received rows: in the forward; the backward knows them."""
     if HOST_WAITS in instruction.attributes:
         return bool(instruction.attributes[HOST_WAITS])
     to_experts = bool(instruction.attributes.get("to_experts"))
@@ -302,26 +296,26 @@ def waits_for_sizes(instruction: Instruction) -> bool:
 
 
 def _blocks(positions: Sequence[tuple[int, str]]) -> list[list[int]]:
-    """Positions, in their order, cut where a new layer begins and behind the last one."""
+    """Positions in their order, cut where a new layer begins and after the last one."""
     last = max((k for k, (_, layer) in enumerate(positions) if layer), default=-1)
     blocks: list[list[int]] = [[]]
-    seen = {""}
+    earlier = {""}
     for k, (position, layer) in enumerate(positions):
-        if layer not in seen or k == last + 1:
+        if layer not in earlier or k == last + 1:
             blocks.append([])
-            seen.add(layer)
+            earlier.add(layer)
         blocks[-1].append(position)
     return blocks if last + 1 < len(positions) else [*blocks, []]
 
 
 def _inverse(pair: Pair) -> dict[str, str]:
-    """By name of a placeholder of the pair, its name in its half."""
+    """The name of each of the pair's placeholders in its half."""
     halves = (pair.backward_inputs, pair.forward_inputs)
     return {own: name for inputs in halves for name, own in inputs.items()}
 
 
 def _as_kernels(program: Program, single: Program, original: Mapping[str, str]) -> Program:
-    """A pair's Program with the memory and the launches of the same instructions of one."""
+    """A pair's Program with the memory and launches of the same instructions of one microbatch."""
 
     def in_single(tensor: str) -> TensorSpec | None:
         node, dot, element = tensor.partition(".")

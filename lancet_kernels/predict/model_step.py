@@ -1,9 +1,9 @@
 """The training step of a model of transformers, captured on fake ranks by the code that `optimize` runs.
 
-The model may have fewer layers than its config says (`config.depths`); `answer` extends what it says of them.
+The model may have fewer layers than its config says (`config.depths`); `answer` extrapolates to all of them.
 
-Process groups send nothing and tensors have no contents, so a step can be captured for any number of ranks,
-also of models larger than this machine.
+Process groups send nothing and tensors are fake, so a step can be captured for any number of ranks, also of
+models larger than this machine's memory.
 
 Tensor-parallel ranks have a slice of the model each (`slice_model`), as in Megatron-LM. Between layers a rank
 has its share of the tokens (sequence parallelism); routed experts are not sliced, so each rank routes its own
@@ -12,9 +12,9 @@ tokens of all ranks; embedding and head on a slice of the vocabulary:
 
     tokens / T --all-gather--> q, k, v or gate, up --> o or down --reduce-scatter--> tokens / T
 
-The backward has the same messages the other way round, and gathers inputs of weight gradients again
-(`recomputation`), so that only shares of the tokens are kept. What a cross entropy over slices of the
-vocabulary sums over the ranks, three numbers a token, is left out.
+The backward has the inverse messages, and gathers inputs of weight gradients again (`recomputation`), so that
+only shares of the tokens are kept. The sums of a cross entropy over slices of the vocabulary, three numbers a
+token, are left out.
 
 Korthikanti et al., Reducing activation recomputation in large transformer models (2205.05198), section 4.2.
 """
@@ -56,7 +56,7 @@ from lancet_kernels.transformers.convert import convert
 class _Loss(nn.Module):
     """(ids[B, S], labels[B, S]) -> loss: cross entropy in float32 of a causal language model's logits.
 
-    Args: shares_tokens: layers see a share of the tokens, whose positions are those of all.
+    Args: shares_tokens: layers see a share of the tokens, and positions are those of all tokens.
     """
 
     def __init__(self, model: nn.Module, shares_tokens: bool) -> None:
@@ -73,11 +73,10 @@ class _Loss(nn.Module):
 def model_step(question: Question, layers: int) -> ModelStep:
     """The step of one microbatch of the first `layers` layers, without costs.
 
-    Raises: UserError for experts that the ranks do not divide, and for what cannot be traced.
+    Raises: UserError for experts that the ranks do not divide, and for a model that cannot be traced.
     """
     check_experts(question.experts, question.expert_ranks)
-    config = shortened(load_config(question.hf), layers)  # a configuration of its own
-    # transformers asks no server, whatever the environment says.
+    config = shortened(load_config(question.hf), layers)
     with fake_ranks(question.gpus), mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
         layout = question.gpus, question.expert_ranks, question.tensor_ranks
         groups = Groups.of_consecutive(*layout) if question.gpus > 1 else Groups()
@@ -129,16 +128,15 @@ def model_step(question: Question, layers: int) -> ModelStep:
 
 def _name_groups(joint: fx.GraphModule, sharing: Mapping[str, str]) -> None:
     """Mark the collectives of ranks that share tokens in a captured graph, for their costs."""
-    names = {name: of for of, group in sharing.items() for name in (group, link_group(group))}
+    kinds = {name: kind for kind, group in sharing.items() for name in (group, link_group(group))}
     for node in joint.graph.nodes:
-        if is_functional_collective(node) and (of := names.get(str(argument(node, "group_name")))):
-            GROUP.set(node, of)
+        if is_functional_collective(node) and (kind := kinds.get(str(argument(node, "group_name")))):
+            GROUP.set(node, kind)
 
 
 def weights_inside_experts(joint: fx.GraphModule) -> None:
-    """Routing weights are applied inside the experts, not to the rows that come back: their gradient reads
-    rows that the backward sends, so that no others are kept, or sent again where the forward is
-    recomputed."""
+    """Apply routing weights inside the experts, not to returned rows: their gradient reads rows that the
+    backward sends anyway, so that returned rows are neither saved nor sent again in a recomputation."""
     for node in joint.graph.nodes:
         if op_name(node) == "lancet.combine_dweight":
             gradient, _, row = node.args
@@ -154,8 +152,7 @@ _BY_INPUT = "o_proj down_proj".split()
 
 
 class _OverTokens(nn.Module):
-    """A sliced module behind a gather of tokens, if it needs those of all ranks, and before a sum of results,
-    if they are summands."""
+    """A sliced module; `gathers` tokens of all ranks before it, or `sums` results of all ranks after it."""
 
     def __init__(self, sliced: nn.Module, group: str, sequences: int, gathers: bool, sums: bool) -> None:
         super().__init__()
@@ -173,7 +170,7 @@ class _OverTokens(nn.Module):
         return self._summed(result) if isinstance(result, Tensor) else (self._summed(result[0]), *result[1:])
 
     def _gathered(self, share: Tensor) -> Tensor:
-        # Tokens have no contents here: in which order they lie does not matter.
+        # Fake tokens may be in any order.
         return all_gather(share.flatten(0, -2), 0, self.group).unflatten(0, (self.sequences, -1))
 
     def _summed(self, summand: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A user's training step, `FILE.py:make_step`, and how it is planned for simulated ranks.
+"""A user's training step, `FILE.py:make_step`, captured for simulated ranks.
 
-`make_step()` returns the module and the example inputs for `optimize`. To be simulated it runs as rank 0 of a
-fake job, with fake tensors, which have no contents.
+`make_step()` returns the module and the example inputs for `optimize`; it runs as rank 0 of a fake job, with
+fake tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OwnStep:
         Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
         module; CaptureError for a module that is not one graph.
         """
-        # Checked first, because a number of GPUs that does not fill nodes gives the clearer error.
+        # First, for a clear error if the GPUs do not fill nodes.
         CostModel.for_cluster(self.hardware, self.gpus)
         make_step = load_function(self.module)
         with fake_ranks(self.gpus):
@@ -72,7 +72,6 @@ class OwnStep:
         return f"{self.module}, {self.gpus} ranks of {self.hardware.name} ({self.hardware.description})"
 
     def facts(self) -> dict[str, object]:
-        """What was simulated, as JSON values."""
         return {"module": self.module, "cluster": self.hardware.name, "gpus": self.gpus}
 
 
@@ -91,7 +90,7 @@ def call_make_step(
     except Exception as error:
         expected, do = _RETURNS, f"correct it; {make_step.__name__}() runs on a rank of an initialized job"
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            expected = "a step that does not read values of tensors, which have none while planning"
+            expected = "a step that does not read values of tensors, which are fake while planning"
             do = "remove the code that reads values; only shapes matter here"
         got = _reason(error, Path(spec.rpartition(":")[0]))
         raise UserError(spec, got=got, expected=expected, do=do) from error
@@ -141,7 +140,7 @@ def _run_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError("module", got=str(file), expected="a Python file (.py)", do="check the path")
     module = importlib.util.module_from_spec(spec)
-    # As for `python FILE.py`: it can import modules from its folder, and its classes can be pickled.
+    # As with `python FILE.py`, it can import modules from its folder, and its classes can be pickled.
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -175,7 +174,8 @@ def _kinds(result: object) -> str:
 
 @contextlib.contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `ranks` ranks whose collectives do nothing. One rank has no group.
+    """A context in which this process is rank 0 of `ranks` ranks whose collectives do nothing. One rank has
+    no group.
 
     Raises: UserError where this process is already a rank of a job.
     """
@@ -193,7 +193,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Without options the backend has no timeout, which new groups take over from it.
+    # New groups inherit the timeout of these options.
     options = FakeProcessGroup.Options()  # type: ignore[call-arg]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore(), pg_options=options)
     try:
@@ -203,8 +203,8 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 def without_contents() -> FakeTensorMode:
-    """A context in which new tensors have shapes and no memory; real ones may be read there."""
+    """A context in which new tensors are fake, without memory; real ones may be read there."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # What it remembers are weak references, with which torch refuses `module.to(dtype)`.
+    # Without its memo of weak references, with which torch refuses `module.to(dtype)`.
     mode.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
     return mode

@@ -1,9 +1,9 @@
-"""What is asked of the planner: which model, on which cluster, in which layout, with which routing.
+"""A question to the planner: model, cluster, layout and routing of a training step.
 
 Routing is balanced, skewed, or counted in a run. All ranks of an expert group wait for each other in every
-exchange, so that the rank that gets most rows sets the time of a layer's exchanges and experts, in each layer
-another one; memory is that of the rank with most rows in all layers together. A capacity cuts what an expert
-gets, and with it both.
+exchange, so the straggler, the rank with most rows in a layer, determines the time of its exchanges and
+experts; the rank with most rows in all layers together determines memory. A capacity bounds the rows of an
+expert, and so both.
 
 Example: two ranks with two experts each, layers with 3 1 2 2 and 1 1 3 3 choices: ranks get 4 4 and 2 6 rows,
 the busiest 1 and 1.5 times the mean. Times are those of 1.25 times the rows, memory that of 10 / 8 = 1.25.
@@ -35,8 +35,8 @@ _EXPECTED = (
 class Load:
     """Rows of the busiest rank, relative to the mean of all ranks.
 
-    time: in each layer, the mean over layers. memory: in all layers together. dropped: share of the choices
-    that a capacity drops.
+    time: of the busiest rank of each layer, the mean over layers. memory: of the busiest rank in all layers
+    together. dropped: share of the choices that a capacity drops.
     """
 
     time: float = 1.0
@@ -46,16 +46,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Routing:
-    """counts: choices by layer and expert. capacity: the most that an expert takes, relative to an even
-    share; None: dropless."""
+    """counts: choices by layer and expert. capacity: the most rows of an expert, relative to an even share;
+    None: dropless."""
 
     counts: tuple[tuple[float, ...], ...]
     capacity: float | None = None
 
     @classmethod
     def of(cls, spec: str, experts: int, layers: int) -> Routing:
-        """From `balanced`, `zipf:S` (expert r of a random order gets 1 / r**S, in each layer another one) or
-        the path of a file of `layer.model_layers`.
+        """From `balanced`, `zipf:S` (shares 1 / r**S of experts r in an order that is random in each layer)
+        or the path of a file of `RoutingCounts`.
 
         Raises: UserError for another text, and for counts of another number of experts.
         """
@@ -74,13 +74,13 @@ class Routing:
         return cls(tuple(map(tuple, counts)), limit)
 
     def load(self, ranks: int) -> Load:
-        """The load of `ranks` ranks with as many consecutive experts each."""
+        """The load of `ranks` ranks, each with an equal number of consecutive experts."""
         by_layer, chosen, kept = [], 0.0, 0.0
         for layer in self.counts:
             share = sum(layer) / len(layer)
             rows = layer if self.capacity is None else [min(n, self.capacity * share) for n in layer]
             each = len(layer) // ranks
-            # In even shares of a rank, so that every layer has the same weight.
+            # Relative to a rank's even share, so that all layers have the same weight.
             by_layer.append([sum(rows[r * each : (r + 1) * each]) / (share * each) for r in range(ranks)])
             chosen, kept = chosen + len(layer), kept + sum(rows) / share
         together = map(sum, zip(*by_layer, strict=True))
@@ -133,9 +133,9 @@ def _unreadable(spec: str) -> UserError:
 RECOMPUTE = ("none", "full", "selective", "attention", "experts", "alternate")
 SHARDING = ("none", "optimizer", "full")
 CP_COMM_TYPES = ("all_gather", "a2a")
-"""How attention sees the tokens of other ranks (`attention`), by Megatron's names."""
+"""Communication of context parallelism (`attention`), by Megatron's names."""
 STATE_BYTES = {"float32": (4, 12), "bfloat16": (2, 8)}
-"""By dtype of gradients and of Adam's two moments, bytes of a gradient, and of Adam's states with a float32
+"""By dtype of gradients and of Adam's two moments: bytes of a gradient, and of Adam's states with a float32
 copy of the weight."""
 
 
@@ -147,11 +147,11 @@ class Question:
     sharding: "none" replicates parameters that all ranks have, "optimizer" shards the optimizer's states over
     the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
     microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
-    tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice what is no expert.
-    context_ranks: how many such groups share sequences, each a part of their tokens; cp_comm_type: how
-    attention then sees all of them, one of `CP_COMM_TYPES`. states: dtype of gradients and of Adam's moments,
-    one of `STATE_BYTES`. attention: a kernel of the cluster file. routing: as of `Routing.of`. eager:
-    element-wise ops run one by one, as without torch.compile.
+    tensor_ranks: consecutive ranks that share the sequences of a microbatch, and slice all parameters but
+    experts. context_ranks: how many such groups share sequences, each with a part of their tokens;
+    cp_comm_type: one of `CP_COMM_TYPES`. states: dtype of gradients and of Adam's moments, one of
+    `STATE_BYTES`. attention: a kernel of the cluster file. routing: as of `Routing.of`. eager: element-wise
+    ops run one by one, as without torch.compile.
     """
 
     hf: str
@@ -195,17 +195,16 @@ class Question:
 
     @property
     def token_ranks(self) -> int:
-        """How many ranks share the tokens of a sequence."""
+        """Ranks that share the tokens of a sequence."""
         return self.tensor_ranks * self.context_ranks
 
     @cached_property
     def config(self) -> Any:
-        """The model's configuration, of a copy of its own: capturing changes it."""
+        """The model's configuration; captures change copies of it."""
         return load_config(self.hf)
 
     @cached_property
     def hardware(self) -> Cluster:
-        """The cluster. Raises: UserError for an unknown one."""
         return load_cluster(self.cluster)
 
     @property
@@ -235,12 +234,12 @@ class Question:
             attention=self.attention,
             busiest=self.load.time,
         )
-        _ = costs.communication  # Raises for a number of GPUs that is not a part of a node or whole nodes.
+        _ = costs.communication  # raises for GPUs that are neither a part of a node nor whole nodes
         return costs
 
     @cached_property
     def load(self) -> Load:
-        """The load of the rank that gets most rows. Raises: UserError for a routing that cannot be read."""
+        """The load of the busiest rank. Raises: UserError for a routing that cannot be read."""
         if not self.experts:
             return Load()
         check_experts(self.experts, self.expert_ranks)
@@ -249,7 +248,7 @@ class Question:
 
     @property
     def policy(self) -> str:
-        """What is recomputed, one of `recomputation.POLICIES`."""
+        """One of `recomputation.POLICIES`."""
         return "attention" if self.recompute == "selective" else self.recompute
 
     @property
@@ -270,7 +269,7 @@ class Question:
         return [w for w in divisors if w <= node or w % node == 0]
 
     def replicas(self, is_expert: bool) -> int:
-        """How many ranks hold the same parameters."""
+        """The number of ranks that hold the same parameters."""
         return self.gpus // (self.expert_ranks if is_expert else self.tensor_ranks)
 
     def describe(self) -> str:
@@ -288,7 +287,6 @@ class Question:
         )
 
     def facts(self) -> dict[str, object]:
-        """What was asked, as JSON values."""
         return {
             "model": self.config.model_type,
             "cluster": self.hardware.name,

@@ -1,21 +1,20 @@
-"""What the forward of a part keeps for its backward, and what the backward computes again.
+"""Policies of recomputation: the ops that the backward runs again instead of keeping their results.
 
-none        as fused kernels do: operands of matrix products, attention and communication are kept as they
-            are; what only element-wise ops of the backward read is computed again from the smallest set of
-            tensors (a minimum cut)
+none        only element-wise ops, as fused kernels do: operands of matrix products, attention and
+            communication are kept; tensors that only element-wise ops of the backward read are recomputed
+            from the smallest set of tensors (a minimum cut)
 attention   also attention, from query, key and value
-experts     also the experts, from the rows that were received
+experts     also the experts, from the received rows
 full        everything, from the input of the layer (activation checkpointing of whole layers)
 alternate   everything in a layer but attention, messages and every second dense product, as torchtitan's
             selective recomputation of ops (`torchtitan/distributed/activation_checkpoint.py`)
 
-Where no compiler fuses element-wise ops (`eager`), none is computed again for being cheap. Where one does, a
-group of them (`fused_groups`) reads what comes from outside and writes what is read outside; everything
-between stays in registers. Element-wise ops and reductions of one phase that are connected become one group,
-unless that would make two groups wait for each other.
+Where no compiler fuses element-wise ops (`eager`), they are not recomputed. Otherwise a group of them
+(`fused_groups`) reads its inputs from memory and writes its outputs; intermediate values stay in registers.
+Connected element-wise ops and reductions of one phase become one group, unless that would make a cycle of
+groups.
 
-What is recomputed becomes part of the graph, by the pass that `optimize` uses
-(`graph.capture.captured_graph`).
+The pass of `optimize` (`graph.capture.captured_graph`) inserts the recomputation into the graph.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from lancet_kernels.predict import attention
 from lancet_kernels.predict.config import LAYERS
 
 TOKEN_GROUPS = ("tensor", "context")
-"""Groups of ranks that share the tokens of sequences, by which their collectives are priced."""
+"""Groups of ranks that share the tokens of sequences; collectives over them have their own costs."""
 POLICIES = ("none", "attention", "experts", "full", "alternate")
 _LAYER = re.compile(rf"\.(?:{'|'.join(LAYERS)})\.(\d+)\.")
 _NOT_FUSED = "embedding embedding_dense_backward sort topk index index_put gather scatter".split()
 
 
 def is_elementwise(instruction: Instruction) -> bool:
-    """Can a compiler put it into one kernel with its neighbours? Views count, too."""
+    """Whether a compiler can fuse it with its neighbours. Views count, too."""
     return (
         instruction.kind is Kind.COMPUTE
         and not instruction.flops
@@ -73,15 +72,15 @@ def _groups(program: Program) -> list[int]:
             behind[j].add(n)
 
     def path_around(a: int, b: int) -> bool:
-        """Does a path lead from a to b through another node? Searched from b on, back to the first of a."""
-        first, seen = min(members[a]), {a, b}
+        """Whether a path leads from a to b through another node. Searched backwards from b."""
+        first, visited = min(members[a]), {a, b}
         stack = [n for n in before[b] if n != a]
         while stack:
             n = stack.pop()
             if a in before[n]:
                 return True
-            earlier = {m for m in before[n] - seen if members[m][-1] > first}
-            seen |= earlier
+            earlier = {m for m in before[n] - visited if members[m][-1] > first}
+            visited |= earlier
             stack.extend(earlier)
         return False
 
@@ -114,8 +113,7 @@ RECOMPUTED_OPS = {
 
 
 def without_views(program: Program) -> Program:
-    """The Program in which every reader of a view reads the tensor that owns the storage, in any order that
-    the reads allow. Forward first."""
+    """The Program in which readers of a view read the tensor that owns the storage, forward first."""
     owner = program.storage
 
     def named(tensors: Collection[str]) -> tuple[str, ...]:
@@ -138,7 +136,7 @@ def without_views(program: Program) -> Program:
 
 
 def _is_recomputable(i: Instruction, policy: str, eager: bool) -> bool:
-    # Megatron gathers tokens again, keys and values too, and keeps each rank's share.
+    # As Megatron does, with keys and values, too: only each rank's share is kept.
     gathers_tokens = (
         i.attributes.get("group") in TOKEN_GROUPS and i.attributes.get("collective") == "all_gather"
     )
@@ -146,14 +144,14 @@ def _is_recomputable(i: Instruction, policy: str, eager: bool) -> bool:
 
 
 def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]:
-    """The tensors of the forward that are kept: a minimum cut between what cannot be computed again and what
-    the backward reads. Args: program: without views. policy: but those of whole layers."""
+    """The tensors of the forward that are kept: a minimum cut between those that cannot be recomputed and
+    those that the backward reads. Args: program: without views. policy: "none", "attention" or "experts"."""
     forward = [i for i in program.instructions if i.phase is Phase.FORWARD]
     computed = {t for i in forward for t in i.outputs}
     recomputable = [i for i in forward if _is_recomputable(i, policy, eager)]
     again = {t for i in recomputable for t in i.outputs}
     read = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.inputs if t in computed}
-    # What kernels read is kept as it is, unless the policy recomputes the kernel that computed it.
+    # Inputs of other kernels are kept, unless the policy recomputes their producer.
     elementwise = {t for i in forward if is_elementwise(i) for t in i.outputs}
     forced = {
         t
@@ -179,13 +177,13 @@ def kept_tensors(program: Program, policy: str, eager: bool = False) -> set[str]
 
 
 def layer_of(node: fx.Node) -> str:
-    """The number of the layer that a node is in, as text; "": in none."""
+    """The number of a node's layer, as text; "": none."""
     layer = _LAYER.search(layer_name(node) + ".")
     return layer.group(1) if layer else ""
 
 
 def _kept_by_alternate(joint: fx.GraphModule) -> set[fx.Node]:
-    """Attention, messages, and of each layer's dense products the first, the third and so on."""
+    """Attention, messages, and the first, third, ... dense product of each layer."""
     products: Counter[str] = Counter()
     kept = set()
     for node in joint.graph.nodes:
@@ -203,16 +201,16 @@ def _kept_by_alternate(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def recompute_as(joint: fx.GraphModule, policy: str, eager: bool = False) -> None:
-    """Make what the backward recomputes part of a captured joint graph.
+    """Insert the recomputation of a policy into a captured joint graph.
 
-    Args: policy: one of `POLICIES`. eager: does no compiler fuse element-wise ops?
+    Args: policy: one of `POLICIES`. eager: no compiler fuses element-wise ops.
     """
     program = program_from_fx(joint)
     viewless = without_views(program)
-    # Said of layers; what is outside of them is as without it.
-    of_layers = policy in ("full", "alternate")
-    of_ops = "none" if of_layers else policy
-    saved = kept_tensors(viewless, of_ops, eager)
+    # Policies of layers are "none" outside of them.
+    is_by_layer = policy in ("full", "alternate")
+    op_policy = "none" if is_by_layer else policy
+    saved = kept_tensors(viewless, op_policy, eager)
     kept = _kept_by_alternate(joint) if policy == "alternate" else set()
     owner, instruction_of = program.storage, program.index
     for node in joint.graph.nodes:
@@ -220,12 +218,12 @@ def recompute_as(joint: fx.GraphModule, policy: str, eager: bool = False) -> Non
             continue
         layer = layer_of(node)
         source = node.args[0] if is_element(node) else node
-        if of_layers and layer:
+        if is_by_layer and layer:
             is_recomputed = source not in kept
         else:
             instruction = program.instructions[instruction_of[source.name]]
             is_recomputed = (instruction.is_free and program.is_view(instruction)) or (
-                _is_recomputable(instruction, of_ops, eager)
+                _is_recomputable(instruction, op_policy, eager)
                 and not saved & {owner[t] for t in instruction.outputs}
             )
         node.meta["ac_graph_id"] = layer

@@ -2,14 +2,14 @@
 before them, forward and backward.
 
 Without kernels transformers computes them chunk by chunk, or token by token: thousands of ops, whose results
-a kernel never stores. Its modeling files have functions that kernels take the place of; while a step is
-captured, an op does. It computes nothing: captures run on fake tensors.
+a kernel never stores. While a step is captured, an op replaces the functions in transformers' modeling files
+that kernels otherwise replace. It computes nothing: captures run on fake tensors.
 
     S  tokens                                   C  tokens of a chunk
     H  heads of width P (Mamba-2), K and V      G  groups of heads that share B and C
     N  width of a state                         D  channels
 
-Multiplications and additions of the algorithms that work by chunks, without masked halves:
+FLOPs of the chunked algorithms, without masked halves:
 
     Mamba-2                 S (G C N + H (C P + 4 P N))       Dao and Gu (2405.21060), section 6
     gated delta rule        S H (C (3 K + 2 V) + 6 K V)       Yang et al. (2412.06464), section 3.3
@@ -18,8 +18,8 @@ Multiplications and additions of the algorithms that work by chunks, without mas
 
 The backward has three times as many: it computes states again. FLA 0.5.1 on H200, 8,192 tokens, 32 heads
 of 128: 0.472 and 1.444 ms (QwenLM/FlashQLA benchmark/benchmark_results_H200.txt of c18a486). Mamba-2 is
-assumed to be as fast for its FLOPs. Mamba's scan, of exponentials and not of matrix products, comes out as
-one pass over memory, which is less than it takes.
+assumed to reach the same FLOP/s. Mamba's scan, of exponentials instead of matrix products, is predicted as
+one pass over memory, which is too little.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """query, key [batch, S, heads, K], value [batch, S, H, V], g and beta [batch, S, H, ...] -> as value."""
     batch, tokens, heads, width = value.shape
-    of_keys = key.shape[-1]
-    flops = chunk_size * (3 * of_keys + 2 * width) + 6 * of_keys * width
+    key_width = key.shape[-1]
+    flops = chunk_size * (3 * key_width + 2 * width) + 6 * key_width * width
     return _recurrence(value, (query, key, g, beta), batch * tokens * heads * flops), None
 
 
@@ -139,7 +139,7 @@ def causal_conv1d_fn(
 
 
 def _no_kernel(*_: object, **__: object) -> None:
-    """What transformers has for a fused layer without its kernel: the functions above are called instead."""
+    """A missing kernel of a fused layer, without which transformers calls the functions above."""
 
 
 SCANS: dict[str, Callable[..., Any]] = {
@@ -153,7 +153,7 @@ FUNCTIONS = SCANS | {
     "mamba2_split_conv1d_scan_combined": _no_kernel,
     "mamba_inner_fn": _no_kernel,
 }
-"""By the names in transformers' modeling files."""
+"""Replacements by name in transformers' modeling files."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""The answer as one HTML page that needs nothing else: no network, no framework, no font.
-
-The figures are those of the answer's JSON, which the page carries; a script draws them.
-"""
+"""The answer as one self-contained HTML page: a script draws the figures of the embedded JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from lancet_kernels.schedules.time.timeline import label
 
 _FILES = resources.files("lancet_kernels.predict")
 PUBLISHED = _FILES / "published.json"
-"""Published measurements with their predictions, as `python -m bench.published --save` wrote them."""
+"""Published measurements with their predictions, a file of `python -m bench.published --save`."""
 MOST_EVENTS = 6000
 """Events of a timeline in the page: the first ones of the chain, about one microbatch of 48 layers."""
 
@@ -43,8 +40,8 @@ def report(answer: Answer, searched: SearchResult | None = None) -> str:
 
 
 def _timeline(simulated: Simulated) -> dict[str, Any]:
-    """Events as [name, lane, start, milliseconds, kind], with kinds as numbers of `kinds`; lanes are those of
-    computation, of messages, and of messages that stay inside nodes."""
+    """Events as [name, lane, start, milliseconds, index into `kinds`]; lanes are computation, messages, and
+    messages inside nodes."""
     kinds: dict[str, int] = {}
     program = simulated.program
     held = frozenset(program.instructions[i].name for i in weight_gradients(program))

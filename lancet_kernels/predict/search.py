@@ -1,12 +1,11 @@
-"""The best layouts of a step on a number of GPUs: experts and tensors over how many, what is sharded,
-microbatch, recomputation and strategy, at the same number of tokens per step.
+"""The best layouts of a step on a number of GPUs: ranks that share experts and tensors, sharding, microbatch,
+recomputation and strategy, at the same number of tokens per step.
 
-Nothing is captured for what a formula says of the config: what a layout needs in memory at least, a lower
-bound of its step, and about how long products and messages take one after the other, in whose order layouts
-are captured. A capture takes seconds (Qwen3-235B: 10 s of one core, 2026-11-27), some strategies as long
-again. So layouts are compared by the strategies that take a moment, in 0.7 of the time; in the rest, others
-are tried, best layout first. Once the bound exceeds the tenth best step that fits, no later layout can be
-among the ten best.
+Formulas of the config give, without a capture, the least memory of a layout, a lower bound of its step, and
+an estimate, the time of products and messages one after the other, by which layouts are ordered. A capture
+takes seconds (Qwen3-235B: 10 s of one core, 2026-11-27), some strategies as long again. So in 0.7 of the time
+layouts are compared by quick strategies; in the rest, the others are tried, best layout first. A layout whose
+bound exceeds the tenth best step that fits is skipped.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ BEST = 10
 SEQUENCES = (1, 2, 4)
 TENSOR_RANKS = (1, 2, 4, 8)
 QUICK_SHARE = 0.7
-"""How much of the time goes to comparing layouts."""
+"""The share of the time in which layouts are compared."""
 QUICK = ("none", MEGATRON, MEGATRON_DELAYED)
-"""Strategies by which layouts are compared first: fixed orders, a second or two for both depths."""
+"""Strategies by which layouts are compared: fixed orders, a second or two for both depths."""
 _NOT_TRIED = "not tried in the time given"
 REST = (MICROBATCHES, *(name for name in PLANNED if name not in QUICK))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout with what became of it. strategy: None if not simulated, as infinite time and memory say.
-    least_gib: what it needs at least. estimate_ms: its products and messages one after the other. binds: the
-    largest term of its time. why: "" for the best, otherwise why it is not among them."""
+    """A layout and its result. strategy: None if not simulated; time and memory are infinite then. bound_ms,
+    least_gib: lower bounds. estimate_ms: its products and messages one after the other. binds: the largest
+    term of its time. why: the reason why it is not among the best; "": it is."""
 
     question: Question
     bound_ms: float = 0.0
@@ -54,7 +53,6 @@ class Layout:
     why: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """The layout as JSON values."""
         names = ("experts_over", "tensor_parallel", "sharding", "microbatch", "accumulate", "recompute")
         facts = self.question.facts()
         return {
@@ -70,8 +68,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: the layouts that fit, fastest first, at most ten. others: all others, with the reasons. answer:
-    that of the first."""
+    """best: the layouts that fit, fastest first, at most ten. others: all others, with reasons. answer: of
+    the best one."""
 
     best: tuple[Layout, ...]
     others: tuple[Layout, ...]
@@ -91,7 +89,6 @@ class SearchResult:
         return sorted(faster, key=lambda one: one.least_gib)
 
     def to_json(self) -> dict[str, object]:
-        """The search as JSON values."""
         excluded = self.memory_excludes
         return {
             "best": [one.to_json() for one in self.best],
@@ -102,7 +99,7 @@ class SearchResult:
 
 
 class _Clock:
-    """Is time left for another answer that takes as long as the longest so far?"""
+    """`allows` another answer if time is left for one that takes as long as the longest so far."""
 
     def __init__(self, seconds: float) -> None:
         self.start, self.seconds, self.longest = time.perf_counter(), seconds, 0.0
@@ -121,7 +118,7 @@ def search(question: Question, seconds: float = math.inf) -> SearchResult:
     """The best layouts for the question's model, GPUs and tokens.
 
     Args: seconds: when to stop; layouts that were not tried until then are among the others.
-    Raises: UserError if no layout fits, with what the best of them misses.
+    Raises: UserError if no layout fits, with the missing memory.
     """
     clock, limit = _Clock(seconds), gib(question.hardware.memory_gb * 1e9)
     fitting: list[tuple[Layout, Answer]] = []
@@ -160,7 +157,7 @@ def search(question: Question, seconds: float = math.inf) -> SearchResult:
 
 
 def _refusal(others: list[Layout], limit: float, seconds: float) -> UserError:
-    """What a search says that has no layout that fits."""
+    """The error of a search without a layout that fits."""
     untried = [one for one in others if one.why == _NOT_TRIED]
     if untried:
         least = min(one.least_gib for one in untried)
@@ -207,7 +204,7 @@ def _by_formula(question: Question) -> Layout:
     rows = question.microbatch * question.sequence // question.token_ranks
     token = WEIGHT_BYTES * config.hidden_size
     share = cost.top_k / max(1, question.experts)
-    # The first of the experts' two or three products is computed again, and most of the others.
+    # About half of the products are recomputed.
     passes = 3 + full / 2
     flops = passes * 2 * (size.experts * share + size.others - size.embedding) * rows
     products = flops / (max(question.hardware.peak_tflops.values()) * 1e9)
@@ -236,13 +233,13 @@ def _by_formula(question: Question) -> Layout:
 
 
 def _activation_bytes(question: Question, rows: float, token: float) -> float:
-    """What a microbatch has in memory at least, beside the states: inputs of layers, what the policy keeps of
-    them; the logits' gradient, and with FSDP the head and its gradient, or the same of a layer's experts."""
+    """A lower bound of a microbatch's memory beside the states: inputs of layers and kept activations; the
+    gradient of the logits, with FSDP also the head and its gradient, or the same for a layer's experts."""
     size, layers = _size_of(question.hf), question.config.num_hidden_layers
     kept = token * layers
     if question.recompute != "full":
         received = question.cost.top_k * token
-        # Of a row inside an expert, its hidden numbers.
+        # The hidden width of an expert.
         hidden = size.experts / max(1, question.experts * size.moe_layers) / question.config.hidden_size / 3
         inside = question.cost.top_k * hidden * WEIGHT_BYTES * (question.recompute != "experts")
         kept += (received + inside) * size.moe_layers
@@ -264,8 +261,8 @@ def states_gib(question: Question) -> float:
 
 @dataclass(frozen=True)
 class _Size:
-    """A model: how many numbers its experts have, all other parameters, and its embedding; how many of its
-    layers have experts."""
+    """Numbers of elements in a model's experts, in all other parameters, and in its embedding; its MoE
+    layers."""
 
     experts: float
     others: float

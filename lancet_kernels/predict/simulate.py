@@ -44,7 +44,7 @@ PAPER_BATCH = {
 """Sequences per GPU in the paper's experiments, by cluster and model."""
 
 LIKE = {"dgx-h100": "p4de"}
-"""Cluster that the paper does not have -> its cluster with the same memory per GPU."""
+"""Cluster outside of the paper -> the paper's cluster with the same memory per GPU."""
 
 ASSUMPTIONS = (
     "times come from the cluster file: a roofline of peak numbers times an efficiency factor, plus a fixed "
@@ -77,7 +77,7 @@ class Setting:
     capacity_factor: float | None = 1.25
     dtype: str = "float32"
     padded: bool = False
-    """Do all-to-alls and experts process the full capacity (the paper's cost model), or only real rows?"""
+    """Whether all-to-alls and experts process the full capacity (the paper's cost model), or real rows."""
     layers: int | None = None
     """Number of layers; None: the model's own."""
 
@@ -110,7 +110,7 @@ class Setting:
     @cached_property
     def priced(self) -> Step:
         """The training step of a rank, with SGD with momentum, and its costs. Raises: UserError."""
-        # The cost model first, because a number of GPUs that does not fill nodes gives the clearer error.
+        # First, for a clear error if the GPUs do not fill nodes.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         check_name("dtype", self.dtype, self.hardware.peak_tflops, do="use a dtype of the cluster file")
         dtype = getattr(torch, self.dtype)
@@ -118,7 +118,6 @@ class Setting:
         return Step(*captured, cost)
 
     def facts(self) -> dict[str, object]:
-        """What was simulated, as JSON values."""
         return {
             "model": self.model,
             "cluster": self.hardware.name,
@@ -159,8 +158,8 @@ def captured_program(
 
 
 def _with_sgd(program: Program, captured: Captured) -> Program:
-    """The program of a captured step, which ends with the gradients, with SGD with momentum: one instruction
-    per parameter with a gradient, which reads three tensors and writes two."""
+    """The program of a captured step, extended by SGD with momentum: one instruction per parameter with a
+    gradient, which reads three tensors and writes two."""
     graph = captured.joint.graph
     tensor_of = {state_name(n): n.name for n in graph.nodes if n.op == "placeholder" and state_name(n)}
     results = graph.output_node().args[0]
@@ -218,11 +217,9 @@ class Simulated:
     """Wall time of planning each strategy, with the strategies that it needs (`lancet` is planned first)."""
     cpu_seconds: Mapping[str, float]
     impossible: Mapping[str, UserError]
-    """Strategies that are impossible for the step, and why."""
 
     @property
     def weight_gradients(self) -> list[str]:
-        """Names of the instructions that are weight gradients."""
         return [self.program.instructions[i].name for i in weight_gradients(self.program)]
 
 
@@ -268,7 +265,7 @@ def simulate_setting(
 
 
 class _TimedPlanner(Planner):
-    """A planner that records the time of each plan, with the plans that it needs."""
+    """A planner that records the time of each plan, including the plans that it needs."""
 
     def __init__(self, program: Program, cost: Cost, options: PlanningOptions, cut: GraphCutter) -> None:
         super().__init__(program, cost, options, cut)

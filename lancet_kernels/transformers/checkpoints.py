@@ -27,35 +27,35 @@ from lancet_kernels.ops.comm.groups import from_first_rank, group_name, group_ra
 from lancet_kernels.ops.comm.waiting import waiting
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
-"""Dtypes in safetensors files. Their scales are tensors of their own, which no parameter takes."""
+"""Quantized dtypes in safetensors files; their scales are separate tensors."""
 _PACKED = {"weight_packed": "compressed-tensors", "qweight": "GPTQ or AWQ"}
-"""How tensors are named that hold several weights in each number, and what names them so."""
+"""Names of packed tensors, with several weights in each element, and their formats."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint and a model do not have in common. Printable."""
+    """The differences between a checkpoint and a model. Printable."""
 
     new: tuple[str, ...]
-    """Parameters that it has no value for, initialized anew."""
+    """Parameters that are not in the checkpoint, initialized anew."""
     left: tuple[str, ...]
-    """Its tensors that no parameter takes."""
+    """Tensors of the checkpoint that are no parameters of the model."""
 
     def __str__(self) -> str:
-        told = [f"initialized anew: {', '.join(self.new)}"] if self.new else []
-        told += [f"left in the checkpoint: {', '.join(self.left)}"] if self.left else []
-        return "\n".join(told) or "all weights loaded"
+        lines = [f"initialized anew: {', '.join(self.new)}"] if self.new else []
+        lines += [f"left in the checkpoint: {', '.join(self.left)}"] if self.left else []
+        return "\n".join(lines) or "all weights loaded"
 
 
 def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict that the model would have without `convert`, with its current weights; bitwise.
 
-    Every rank gathers all experts, and PEFT's adapters of them: collective over the expert group; of a model
-    that is sharded (`fsdp`) all parameters, collective over all its ranks. On one of them,
+    Every rank gathers all experts, and PEFT's adapters of them, collective over the expert group; for a
+    sharded model (`fsdp`) all parameters, collective over all its ranks. On one rank,
     `model.save_pretrained(folder, state_dict=state)` writes a checkpoint that transformers loads.
 
-    Args: model: after `convert`; any other one gives what `model.state_dict()` gives, whole.
-    Raises: CommunicationError, UserError for adapters that are no matrices for each expert.
+    Args: model: after `convert`; for any other one the whole `model.state_dict()`.
+    Raises: CommunicationError, UserError for adapters that all experts of a rank share.
     """
     for name, _, place in adapter_tensors(model):
         if place.form == "own":
@@ -86,12 +86,12 @@ def _whole(name: str, value: Tensor) -> Tensor:
         is_cut = any(p.is_shard(1) and ranks > 1 for p, ranks in zip(placements, mesh.shape, strict=True))
         if value.dim() < 3 or not is_cut:
             return value.full_tensor()
-        # Experts that FSDP has cut: `full_tensor` holds such a parameter twice, so an expert at a time.
+        # Experts that FSDP shards, one at a time: `full_tensor` would hold the whole parameter twice.
         own = value.to_local()
         whole = own.new_empty(value.shape)
         for row, part in enumerate(own.split(1)):
-            of_ranks = DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
-            whole.unflatten(0, (-1, len(own)))[:, row] = of_ranks
+            gathered = DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
+            whole.unflatten(0, (-1, len(own)))[:, row] = gathered
         return whole
 
 
@@ -100,10 +100,10 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     """Write a checkpoint of the original model, which `from_pretrained` loads, with the current weights;
     bitwise.
 
-    Collective over all ranks, of which the first one writes a layer at a time into a file of its own: beside
-    its part of the model it holds one layer with all of its experts, and the others one parameter.
+    Collective over all ranks. The first one writes a file per layer: beside its part of the model it holds
+    one whole layer, and the others one whole parameter.
 
-    Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: is made.
+    Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: created.
     Raises: UserError for another model, for one with adapters, and on all ranks where the first one cannot
     write; CommunicationError.
     """
@@ -116,7 +116,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             do=f"save model.merge_and_unload(), or the adapters: {_OF_ADAPTERS}",
         )
     _check_is_of_transformers("model to save", model)
-    # Tied ones are in the first of their places.
+    # Tied parameters are saved under their first names.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in model.state_dict().items():
@@ -177,13 +177,13 @@ def _check_is_of_transformers(what: str, model: nn.Module) -> None:
 
 
 def _layer_of(name: str) -> str:
-    """Example: `model.layers.3.mlp.gate.weight` -> `model.layers.3`; "" for what is in no list of layers."""
+    """Example: `model.layers.3.mlp.gate.weight` -> `model.layers.3`; "" outside of lists of layers."""
     layer = re.match(r"(.*?\.\d+)\.", name)
     return layer[1] if layer else ""
 
 
 def _write(model: Any, whole: dict[str, Tensor], path: Path) -> list[str]:
-    """Write the tensors as the original's files have them. -> their names there."""
+    """Write the tensors in the original's format. -> their names there."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with _Views(), _whole_parameters(model, whole):
@@ -195,7 +195,7 @@ def _write(model: Any, whole: dict[str, Tensor], path: Path) -> list[str]:
 
 @contextmanager
 def _whole_parameters(model: Any, whole: Mapping[str, Tensor]) -> Iterator[None]:
-    """Conversions ask the model for shapes of parameters, of which it has a part."""
+    """A context in which the model gives whole parameters, of whose shapes transformers' conversions ask."""
     model.get_parameter = lambda name: (
         whole[name] if name in whole else type(model).get_parameter(model, name)
     )
@@ -206,18 +206,18 @@ def _whole_parameters(model: Any, whole: Mapping[str, Tensor]) -> Iterator[None]
 
 
 class _Views(TorchFunctionMode):
-    """Parts of a tensor stay views of it, which are copied when they are written."""
+    """Lets parts of a tensor stay views until they are written."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), by_name: Any = None) -> Any:
         return arguments[0] if function is Tensor.contiguous else function(*arguments, **(by_name or {}))
 
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """As `safetensors.torch.save_file`, which needs contiguous copies of all of them at once."""
+    """As `safetensors.torch.save_file`, but without contiguous copies of all tensors at once."""
     from safetensors.torch import _TYPES
 
     dtypes = {dtype: name for name, dtype in _TYPES.items()}
-    # The widest first: each is aligned then.
+    # The widest dtypes first, so that all are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -227,7 +227,7 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
         header[name] = own
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    # Parameters may lie in a file of this name (a memory map): it stays theirs.
+    # The model's parameters may be memory-mapped from a file of this name, which must stay.
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -245,14 +245,13 @@ def load_safetensors(
 ) -> LoadReport:
     """Read the weights of a converted model from a checkpoint of the original, by transformers' own loader.
 
-    Every rank reads only what it holds, so a model that was built and converted on the meta device is never
-    complete in the memory of one rank. What the checkpoint lacks (a new head) is initialized as transformers
-    does: seed the ranks alike. Not collective.
+    Every rank reads only its own part, so a model that was built and converted on the meta device is never
+    complete in the memory of one rank. Parameters that are not in the checkpoint (a new head) are initialized
+    by transformers: seed the ranks alike. Not collective.
 
-    Experts in MXFP4, as GPT-OSS is published, are dequantized to the model's dtype, a parameter at a time.
+    Experts in MXFP4, as in GPT-OSS, are dequantized to the model's dtype, a parameter at a time.
 
     Args: folder: as save_pretrained writes it, or a download. device: for parameters on the meta device.
-    Returns: what was not in the checkpoint, and what is in it and in no parameter.
     Raises: UserError (no such folder, other quantized weights, shapes that differ, experts that are missing).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -278,7 +277,7 @@ def load_safetensors(
                 do="check that it is a checkpoint of this model",
             )  # fmt: skip
         info = own._finalize_model_loading(own, config, info)
-        if any(converter.was_used() for converter in dequantized):  # it is saved as it is now
+        if any(converter.was_used() for converter in dequantized):  # so that it is saved dequantized
             own._weight_conversions = [c for c in own._weight_conversions if c not in dequantized]
             own.config.__dict__.pop("quantization_config", None)
     finally:
@@ -287,8 +286,8 @@ def load_safetensors(
 
 
 def _dequantizing(model: nn.Module) -> list[Any]:
-    """What reads the experts of a model from MXFP4, as transformers does; nothing where these have another
-    layout, or transformers cannot do it."""
+    """Converters that dequantize a model's experts from MXFP4; none where these have another layout, or
+    transformers cannot do it."""
     try:
         from transformers.core_model_loading import WeightConverter
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -304,8 +303,8 @@ def _dequantizing(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Dequantized:
-    """An operation of transformers' loader: blocks [L, H, G, 16] of two numbers a byte, and their scales
-    [L, H, G], to [L, G * 32, H]. Its own operation is for models that a quantizer has made."""
+    """An operation of transformers' loader: blocks [L, H, G, 16] of two elements a byte, and their scales
+    [L, H, G], to [L, G * 32, H]. transformers' own operation needs a model with a quantizer."""
 
     function: Callable[..., Tensor]
 
@@ -318,8 +317,8 @@ class _Dequantized:
 
 
 def _files(folder: Path, dequantized: set[str]) -> list[str]:
-    """The safetensors files of a checkpoint. Args: dequantized: what the names of those end with that may be
-    quantized. Raises: UserError for none, and for other quantized weights."""
+    """The safetensors files of a checkpoint. Args: dequantized: last parts of the names of tensors that may
+    be quantized. Raises: UserError for no files, and for other quantized weights."""
     from safetensors import safe_open
 
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -349,7 +348,7 @@ def _files(folder: Path, dequantized: set[str]) -> list[str]:
 
 
 def _quantization(folder: Path) -> str:
-    """The method and the format that the configuration of a checkpoint names."""
+    """Quantization method and format in the configuration of a checkpoint."""
     path = folder / "config.json"
     config = (json.loads(path.read_text()) if path.exists() else {}).get("quantization_config") or {}
     return ", ".join(str(config[key]) for key in ("quant_method", "format") if key in config)
@@ -357,7 +356,7 @@ def _quantization(folder: Path) -> str:
 
 @torch.no_grad()
 def _into_own_memory(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """The loader gives a model new parameters. Those that were on a device stay, with the new values."""
+    """Copy the loader's new parameters into those that were on a device, which take their places again."""
     for name, old in before.items():
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
@@ -382,7 +381,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 
 def _guard(module: nn.Module, _name: str, child: nn.Module | None) -> None:
-    """The same for one module around experts: `get_peft_model` makes it after `convert`."""
+    """The same for one module around experts, which `get_peft_model` may create after `convert`."""
     if child is None or not hasattr(type(module), "save_pretrained"):
         return
     if any(isinstance(layer, ExpertLayer) and layer.ranks > 1 for layer in child.modules()):
@@ -398,7 +397,7 @@ def _save_pretrained(model: Any, *arguments: Any, **by_name: Any) -> Any:
     if state is None or any(isinstance(value, DTensor) for value in state.values()):
         _refuse_parts(model, "save_pretrained", "state_dict=, with all of them")
         return type(model).save_pretrained(model, *arguments, **by_name)
-    # Whole, as torch.distributed.checkpoint.state_dict gathers it, say.
+    # A whole state dict, as torch.distributed.checkpoint.state_dict gathers it, say.
     by_name["state_dict"] = _as_peft_has_it(model, state)
     with _whole_parameters(model, state):
         return type(model).save_pretrained(model, *arguments, **by_name)

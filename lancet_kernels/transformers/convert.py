@@ -1,5 +1,5 @@
-"""`convert`: the experts of a transformers model become expert-parallel, in place;
-and the training step of a causal language model, loss included, for `optimize`.
+"""`convert`: makes the experts of a transformers model expert-parallel, in place; `CausalLMStep`: the
+training step of a causal language model, loss included, for `optimize`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lancet_kernels.transformers.routers import keep_choices, keep_float32, reco
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Which experts were converted, and which were not. Printable."""
+    """Converted experts, and others. Printable."""
 
     converted: dict[str, str]
     """Name of the module in the model -> its class and sizes."""
     left_alone: dict[str, str]
-    """Name of the module -> why it stays as it was."""
+    """Name of the module -> the reason why it was not converted."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} MoE blocks converted, {len(self.left_alone)} left alone"]
@@ -58,8 +58,8 @@ def convert(
     """Divide the experts of a transformers model among ranks, and compute them as `MoELayer` does, in place.
 
     Each rank keeps its share of every block's experts. Everything else stays the model's own code, its loss
-    of router logits (`output_router_logits`) included. Convert before an optimizer is made and before
-    anything wraps the model. Beside the model, memory is needed for one weight of one block's experts.
+    of router logits (`output_router_logits`) included. Convert before you create an optimizer or wrap the
+    model. The peak memory is that of the model and one weight of one block's experts.
 
     Args:
         model: any module with transformers' blocks in it, for example from `from_pretrained`; parameters may
@@ -85,27 +85,27 @@ def convert(
             expected="experts that can be converted and no others",
             do="convert with strict=False to leave the others alone",
         )
-    for experts in chosen.values():  # a copy: whatever is refused is, before anything is changed
+    for experts in chosen.values():  # a copy, so that errors come before anything is changed
         expert_parallel(copy.copy(experts), groups, backend, capacity_factor, _kind(experts))
     for name, experts in chosen.items():
-        own, of_block = class_name(experts), name.rpartition(".")[0]
-        block = model.get_submodule(of_block)
+        own, block_name = class_name(experts), name.rpartition(".")[0]
+        block = model.get_submodule(block_name)
         keep_choices(block)
-        keep_float32(model, of_block)
+        keep_float32(model, block_name)
         if own in ADAPTERS:
             block.__class__ = derived(ADAPTERS[own].block, type(block))
         layer = expert_parallel(experts, groups, backend, capacity_factor, _kind(experts))
         layer.name = name
         _keep_own_experts(layer)
         save_as_shards(layer)
-        of_all = f"{layer.local_experts} of {layer.num_experts} experts here"
-        report.converted[name] = f"{own}, {of_all}, activation {layer.activation}"
+        count = f"{layer.local_experts} of {layer.num_experts} experts here"
+        report.converted[name] = f"{own}, {count}, activation {layer.activation}"
     guard_save_pretrained(model)
     return report
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of all experts of transformers in a model, those outside of its interface, too."""
+    """Name and module of all experts of transformers in a model, with or without its experts interface."""
     outermost = ""
     for name, module in model.named_modules():
         if isinstance(module, ExpertLayer) or (outermost and name.startswith(outermost)):
@@ -126,7 +126,7 @@ def _kind(experts: nn.Module) -> type[ConvertedExperts]:
 
 
 def _reason(experts: nn.Module) -> str:
-    """Why such experts are not converted; "" if they are."""
+    """The reason why such experts are not converted; "" if they are."""
     if "base_layer" in experts._modules:
         return "adapters are around it: convert the model before they are put there"
     if has_interface(experts) or _has_adapter(experts):
@@ -140,7 +140,7 @@ def _reason(experts: nn.Module) -> str:
 
 def _refuse_changed(name: str, experts: nn.Module) -> None:
     """Raise UserError for experts that FSDP or tensor parallelism has sharded already, and for those with a
-    forward of their own, which would be called in place of ours."""
+    patched forward, which would be called in place of ours."""
     for own, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(
@@ -202,19 +202,19 @@ class CausalLMStep(nn.Module):
         Args:
             attention_mask: [B, S], 1 for a token and 0 for padding, which the `MoELayer`s of a converted
                 model leave out, too (see there).
-            num_items_in_batch: how many labels count (`labels[:, 1:] != -100`) in the batches of all ranks
-                together, as transformers' Trainer has it; of several microbatches, their mean. A tensor,
-                or a plan is for this number alone. The mean of the losses over the ranks is then that over
-                all labels, wherever they are; None: the mean of the means of the ranks.
+            num_items_in_batch: the number of labels that count (`labels[:, 1:] != -100`) in the batches of
+                all ranks together, as transformers' Trainer has it; for several microbatches, their mean. A
+                tensor, because a plan would be for one number alone. The mean of the losses over the ranks
+                is then that over all labels; None: the mean of the means of the ranks.
         """
         by_name = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "output_router_logits": output_router_logits,
-            # The model divides the sum of its cross entropies by it; ranks take the mean of their losses.
+            # The model divides by it, and gradients are those of the mean over the ranks.
             "num_items_in_batch": None if num_items_in_batch is None else num_items_in_batch / self.ranks,
         }
-        given = {name: value for name, value in by_name.items() if value is not None}
+        options = {name: value for name, value in by_name.items() if value is not None}
         is_padding = attention_mask is not None and attention_mask.dim() == 2
         with during(padding_mask=attention_mask if is_padding else None):
-            return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
+            return self.model(input_ids=input_ids, labels=labels, use_cache=False, **options).loss

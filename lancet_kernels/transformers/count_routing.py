@@ -20,8 +20,7 @@ class CountRouting(TrainerCallback):
     experts `convert` or `ep_implementation="lancet"` has divided.
 
     Args: every: one of so many steps is counted. groups: as for `optimize`.
-    Raises: UserError, when training begins, for a number of steps that is none; otherwise as
-    `RoutingCounts.save`.
+    Raises: UserError for an invalid `every`; at the end of training as `RoutingCounts.save`.
     """
 
     def __init__(self, path: str | Path, every: int = 1, groups: AnyGroups | None = None) -> None:
@@ -32,16 +31,13 @@ class CountRouting(TrainerCallback):
         self._step = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **values: Any) -> None:
-        """Names the layers."""
         self._counts = RoutingCounts(values["model"], self._groups)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Counts, if it is the step's turn."""
         if self._counts is not None and state.global_step % self._every == 0:
             self._step.enter_context(self._counts.counting())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Counts no longer."""
         self._step.close()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -53,11 +53,11 @@ except ImportError as error:
 
 NAME = "lancet"
 _ALONE = "lancet_experts"
-"""Attribute of experts that one rank has: the same as a layer of this library."""
+"""Attribute of experts on one rank: the same experts as a layer of this library."""
 _ANY_KERNEL = (None, "eager", "batched_mm", "grouped_mm", NAME)
-"""Values of `experts_implementation` in place of which our grouped GEMMs run; others name a kernel."""
+"""Values of `experts_implementation` that our grouped GEMMs replace; others name a kernel."""
 _last_model: tuple[Callable[[], object], count] = (lambda: None, count())
-"""A weak reference to what the experts of the model that was sharded last share, and their numbers."""
+"""A weak reference to the `model_key` (`_layer_name`) of the last sharded model, and its layer numbers."""
 
 
 class LancetEP(EPImplementation):
@@ -103,19 +103,19 @@ class LancetEP(EPImplementation):
             )  # fmt: skip
         return MethodType(type(self.experts).forward, experts)
 
-    def _redistributed(self, tensor: Tensor, present: Placement, wanted: Placement, rows: int) -> Tensor:
-        """A tensor of so many rows over the tensor-parallel group, in another placement."""
+    def _redistributed(self, tensor: Tensor, source: Placement, target: Placement, rows: int) -> Tensor:
+        """A tensor of `rows` rows over the tensor-parallel group, in another placement."""
         if self.slices == 1:
             return tensor
         size = torch.Size((rows, tensor.shape[1]))
         whole = DTensor.from_local(
-            tensor.contiguous(), self.tp_mesh, [present], run_check=False, shape=size, stride=(size[1], 1)
+            tensor.contiguous(), self.tp_mesh, [source], run_check=False, shape=size, stride=(size[1], 1)
         )
-        return whole.redistribute(self.tp_mesh, [wanted]).to_local()
+        return whole.redistribute(self.tp_mesh, [target]).to_local()
 
 
 def _why_own(experts: nn.Module) -> str:
-    """Why experts run their own forward; "": they do not."""
+    """The reason why experts run their own forward; "": they do not."""
     if not has_interface(experts):
         return "no `use_experts_implementation` of transformers, which says how weights lie"
     kernel = getattr(getattr(experts, "config", None), "_experts_implementation", None)
@@ -123,8 +123,8 @@ def _why_own(experts: nn.Module) -> str:
 
 
 def _keep_routing(experts: nn.Module) -> None:
-    """`keep_choices` and `keep_float32` of the block that has these experts: it is below the model, or is the
-    module, that calls, as transformers gives us the experts alone."""
+    """Call `keep_choices` and `keep_float32` for the block with these experts. transformers passes the
+    experts alone; the block is found on the stack, in the caller's `model` or `self`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         for caller in (frame.f_locals.get("model"), frame.f_locals.get("self")):
@@ -136,32 +136,32 @@ def _keep_routing(experts: nn.Module) -> None:
         frame = frame.f_back
 
 
-def _layer_name(of_model: object) -> str:
-    """`experts 0`, `experts 1`, ... of a model: the same on all ranks, whatever each has built before.
+def _layer_name(model_key: object) -> str:
+    """`experts 0`, `experts 1`, ... of a model: the same on all ranks, whatever they built before.
 
-    Args: of_model: what all experts of one model share, its configuration, and those of others do not.
+    Args: model_key: an object that the experts of one model alone share, its configuration.
     """
     global _last_model
-    if _last_model[0]() is not of_model:
-        _last_model = weakref.ref(of_model), count()
+    if _last_model[0]() is not model_key:
+        _last_model = weakref.ref(model_key), count()
     return f"experts {next(_last_model[1])}"
 
 
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Our grouped products for experts that one rank has; shapes as of `ConvertedExperts.forward`. Raises:
+    """Our grouped products for experts on one rank; shapes as of `ConvertedExperts.forward`. Raises:
     UserError for experts of several ranks, and for those that `convert` leaves alone."""
     layer = experts.__dict__.get(_ALONE) or _alone(experts)
-    # Its weights are those of the moment: adapters parametrize them for the time of a forward.
+    # Read in each call, because adapters parametrize weights during a forward.
     weights = {name: getattr(experts, name) for name in layer.expert_names()}
     with during(weights={**weights, **now.weights}):
         return type(layer).forward(layer, hidden_states, top_k_index, top_k_weights)
 
 
 def _alone(experts: Any) -> ConvertedExperts:
-    """Experts that one rank has as a layer of this library, without parameters, kept beside them, not among
-    the modules of the model. Raises: UserError."""
+    """Experts on one rank as a layer of this library: an attribute of theirs, no module of the model, without
+    parameters. Raises: UserError."""
     own = type(experts).__bases__[0] if is_parametrized(experts) else type(experts)
     layer: Any = object.__new__(own)
     modules = {name: m for name, m in experts._modules.items() if name != "parametrizations"}

@@ -1,23 +1,21 @@
 """The experts module of a transformers model, with the experts of this rank.
 
 Since version 5, the MoE blocks of transformers call `experts(hidden_states, top_k_index, top_k_weights)`, and
-the classes of their experts say how the weights lie (`use_experts_implementation`):
+the classes of their experts have flags for the layout of weights (`use_experts_implementation`):
 
-    has_gate       gate_up_proj; else up_proj      is_transposed    [E, in, out]; else as nn.Linear has them
+    has_gate       gate_up_proj; else up_proj      is_transposed    [E, in, out]; else as of nn.Linear
     has_bias       ..._bias [E, out]               _apply_gate      [R, 2F] -> [R, F]
-    has_post_expert_norm    post_expert_norm, of what each expert gives, before it is weighted
+    has_post_expert_norm    post_expert_norm, of the output of each expert, before it is weighted
 
 The module stays, with its names, hooks and the layout of its parameters, of which it keeps the rows of this
-rank's experts. Its class becomes one derived from its own, in which only the computation differs: rows,
-slots, counts, capacity and kernels are those of `MoELayer`. What chooses the experts, and what surrounds
-them, is the model's own code.
+rank's experts. Its class becomes a subclass of its own, in which only the computation differs: rows, slots,
+counts, capacity and kernels are those of `MoELayer`. Router and block stay the model's own code.
 
     T  tokens on this rank      E  experts in all       K  choices per token
     R  rows received            D  model width          F, H  hidden width, width of the activation's input
 
-Of other families the experts are one module, too (`ADAPTERS`: the class with their weights -> the same as a
-layer of this library, and the block around it). What is called there is the module of the weights, with
-`(hidden_states, top_k_index, top_k_weights)`.
+Some families have one experts module without that interface; `ADAPTERS` has classes for it and for the block
+around it, which calls it with `(hidden_states, top_k_index, top_k_weights)`.
 """
 
 from __future__ import annotations
@@ -44,19 +42,19 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Derived(nn.Module):
-    """Base of the classes that `derived` makes."""
+    """Base of the classes of `derived`."""
 
-    made_of: tuple[type, type]
+    lancet_bases: tuple[type, type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """A class that was made cannot be found by its name: copies and pickles make it again."""
-        return _new, self.made_of, self.__dict__
+        """Copies and pickles create the class again, because it cannot be imported."""
+        return _new, self.lancet_bases, self.__dict__
 
 
 def derived(base: type, own: type) -> Any:
-    """A class of the model's, in which a base goes first."""
+    """A subclass of `base` and the model's class, in this order."""
     if (base, own) not in _CLASSES:
-        attributes = {"__module__": own.__module__, "made_of": (base, own)}
+        attributes = {"__module__": own.__module__, "lancet_bases": (base, own)}
         _CLASSES[base, own] = type(f"Lancet{own.__name__}", (base, own), attributes)
     return _CLASSES[base, own]
 
@@ -68,7 +66,7 @@ def _new(base: type, own: type) -> nn.Module:
 
 
 class ConvertedExperts(ExpertLayer, Derived):
-    """Base of the classes that `expert_parallel` makes."""
+    """Base of the classes of `expert_parallel`."""
 
     down_proj: Tensor
     equal_on_all_ranks: ClassVar[tuple[str, ...]] = ("post_expert_norm",)
@@ -96,8 +94,8 @@ class ConvertedExperts(ExpertLayer, Derived):
         return self._weighted(hidden_states, top_k_index, top_k_weights)
 
     def _normed(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The norm is the same for all experts, so each choice comes back as a token of its own: as many rows
-        travel, with the same capacity."""
+        """With the norm of each choice: choices are tokens with one expert each, as many rows as otherwise,
+        with the same capacity. The norm, the same for all experts, follows the return."""
         choices = top_k_index.shape[1]
         rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
         ones = torch.ones_like(top_k_weights)
@@ -108,10 +106,10 @@ class ConvertedExperts(ExpertLayer, Derived):
     def _weighted(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows_of_token: int = 1
     ) -> Tensor:
-        """The sum of what the experts of each row give."""
+        """The weighted sum of the experts' outputs for each row."""
         expert_TK, dtype = top_k_index.to(torch.int64), self._present("down_proj").dtype
         mask, run = now.padding_mask, checkpointed_run(hidden_states)
-        # Experts that get other tokens than those of the batch treat all alike, as transformers does.
+        # A mask of another length is not of these tokens; then all count, as in transformers.
         real_T1 = None
         if mask is not None and mask.numel() * rows_of_token == len(expert_TK):
             real_T1 = mask.reshape(-1, 1).to(torch.bool).repeat_interleave(rows_of_token, 0)
@@ -130,13 +128,13 @@ class ConvertedExperts(ExpertLayer, Derived):
             used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TD.device)
             slot_TK, used_E = ops.assign_slots(expert_TK, used_E, real_T1)
             y_TD = self._experts(x_TD, expert_TK, slot_TK, top_k_weights, used_E, capacity, real_T1)
-        # A view that somebody writes into would lose the hook that FSDP puts on it.
+        # No view where it can be avoided: one that is changed in place loses the hook of FSDP.
         y = y_TD if y_TD.shape == hidden_states.shape else y_TD.view(hidden_states.shape)
         return y.to(hidden_states.dtype)
 
 
 def _flag(experts: nn.Module, name: str) -> bool:
-    """What the class says, ours before the model's; else what is usual."""
+    """A flag of the class, ours before the model's; else transformers' default."""
     return getattr(experts, f"_{name}", getattr(experts, name, name == "has_gate"))
 
 
@@ -149,12 +147,12 @@ def _biases(experts: nn.Module) -> tuple[str, ...]:
 
 
 def has_interface(module: nn.Module) -> bool:
-    """Is it experts as transformers 5 has them?"""
+    """Whether it has the experts interface of transformers 5."""
     return hasattr(module, "_apply_gate") and hasattr(module, "down_proj")
 
 
 def reason_against(experts: Any, kind: type[ConvertedExperts] = ConvertedExperts) -> str:
-    """Why such experts cannot be converted; "" if they can."""
+    """The reason why such experts cannot be converted; "" if they can."""
     norm = "post_expert_norm." if _flag(experts, "has_post_expert_norm") else "-"
     parameters = {name: p for name, p in experts.named_parameters() if not name.startswith(norm)}
     if parameters.keys() != {*kind.expert_names(experts)}:
@@ -172,7 +170,7 @@ def expert_parallel(
 ) -> ConvertedExperts:
     """Make experts a layer of this library, in place; their parameters stay as they are.
 
-    Args: groups, backend, capacity_factor: as of `MoELayer`. kind: which knows how their weights lie.
+    Args: groups, backend, capacity_factor: as of `MoELayer`. kind: the class for the layout of their weights.
     Raises: UserError.
     """
     own = type(experts)
@@ -186,16 +184,16 @@ def expert_parallel(
 
 
 def _activation_of(experts: Any, own_name: str) -> str:
-    """The activation as `ops.expert_activation` knows it: the one that gives the same numbers, whatever the
-    model calls it; else an expression."""
+    """A name for `ops.expert_activation`: the activation with the same values, whatever the model calls it;
+    else an expression."""
     own = object.__new__(type(experts))
-    own.__dict__ = {**experts.__dict__, "_parameters": {}}  # the weights must not live as long as it does
+    own.__dict__ = {**experts.__dict__, "_parameters": {}}  # an expression must not keep the weights alive
     gated = _flag(experts, "has_gate")
     expression = own._apply_gate if gated else own.act_fn
     for kind in ALL_ACTIVATIONS:
         if (kind in GATED) == gated and _agree(expression, partial(activate, kind=kind)):
             return kind
-    # The name is the class with its numbers.
+    # The expression is named after the class and its numeric attributes.
     numbers = {**getattr(getattr(experts, "act_fn", None), "__dict__", {}), **experts.__dict__}
     settings = ", ".join(f"{name}={n}" for name, n in numbers.items() if type(n) in (int, float))
     for number in count(1):
@@ -206,7 +204,7 @@ def _activation_of(experts: Any, own_name: str) -> str:
 
 
 def _agree(one: Expression, other: Expression) -> bool:
-    """Do they give the same for numbers of a size from 0.1 to 1000, beyond what anybody clamps to?"""
+    """Whether they agree on values of magnitudes 0.1 to 1000, beyond common clamps."""
     index = torch.arange(1024, dtype=torch.float64, device="cpu")  # also within torch.device("meta")
     sample = (index.sin() * 10 ** (index % 5 - 1)).view(16, 64)
     with torch.no_grad():
@@ -215,8 +213,8 @@ def _agree(one: Expression, other: Expression) -> bool:
 
 
 class Llama4Experts(ConvertedExperts):
-    """Beside `Llama4TextExperts`, which does not say how its weights lie: adapters of PEFT, which asks for
-    `is_transposed`, must fit the original, too."""
+    """For `Llama4TextExperts`, which has no flags. PEFT reads a public `is_transposed`, and its adapters must
+    fit the original, so the flag is private."""
 
     _is_transposed = True
 
@@ -226,11 +224,10 @@ class Llama4Experts(ConvertedExperts):
 
 
 class Llama4Block(Derived):
-    """Beside `Llama4TextMoe`.
+    """For `Llama4TextMoe`.
 
-    Its routers give a score [T, E], 0 where an expert is not chosen, and every expert gets every token times
-    its score: E rows a token, of which all but K are zeros and come back as zeros. Here a token's K choices
-    are rows, scaled before the experts, as there.
+    There every expert gets every token times its score [T, E], which is 0 where the expert is not chosen: E
+    rows a token, all but K of them zeros. Here only the K choices are rows, scaled before the experts, too.
     """
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,14 +236,14 @@ class Llama4Block(Derived):
         score_TE, logits_TE = self.router(x_TD)
         expert_TK = logits_TE.topk(self.top_k, dim=1).indices
         score_TK = score_TE.gather(1, expert_TK)
-        # Each choice is a token of its own, with one expert and weight 1.
+        # Each choice is a token with one expert and weight 1.
         rows = (x_TD.unsqueeze(1) * score_TK.unsqueeze(2)).flatten(0, 1)
         y = self.experts(rows, expert_TK.view(-1, 1), torch.ones_like(score_TK).view(-1, 1))
         return self.shared_expert(x_TD) + y.view(*expert_TK.shape, -1).sum(1), logits_TE
 
 
 class DbrxExperts(ConvertedExperts):
-    """Beside `DbrxExpertGLU`: w1 (gates), v1 and w2 are [E * F, D], one expert below the other."""
+    """For `DbrxExpertGLU`: w1 (gates), v1 and w2 are [E * F, D], expert after expert."""
 
     _is_transposed = True
 
@@ -256,17 +253,17 @@ class DbrxExperts(ConvertedExperts):
     def rows_per_expert(self: Any) -> int:
         return self.ffn_hidden_size
 
-    def _of_each(self: Any, name: str) -> Tensor:
+    def _by_expert(self: Any, name: str) -> Tensor:
         """[L * F, D] -> [L, F, D]"""
         return self._present(name).view(-1, self.ffn_hidden_size, self.hidden_size)
 
     @property
     def gate_up_proj(self) -> Tensor:
-        return torch.cat((self._of_each("w1"), self._of_each("v1")), 1).transpose(1, 2)
+        return torch.cat((self._by_expert("w1"), self._by_expert("v1")), 1).transpose(1, 2)
 
     @property
     def down_proj(self) -> Tensor:  # type: ignore[override]
-        return self._of_each("w2")
+        return self._by_expert("w2")
 
     def _apply_gate(self: Any, hidden: Tensor) -> Tensor:
         gate, up = hidden.chunk(2, dim=-1)
@@ -274,7 +271,7 @@ class DbrxExperts(ConvertedExperts):
 
 
 class DbrxBlock(Derived):
-    """Beside `DbrxExperts` of transformers, which calls its weights expert by expert."""
+    """For transformers' `DbrxExperts`, which would run expert by expert."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return self.mlp(hidden_states, top_k_index, top_k_weights)

@@ -1,9 +1,9 @@
-"""Routers of transformers models: what they choose in blocks that `torch.utils.checkpoint` runs again, their
-state that stays float32, and their logits in a trace.
+"""Routers of transformers models: the same choices when `torch.utils.checkpoint` recomputes a block,
+state that stays float32, and logits in a trace.
 
-A router need not choose twice alike (`layer.moe_layer`), and its weights and gradient belong to its choices,
-which are therefore kept where they are made: while a block with experts runs, `torch.topk` and the like give
-the indices of the first run, and the values that lie there now.
+A router need not choose twice alike (`layer.moe_layer`), and its weights and gradient belong to its choices.
+So in the recomputation of a block with experts, `torch.topk` and the like return the indices of the first
+run, with the recomputed values at them.
 
     first run     topk([.3, .3, .1], 1) -> .3, 0        index 0 is kept
     second run    topk([.3, .3, .1], 1) -> .3, 1        becomes .3, 0: the gradient reaches logit 0
@@ -26,18 +26,18 @@ from lancet_kernels.ops.base import BEFORE_A_TRACE
 from lancet_kernels.transformers.experts import Derived, derived
 
 _DIMENSION = {"topk": 2, "sort": 1, "max": 1}
-"""Functions that give values and indices -> where their dimension stands among the arguments."""
+"""Functions that return values and indices -> position of the argument `dim`."""
 _CHOOSES = {
     getattr(where, name): name
     for where in (torch, Tensor)
     for name in (*_DIMENSION, "argmax", "argsort", "multinomial")
 }
 _OPEN = "_lancet_choices"
-"""Attribute of a block: the modes of its forwards that run now."""
+"""Attribute of a block: a stack of modes, one for each of its running forwards."""
 
 
 def keep_choices(block: nn.Module) -> None:
-    """Make a block that has a router and experts choose in a checkpointed second run as in the first."""
+    """Make a block with a router and experts choose in a recomputation as in the first run."""
     if _enter not in block._forward_pre_hooks.values():
         block.register_forward_pre_hook(_enter, with_kwargs=True)
         block.register_forward_hook(_leave, always_call=True)
@@ -55,13 +55,13 @@ class _ChoicesAsAtFirst(TorchFunctionMode):
         name = _CHOOSES.get(func)
         if name is None:
             return func(*args, **kwargs)
-        # torch counts what the two runs save for the backward: both save what `gather` does.
+        # torch checks that both runs save as many tensors: in both only `gather` saves any.
         with torch.no_grad():
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             first = self._first(result.indices)
             return type(result)((_gathered(name, args, kwargs, first), first))
-        # Of those that may give both, `max` without a dimension gives a value alone.
+        # `max` without a dimension returns a value alone.
         return func(*args, **kwargs) if name in _DIMENSION else self._first(result)
 
     def _first(self, index: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ class _ChoicesAsAtFirst(TorchFunctionMode):
 
 
 class KeepsFloat32(Derived):
-    """Base of the classes of modules with state that follows no other dtype: a correction bias, of which
-    updates of 1e-3 are lost in 16 bits."""
+    """Base of modules with state that stays float32, as a correction bias: updates of 1e-3 are lost in 16
+    bits."""
 
     float32_names: frozenset[str]
 
@@ -87,12 +87,12 @@ class KeepsFloat32(Derived):
 
 
 def keep_float32(model: nn.Module, block: str) -> None:
-    """Let what transformers keeps in float32 when it loads a model stay so under `model.to(torch.bfloat16)`.
+    """Let state that transformers loads in float32 stay so under `model.to(torch.bfloat16)`.
 
-    Args: block: the name of the one that has the router.
+    Args: block: the name of the block with the router.
     """
     lists = (getattr(part, "_keep_in_fp32_modules_strict", None) or () for part in model.modules())
-    names = {re.escape(name) for of_part in lists for name in of_part}
+    names = {re.escape(name) for own in lists for name in own}
     pattern = re.compile(rf"(^|\.)({'|'.join(sorted(names))})($|\.)")
     for path, part in model.get_submodule(block).named_modules(prefix=block):
         own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
@@ -102,7 +102,7 @@ def keep_float32(model: nn.Module, block: str) -> None:
 
 
 def _gathered(name: str, args: tuple, kwargs: dict[str, Any], index: Tensor) -> Tensor:
-    """What lies at these indices of the input of topk, sort or max."""
+    """The elements of the input of topk, sort or max at these indices."""
     x = args[0] if args else kwargs["input"]
     place = _DIMENSION[name]
     dim = args[place] if len(args) > place else kwargs.get("dim", -1)
@@ -116,7 +116,7 @@ def _enter(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         return
     x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     run = None if x is None else checkpointed_run(x)
-    # The hooks may have been added in the first run: torch wants the second one to save as much.
+    # If the hooks came too late for the first run, the second has no mode either, to save as much.
     is_kept = run is not None and (run.again is None or run.repeats(block))
     mode = _ChoicesAsAtFirst(block, run).__enter__() if run is not None and is_kept else None
     block.__dict__.setdefault(_OPEN, []).append(mode)
@@ -124,7 +124,7 @@ def _enter(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _leave(block: nn.Module, args: tuple, output: Any) -> None:
     modes = block.__dict__.get(_OPEN)
-    # None have been entered where the hooks were added during this forward.
+    # Hooks that were added during this forward have entered no mode.
     if torch.compiler.is_compiling() or not modes:
         return
     mode = modes.pop()

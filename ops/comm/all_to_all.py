@@ -89,7 +89,7 @@ def rank_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
     return expert_major(rows_RD, count_WL.T)
 
 
-# A number by which it is known, width, dtype, experts per rank, a number for the layer, whether a plan runs.
+# Magic number, width, dtype, experts per rank, hash of the layer's name, whether a plan runs.
 _HEADER = 6
 _COUNTS = zlib.crc32(b"counts")
 # Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
@@ -99,10 +99,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Pending[Tensor]:
-    """Start to tell every rank how many rows it gets for each of its experts.
-
-    Args: as of `exchange_counts`, whose call in a graph this one takes the place of.
-    """
+    """The first half of `exchange_counts`, which it replaces in a graph, with the same arguments."""
     (ranks, local_experts), layer = count_WL.shape, current_layer()
     if not group:
         return Pending.here(_counted(count_WL, layer))
@@ -130,7 +127,7 @@ def start_exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, grou
 
 
 def _counted(count_WL: Tensor, layer: str) -> Tensor:
-    """The counts that this rank received, added up by expert where somebody counts (`now.routed`)."""
+    """The counts that this rank received, added to `now.routed` unless that is None."""
     if now.routed is not None:
         rows_L = count_WL.sum(0)
         now.routed[layer] = now.routed[layer] + rows_L if layer in now.routed else rows_L
@@ -139,10 +136,10 @@ def _counted(count_WL: Tensor, layer: str) -> Tensor:
 
 @op("lancet::exchange_counts", like="count_WL")
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
-    """Tell every rank how many rows it gets for each of its experts, and wait for what the others tell.
+    """Tell every rank how many rows it gets for each of its experts, and wait for the counts of the others.
 
-    A header is sent with it (width, dtype, layer, ..., with a plan or without), so that all ranks raise an
-    error if they disagree, and none hangs. Ranks may have different numbers of tokens.
+    A header is sent along (width, dtype, layer, ..., with a plan or without), so that ranks that disagree
+    all raise an error, and none hangs. Ranks may have different numbers of tokens.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
@@ -198,10 +195,8 @@ def start_all_to_all(
     to_experts: bool,
     num_rows: int | None = None,
 ) -> Pending[Tensor]:
-    """Start to send rows, which must not change until `wait`.
-
-    Args: as of `all_to_all`, whose call in a graph this one takes the place of, with the same arguments.
-    """
+    """The first half of `all_to_all`, which it replaces in a graph, with the same arguments: rows must not
+    change until `wait`."""
     if not group:
         # With one rank, both sides have the same order.
         return Pending.here(rows_SD)

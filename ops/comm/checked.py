@@ -1,9 +1,9 @@
 """Do all ranks of a group run the same collective? With LANCET_CHECK=1 they tell each other.
 
-Where ranks disagree, gloo ends the process and NCCL hangs, and neither says in what. So each rank puts a
-record of a collective into the group's store before it starts it, and compares it with those that are there:
-of two ranks, the later one sees what the earlier one has entered, and does not start another one. Who waits
-for a collective reads the records of all ranks first, so that it fails, too.
+Where ranks disagree, gloo ends the process and NCCL hangs, and neither names the collective. So each rank
+puts a record of a collective into the group's store before it starts it, and compares it with those already
+there: the later of two ranks sees what the earlier one entered, and raises instead of starting another one.
+A rank that waits for a collective first reads the records of all ranks, so that it fails, too.
 
     rank 0   7: all_to_all of blocks.0.moe, 768 bytes    rank 1   7: all_reduce, 96 bytes    an error on both
 
@@ -63,14 +63,14 @@ _SAME_SIZES = {
     "reduce_scatter_single_coalesced": ("reduce_scatter", 0),
 }
 """By method of a process group: the collective, and the argument that is as large on all ranks."""
-_TO_EACH = ("alltoall_base", "alltoall", "all_to_all_single")
-_OF_TWO = ("send", "recv")
+_ALL_TO_ALL = ("alltoall_base", "alltoall", "all_to_all_single")
+_POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A collective as a rank has entered it. sent, received: bytes to and from each place, if these differ,
-    else one number."""
+    """A collective as a rank has entered it. sent, received: bytes to and from each place of the group, or
+    one number if these are equal."""
 
     number: int
     op: str
@@ -89,16 +89,16 @@ class Record:
 
     @property
     def named(self) -> str:
-        """What it is for. The exchange of counts compares the layers itself, and says more about them."""
+        """What is compared of `where`: not the layer of an exchange of counts, which checks it itself and
+        says more about it."""
         return "exchange_counts" if self.where.startswith("exchange_counts ") else self.where
 
     @property
     def label(self) -> str:
-        """What to call it in a message."""
         return self.where or self.op
 
     def text(self, place: int, rank: int) -> str:
-        """Args: place, rank: of the one that it is compared with."""
+        """For a message. Args: place, rank: of the peer."""
         name = self.label
         if len(self.sent) == 1:
             return f"{name} ({self.sent[0]} bytes)" if self.op != "barrier" else name
@@ -116,9 +116,9 @@ class _Order:
         self.store = dist.PrefixStore("lancet_check", store)
 
     def enter(self, op: str, sent: list[int], received: list[int], pair: Sequence[int]) -> _Entered:
-        """Put a record, and compare it with those that are there.
+        """Store a record, and compare it with those of other ranks.
 
-        Args: pair: the places of sender and receiver, where it is no collective of all. Raises: UserError.
+        Args: pair: the places of sender and receiver of a point-to-point message. Raises: UserError.
         """
         channel = ">".join(map(str, pair))
         self.count[channel] += 1
@@ -131,7 +131,7 @@ class _Order:
 
 
 class _Entered:
-    """A collective that this rank has entered. missing: the places that have not, as far as is seen."""
+    """A collective that this rank has entered. missing: the places without a record of it so far."""
 
     def __init__(self, order: _Order, channel: str, record: Record, missing: set[int]) -> None:
         self.order, self.channel, self.record, self.missing = order, channel, record, missing
@@ -159,11 +159,11 @@ class _Entered:
                 )
 
     def until_all_have(self, work: dist.Work, timeout_s: float) -> None:
-        """Until all ranks have entered it, or it has ended without them.
+        """Wait until all ranks have entered it, or it has ended without them.
 
         Raises: UserError, CommunicationError.
         """
-        order, begin, pause_s, told = self.order, time.monotonic(), 1e-4, False
+        order, begin, pause_s, is_noted = self.order, time.monotonic(), 1e-4, False
         self.compare()
         while self.missing and not work.is_completed():
             waited_s = time.monotonic() - begin
@@ -171,16 +171,16 @@ class _Entered:
                 raise CommunicationError(
                     "they have not entered it", missing=sorted(self.missing), timed_out=True
                 )
-            if not told:
+            if not is_noted:
                 waits = [order.name, self.record.number, order.ranks, self.record.label]
                 _waits_of(order.ranks[order.place], json.dumps(waits))
-                told = True
+                is_noted = True
             if waited_s > MUTUAL_S:
                 self.refuse_waiting_for_each_other()
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             self.compare()
-        if told:
+        if is_noted:
             _waits_of(order.ranks[order.place], "")
 
     def refuse_waiting_for_each_other(self) -> None:
@@ -198,9 +198,9 @@ class _Entered:
 
 
 class CheckedWork(dist.Work):
-    """A collective under way, which is waited for when all ranks have entered the same.
+    """A collective under way; its wait begins when all ranks have entered it.
 
-    Args: is_message: of two ranks; gloo does not say when it has arrived, so it is waited for without them.
+    Args: is_message: point to point; gloo does not say when it has arrived, so the wait begins at once.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CheckedWork(dist.Work):
         self._work, self._group, self._entered, self._is_message = work, group, entered, is_message
 
     def wait(self, *timeout: Any) -> bool:
-        """As of the work. Raises: UserError where ranks have entered different collectives."""
+        """Raises: UserError where ranks have entered different collectives."""
         named = waiting(self._entered.record.label, self._group)
         with contextlib.nullcontext() if where_waiting() else named:
             if not self._is_message:
@@ -229,7 +229,7 @@ class CheckedWork(dist.Work):
             raise failure
 
 
-def _of_work(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Any]:
     return lambda checked, *arguments: getattr(checked._work, name)(*arguments)
 
 
@@ -242,14 +242,14 @@ for _name in (
     "source_rank",
     "synchronize",
 ):
-    setattr(CheckedWork, _name, _of_work(_name))
+    setattr(CheckedWork, _name, _delegated(_name))
 
 
 _ORDERS: WeakKeyDictionary[dist.ProcessGroup, _Order | None] = WeakKeyDictionary()
 
 
 def _order_of(group: dist.ProcessGroup) -> _Order | None:
-    """None where no other ranks are there."""
+    """None for a group without other processes."""
     if group not in _ORDERS:
         _, store = distributed_c10d._world.pg_map.get(group, ("", None))
         is_compared = group.size() > 1 and is_of_processes(group)
@@ -258,7 +258,7 @@ def _order_of(group: dist.ProcessGroup) -> _Order | None:
 
 
 def _entered_in(name: str) -> int:
-    """How many collectives this rank has entered in the group of this name."""
+    """The number of collectives that this rank has entered in the group of this name."""
     # A group that was destroyed may live on somewhere, and a new one have its name.
     groups = [group for group in distributed_c10d._world.pg_map if group.group_name == name]
     order = _order_of(groups[0]) if groups else None
@@ -266,7 +266,7 @@ def _entered_in(name: str) -> int:
 
 
 def _waits_of(rank: int, text: str | None = None) -> str:
-    """In which collective a rank waits for others; with a text, note it."""
+    """The collective in which a rank waits for others, as JSON; a text is stored as that."""
     store = dist.PrefixStore("lancet_check_waits", distributed_c10d._get_default_store())
     if text is not None:
         store.set(str(rank), text)
@@ -306,7 +306,7 @@ def _sizes(
     """
     if name == "barrier":
         return name, [0], [0], ()
-    if name in _OF_TWO:
+    if name in _POINT_TO_POINT:
         size, pair = [_bytes(given[0])], (group.rank(), given[1])
         return "message", size, size, pair if name == "send" else pair[::-1]
     if name in _SAME_SIZES:
@@ -329,16 +329,16 @@ def _checked(name: str, method: Callable[..., dist.Work]) -> Callable[..., dist.
         entered = order.enter(*_sizes(group, name, [*given, *by_name.values()]))
         work = method(group, *given, **by_name)
         # None: several are started together.
-        return work if work is None else CheckedWork(work, group, entered, is_message=name in _OF_TWO)
+        return work and CheckedWork(work, group, entered, is_message=name in _POINT_TO_POINT)
 
     return start
 
 
 def install() -> None:
     """Compare collectives from here on, in this process; call it once."""
-    for name in (*_SAME_SIZES, *_TO_EACH, *_OF_TWO, "barrier"):
+    for name in (*_SAME_SIZES, *_ALL_TO_ALL, *_POINT_TO_POINT, "barrier"):
         if (method := getattr(dist.ProcessGroup, name, None)) is not None:
             start = _checked(name, method)
-            # By this name pybind knows that a call comes from here, and is not for a method of Python.
+            # pybind tells a call from an override by the name of the calling code object.
             start.__code__ = start.__code__.replace(co_name=name)
             setattr(dist.ProcessGroup, name, start)

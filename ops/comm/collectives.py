@@ -1,5 +1,5 @@
-"""Collectives of dense tensors: all-reduces of gradients, several tensors as one bucket, as start and wait;
-and those that take a tensor of a sharded model from one form to another.
+"""Collectives of dense tensors: all-reduces of gradient buckets, split into start and wait; and those that
+redistribute a tensor of a sharded model.
 
 A bucket has one dtype. The sum is over the ranks of the group, in the order gloo and NCCL choose for a
 buffer of that size: the same bucket gives the same bits in every step.
@@ -22,9 +22,9 @@ Sharded models (HiDup, section 4.1): W ranks; the shard of the rank in place w i
     take_shard          [.., n, ..] -> [.., n/W, ..] (local)           place_shard: zeros around it (local)
 
 The gradient of a shard is a shard, of a summand the whole, and of a whole tensor a summand: every rank knows
-what its own readers add to it. Only with what the model returns every rank goes on alike, so its gradient is
-whole (`gradient_is_whole`), and nothing is communicated for it: a rank takes its slice of a gathered
-result's, and everything of an all-reduced one's. `share_gradient` is for results that were whole already.
+what its own readers add to it. What the model returns is used alike on every rank, so its gradient is whole
+(`gradient_is_whole`) and needs no communication: a rank takes its slice of the gradient of a gathered result,
+and all of it for an all-reduced one. `share_gradient` is for results that were whole already.
 
 The first four are torch's functional collectives with their waits, and copies that bring slices together; a
 traced graph has these, for the gradients, too.
@@ -108,7 +108,7 @@ class Accumulation:
             self.sums = before
 
     def of(self, key: object, parameters: Sequence[Tensor] = ()) -> GradientSum:
-        """The sum that a graph calls so; made when it is first asked for.
+        """The sum with this key, created on first use.
 
         Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
         """
@@ -126,7 +126,7 @@ class Accumulation:
             one.held = None
 
     def take_held(self) -> list[tuple[Any, Tensor]]:
-        """The keys of sums that hold gradients of this rank alone, and these; they hold none afterwards."""
+        """Take out what sums hold, gradients of this rank alone. -> (key, gradient) of each."""
         held = [(key, one.held) for key, one in self._by_key.items() if one.held is not None]
         for one in self._by_key.values():
             one.held = None
@@ -139,7 +139,7 @@ class Accumulation:
             self._aside[parameter], parameter.grad = parameter.grad, None
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of this rank alone, which is summed now; `.grad` is what was set aside again."""
+        """The gradient of this rank alone, to be summed; `.grad` becomes what was set aside."""
         if parameter not in self._aside:
             return None
         summed, gradient = self._aside.pop(parameter), parameter.grad
@@ -156,7 +156,7 @@ class GradientSum:
         self.held: Tensor | None = None
 
     def add(self, summand: Tensor) -> Tensor | None:
-        """The summand with what is held; None: it is held, too, and there is nothing to sum yet."""
+        """The summand plus what is held; None: that is held, and nothing is summed over the ranks yet."""
         total = summand if self.held is None else self.held.add_(summand)
         # A copy: the summand may be a view of what the graph still reads.
         self.held = None if self.accumulation.sums else total.clone() if total is summand else total
@@ -196,7 +196,7 @@ def shard_of(whole: Tensor, dim: int, group: str) -> Tensor:
 
 
 def _composite(signature: str) -> Callable[[Callable[..., Tensor]], Any]:
-    """Decorator: the function as an op that is traced as what it calls."""
+    """Decorator: the function as an op; a trace shows the ops that it calls."""
 
     def defined(function: Callable[..., Tensor]) -> Any:
         _LIBRARY.define(f"{function.__name__}{signature}")
@@ -207,7 +207,7 @@ def _composite(signature: str) -> Callable[[Callable[..., Tensor]], Any]:
 
 
 class _Collective(torch.autograd.Function):
-    """A function of a tensor, and the one that its gradient goes through."""
+    """A function of a tensor, and that of its gradient."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, forward: Callable, backward: Callable) -> Tensor:

@@ -5,10 +5,10 @@ stream of its own: it waits for each collective in the order in which they were 
 long as a wire would carry it. Unlike on CPU ranks, a sum does not give way to an all-to-all that enters
 later: nor does it on a communicator of NCCL.
 
-What sleeps is the driver's thread for host functions: no kernel may wait on the GPU. A program of one warp
-that did so slowed the products beside it: in `large_step` of `bench/gpu/steps.py`, the order `lancet-dw`,
-which cuts nothing, computed 23 ms longer than `none` beside that program, and 3 ms beside a host function
-(H100, 2026-11-28). The step `wire` there measures products alone and beside a message; it has not run yet.
+What sleeps is the driver's thread for host functions: no kernel may wait on the GPU. A kernel of one warp
+that did so slowed the GEMMs beside it: in `large_step` of `bench/gpu/steps.py`, the order `lancet-dw`,
+which cuts nothing, computed 23 ms longer than `none` beside that kernel, and 3 ms beside a host function
+(H100, 2026-11-28). The step `wire` there is to measure GEMMs alone and beside a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lancet_kernels.ops.comm.waiting import Waitable
 _LONGEST_SLEEP_NS = 60_000_000_000
 """No message takes as long."""
 _MOST_TIMES = 1 << 16
-"""Times that nobody reads: only so many are kept."""
+"""Bound on the times that are kept unread."""
 
 
 class CudaStreams:
@@ -83,7 +83,7 @@ class CudaTransfer:
 
 
 def sleep_on_stream(stream: torch.cuda.Stream, duration_ns: int) -> None:
-    """What is issued to the stream later waits so long, 60 s at most, without a program on the GPU."""
+    """Delay what is issued to the stream later, by 60 s at most, without a kernel on the GPU."""
     driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     microseconds = ctypes.c_void_p(round(min(duration_ns, _LONGEST_SLEEP_NS) / 1000))
     # usleep(microseconds) has the signature of a host function but for its result.

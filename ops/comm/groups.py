@@ -1,4 +1,4 @@
-"""Which ranks share experts, and which ranks sum which gradients?
+"""Groups of ranks that share experts, and groups that sum gradients.
 
 Groups go by name, because an op's arguments are plain data. The empty name means "one rank": no
 torch.distributed needed.
@@ -60,8 +60,7 @@ class Groups:
 
     @classmethod
     def of(cls, groups: AnyGroups | None) -> Groups:
-        """All groups of a job, however they are given: a process group as to `around`, a mesh as to
-        `from_mesh`.
+        """All groups of a job: of a process group as by `around`, of a mesh as by `from_mesh`.
 
         Collective over all ranks of the job, unless they are `Groups`.
         """
@@ -134,9 +133,8 @@ class Groups:
 
     @classmethod
     def of_ranks(cls, group: str) -> Groups:
-        """For ranks of which each holds other slices of one model (`parallelize`): the group for its
-        collectives, one of the same ranks for gradients, and no replicas. Collective over all ranks of the
-        job."""
+        """For ranks that hold different slices of one model (`parallelize`): the group for its collectives,
+        one of the same ranks for gradients, and no replicas. Collective over all ranks of the job."""
         ranks = group_ranks(group)
         return cls._with_communicators(group, [dist.get_rank()], ranks, ranks)
 
@@ -168,9 +166,9 @@ _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[object, str]] = WeakKeyDic
 
 
 def groups_of_all_ranks(ranks: list[int], what: str = "process groups") -> list[list[int]]:
-    """The different groups among those that ranks give. Collective over all ranks of the job.
+    """The distinct groups that the ranks name. Collective over all ranks of the job.
 
-    Of a job whose other ranks are fake: groups of the same shape. Example: [0, 2] of four ranks, [1, 3].
+    With a fake backend: groups of the same shape. Example: [0, 2] of four ranks: [[0, 2], [1, 3]].
     """
     world = dist.get_world_size()
     if dist.get_backend() == "fake":
@@ -225,13 +223,13 @@ def subgroup(places: Sequence[int], group: str, backend: str | None = None) -> s
 
 
 def is_of_processes(group: dist.ProcessGroup) -> bool:
-    """Are the ranks of the group processes? Those of a stand-in or a fake group are not there; one of Python
-    sends over another one."""
+    """Is every rank of the group a process, and is it no wrapper of another group? Not so of a stand-in, a
+    fake or a link group."""
     return type(group) is dist.ProcessGroup and dist.get_backend(group) != "fake"
 
 
 def host_group(name: str) -> str:
-    """A communicator of the same ranks for messages that wait for no GPU; "" where the others are not there.
+    """A communicator of the same ranks for messages that wait for no GPU; "" where they are no processes.
 
     Collective over these ranks, as `subgroup`.
     """
@@ -243,7 +241,7 @@ def counts_group(name: str) -> str:
     """The communicator on which the counts of an expert group are exchanged.
 
     On that of the rows, the counts of one part of a batch would queue behind the rows of the part before
-    it. Without `Groups`, which make the second one, nothing is cut into parts, and the first one will do.
+    it. Without `Groups`, which create the second one, nothing is cut into parts, and the first one does.
     """
     return _COUNTS.get(group_of(name), name) if name else ""
 
@@ -344,12 +342,12 @@ def group_ranks(name: str) -> list[int]:
 
 
 def group_size(name: str) -> int:
-    """How many ranks; 1 for the empty name."""
+    """The number of ranks; 1 for the empty name."""
     return group_of(name).size() if name else 1
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How long a collective of the group may wait for a rank."""
+    """The timeout of the group's collectives."""
     device = next(iter(group._device_types))
     return group._get_backend(device).options._timeout.total_seconds()
 
@@ -360,6 +358,6 @@ def group_rank(name: str) -> int:
 
 
 def group_device(name: str) -> torch.device:
-    """Where a tensor must be for the group's collectives: the CPU if its backend takes that, else the GPU."""
+    """The device of tensors for the group's collectives: the CPU if its backend takes that, else the GPU."""
     kinds = {device.type for device in group_of(name)._device_types}
     return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())

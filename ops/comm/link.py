@@ -3,7 +3,7 @@
 By default it only measures all-to-alls and shifts. With a bandwidth (`emulate_link`) it also paces them and
 gradient all-reduces: none completes before a link of that bandwidth would have transferred its bytes (for an
 all-reduce a part of them, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation hides it
-like a real transfer. Times measured this way are emulated, and all output labels them so.
+like a real transfer. All output labels such times as emulated.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.time.simulate`): the one that could start first, from when
@@ -82,9 +82,9 @@ class Link:
         """Paced transfers in the order they were issued, without their time on the wire."""
         self._cuda_streams: dict[int, CudaStreams] = {}
         self.log: list[tuple[float, float]] | None = None
-        """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
+        """Start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
         self.times_cores = False
-        """Are waits also timed by the clocks of cores? That is two system calls more at each end of one."""
+        """Do waits also record CPU time and time without a core? Two system calls more at each end."""
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
@@ -193,11 +193,11 @@ class Link:
 
 
 _SCHEDULER = threading.local()
-"""The open file, for each thread, in which Linux says how long it ran and how long it waited for a core."""
+"""Per thread: the open /proc file with its time on a core and in the run queue."""
 
 
 def seconds_without_core() -> float:
-    """How long this thread could have run so far and had no core; 0 where the system does not say."""
+    """Total time in which this thread was ready and had no core; 0 where the system does not tell."""
     if not hasattr(_SCHEDULER, "file"):
         try:
             _SCHEDULER.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115  kept open
@@ -261,7 +261,7 @@ class Transfer:
         self.wire_end: float | None = None
         """When the emulated wire has carried it, once that is known."""
         self.source: int | None = None
-        """Where a shift comes from: the place of a rank."""
+        """The rank from which a shift comes."""
         self._place = group.rank() if link.gbps is not None else 0
         self._starts: torch.Tensor | None = None
         self._has_arrived = False
@@ -299,16 +299,16 @@ class Transfer:
             link._traffic.wire_exposed_ms += 1e3 * max(0.0, wire_end - max(before, entered or before))
         now = time.monotonic()
         if done > before:
-            # Who stands still for a transfer has it when it wakes up, and not before.
+            # A thread that waited has the result when it wakes up, not before.
             link._account(self.started, now, now - before)
         else:
             link._account(self.started, done, 0.0)
 
     def pace(self) -> float:
-        """Until a wire would have carried the bytes. -> when that was.
+        """Sleep until a wire would have carried the bytes. -> when that was.
 
-        What was really sent has arrived: so every rank, of a shift the source, has entered and has said when,
-        but for ranks that neither send to this one nor receive of it.
+        The real transfer is complete, so all ranks that send to this one or receive from it have written when
+        they entered.
         """
         self._has_arrived = True
         end = self._link._put_on_wire(self)

@@ -1,5 +1,5 @@
-"""A process group whose collectives are measured, paced by the emulated link, and bounded: a wait that fails
-says in which collective, and for which ranks.
+"""A process group whose collectives are measured and paced by the emulated link; a wait that fails or times
+out names the collective and the missing ranks.
 
     torch.ops._c10d_functional.all_reduce(x, "sum", link_group(name))
 
@@ -32,15 +32,15 @@ Result = TypeVar("Result")
 
 @dataclass
 class Pending(Generic[Result]):
-    """A collective under way. work: None: nothing comes from another rank. finish: makes the result of what
-    has arrived."""
+    """A collective under way. work: None: nothing comes from another rank. finish: makes the result after
+    it."""
 
     work: LinkWork | None
     finish: Callable[[], Result]
 
     @classmethod
     def here(cls, result: Result) -> Pending[Result]:
-        """The same where nothing travels."""
+        """A result for which nothing travels."""
         return cls(None, lambda: result)
 
     def wait(self) -> Result:
@@ -50,9 +50,9 @@ class Pending(Generic[Result]):
         return self.finish()
 
 
-def apart(result: Tensor, given: Tensor) -> Tensor:
-    """The result of an op, which may not be its input."""
-    return result.clone(memory_format=torch.contiguous_format) if result is given else result
+def apart(result: Tensor, source: Tensor) -> Tensor:
+    """The result, copied if it is the input itself, which torch forbids an op to return."""
+    return result.clone(memory_format=torch.contiguous_format) if result is source else result
 
 
 _PREFIX = "link of "

@@ -1,10 +1,10 @@
-"""A matrix goes from one layout to another: every rank sends the pieces of its tile that others need.
+"""Redistribute a matrix from one layout to another: every rank sends the pieces of its tile that others need.
 
     [rows, features] is cut into `units`; a box is ((first row, end), (first feature, end)) in units
 
-What is replicated is alike on all ranks that have it, its gradient too: so a redistribution sums nothing,
-and neither does its backward, which is another redistribution. To take a tile of what every rank has whole
-is one, in which nothing travels, and to gather a whole from tiles is its backward.
+Replicas are alike on all ranks that have one, gradients too: so a redistribution sums nothing, and neither
+does its backward, which is another redistribution. Taking a tile of a replicated matrix is one in which
+nothing travels; its backward gathers the whole from tiles.
 
 In a shift every rank sends tiles to one rank and receives as many from one (PrimePar, ring communication):
 
@@ -12,7 +12,7 @@ In a shift every rank sends tiles to one rank and receives as many from one (Pri
                    all ranks
 
 Point to point (`batch_isend_irecv`), so no rank waits for a third one. `start_shift` gives it in two halves;
-tiles have the same shapes on all ranks. A shift is its own adjoint, the other way round.
+tiles have the same shapes on all ranks. The adjoint of a shift is the inverse shift.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def shift(
 ) -> list[Tensor]:
     """Send and receive tiles, and wait.
 
-    Args: as of `start_shift`.
-    Returns: the tiles of the source, of the same shapes.
+    Args: see `start_shift`. Returns: the tiles of the source, of the same shapes.
     """
     received = start_shift(tiles, source_of, group, what).wait()
     return list(map(apart, received, tiles))
@@ -151,7 +150,7 @@ Box = tuple[Span, Span]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank has and another one (or itself) needs: units of the whole matrix."""
+    """A box, in units of the whole matrix, that one rank holds and another one (or itself) needs."""
 
     source: int
     target: int
@@ -175,7 +174,7 @@ class Redistribution:
 
     @cached_property
     def sources(self) -> tuple[int, ...] | None:
-        """For each rank, whose tile it gets, if every tile goes as it is to one rank; else None."""
+        """For each rank, the rank whose tile it gets, if whole tiles are permuted; else None."""
         whole = all(self.held[p.source] == self.needed[p.target] == (p.rows, p.columns) for p in self.pieces)
         sources = tuple(p.source for p in sorted(self.pieces, key=lambda p: p.target))
         return sources if whole and sorted(sources) == list(range(len(self.held))) else None
@@ -211,7 +210,7 @@ def redistribution_of(text: str) -> Redistribution:
 
 
 class Way:
-    """A redistribution, and that of the gradient; worked out once, so that calls can be captured."""
+    """A redistribution and that of the gradient, prepared so that calls can be captured."""
 
     def __init__(self, there: Redistribution, back: Redistribution) -> None:
         self.there, self.back = there, back
@@ -266,8 +265,8 @@ def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
         arrived = x.new_empty(sum(receive))
         what = f"redistribution of {what}"
         link_group_of(group).all_to_all(arrived, leaving, receive, send, what).wait()
-        of_pieces = arrived.split([receive[piece.source] for piece in coming])
-        for piece, values in zip(coming, of_pieces, strict=True):
+        arrivals = arrived.split([receive[piece.source] for piece in coming])
+        for piece, values in zip(coming, arrivals, strict=True):
             target(piece).copy_(values.view(target(piece).shape))
     return result
 

@@ -1,6 +1,6 @@
-"""One process stands for one of W ranks, which are alike: what it needs to measure a plan for all of them.
+"""One process stands for one of W ranks, which are alike, to measure a plan for all of them.
 
-Its collectives hand it its own values (`stand_in_group`), after the time that an emulated wire needs for them
+Its collectives return its own values (`stand_in_group`), after the time that an emulated wire needs for them
 (`link`). The layers, kernels, streams and plans are those of a rank among W.
 """
 
@@ -26,8 +26,8 @@ def standing_for(
 ) -> Groups:
     """Let this process stand for one of `ranks` ranks that are alike, and give its groups.
 
-    Layers made afterwards hold the experts of one rank. So one GPU, or one CPU core, measures what a plan
-    gains on so many of them, but for skewed routing, late ranks and contention.
+    Layers created afterwards hold the experts of one rank. So one GPU, or one CPU core, measures what a plan
+    gains on `ranks` of them, except for skewed routing, stragglers and contention.
 
     Args: expert_ranks: how many of them share one set of experts (None: all). link_gbps: messages take as
         long as on an emulated wire of so many Gbit/s in each direction of this rank; None: as long as a copy.
@@ -66,7 +66,7 @@ def _new_group(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> 
 
 
 class _OverLink(StandInGroup):
-    """Over the link goes also what FSDP sends outside of a plan."""
+    """FSDP's collectives outside of a plan go over the link, too."""
 
     def _allgather_base(self, received: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
         return link_group_of(self.group_name).allgather_into_tensor_coalesced([received], [sent], opts)

@@ -1,7 +1,7 @@
-"""One process that stands for one of W ranks: process groups whose collectives hand it its own values.
+"""Process groups of a process that stands for one of W ranks: collectives return its own values.
 
 The W ranks are alike, so what would come from another rank is replaced by what this one, the first of them,
-would send there. Nothing else is pretended: kernels, streams and plans are those of W ranks.
+would send there. Nothing else differs: kernels, streams and plans are those of W ranks.
 
     collective           its result on this rank
     all-to-all           what it sent, rank by rank: as many rows come from a rank as go to it
@@ -144,7 +144,7 @@ class StandInGroup(dist.ProcessGroup):
 
 
 def _work(results: list[Tensor], copy: Callable[[], object] = lambda: None) -> dist.Work:
-    """Copy, on CUDA on a stream beside that of the computation, and say when it is done."""
+    """Copy, on CUDA on a stream beside that of the computation. -> the work that ends with it."""
     device = results[0].device if results else torch.device("cpu")
     if device.type != "cuda":
         future: Future = Future()

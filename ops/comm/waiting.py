@@ -1,13 +1,12 @@
-"""Which rank waits for which, and in which collective: one that fails says so in one line.
+"""Waits of ranks for one another: the error of a failed collective names ranks and collective in one line.
 
     with waiting("all_to_all", group, layer="blocks.3.feed_forward"):
         dist.all_to_all_single(...)
 
 A rank that waits for several others learns only that one of them is missing. So under our launcher the ranks
-of a job share a `Board`: a few bytes per rank that say which collective it entered last, and when its
-heartbeat was last seen. A rank whose wait timed out reads there which rank is missing. Entering a collective
-costs one write of about a microsecond; without a board (torchrun, no launcher) the line names op, layer and
-peers.
+of a job share a `Board`: a few bytes per rank with the collective that it entered last, and its latest
+heartbeat. A rank whose wait timed out reads there which rank is missing. Entering a collective costs one
+write of about a microsecond; without a board (torchrun, no launcher) the line names op, layer and peers.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a board says of one rank; times on the monotonic clock of the machine, in seconds."""
+    """The board's entry of one rank; times on the monotonic clock of the machine, in seconds."""
 
     last_sign: float
     """0: the rank has not started yet."""
     entered_at: float
     number: int
-    """How many collectives it has entered."""
+    """The number of collectives that it has entered."""
     where: str
 
 
 class Board:
     """The entries of a job's ranks: a file that they all map. Ranks of one machine only.
 
-    A rank writes its entries into two places in turn, each number last: one that is stopped while it writes
-    has its entry before that.
+    A rank writes its entries to two slots in turn, each number last: of one that is stopped while it writes,
+    the entry before that is still whole.
     """
 
     _SIGN, _ENTRY = struct.Struct("=d"), struct.Struct("=232sdq")
@@ -123,7 +122,7 @@ def enter_layer(name: str) -> None:
 
 
 def current_layer() -> str:
-    """The name that `enter_layer` was told last; "": none, or the layer has no name."""
+    """The latest name given to `enter_layer`; "": none, or the layer has no name."""
     return now.layer
 
 
@@ -224,7 +223,7 @@ def _missing(rank: int, peers: list[int], waited: float) -> tuple[list[int], dic
 
 
 def blames(error: BaseException | None) -> str:
-    """What the error, or one it came from, complains of: "peer" that went away, "timeout", else "self"."""
+    """The root cause of an error: a "peer" that went away, a "timeout", else "self"."""
     while error is not None:
         if isinstance(error, CommunicationError):
             return "timeout" if error.timed_out else "peer"

@@ -1,13 +1,13 @@
-"""Which rows are sent; dispatch, which copies each token's row to the rows of its experts; the same of parts.
+"""Rows to send, dispatch and combine; and the same for parts of a batch.
 
     T  tokens on this rank      W  ranks, L experts on each, e = w * L + l
     K  choices per token        D  model width
     S, R  rows to send, rows received (`ops.comm.all_to_all`)
     C  capacity of the whole batch      P  parts
 
-The rows of each expert and the row of each kept choice are computed once per layer; dispatch, combine and
-their gradients read it. Ops of their own because a batch that is cut into parts has other counts in every
-part: the planner replaces them.
+Dispatch copies each token's row to the rows of its experts. The rows of each expert and the row of each kept
+choice are computed once per layer, for dispatch, combine and their gradients, by ops of their own: the
+planner replaces them where a batch is cut into parts, which have counts of their own.
 
 Dispatch and combine are each other's adjoint, so each one's backward is the other.
 
@@ -36,16 +36,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lancet_kernels.kernels.config import DTYPES
 from lancet_kernels.ops.base import op
 from lancet_kernels.ops.comm.all_to_all import DROPPED, segments, traced_rows
 from lancet_kernels.ops.moe.gate import slots_in_token_order
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def runs_in_kernels(tensor: Tensor) -> bool:
-    """Is there a kernel for tensors of this device, and of this dtype?"""
-    return tensor.dtype in FLOATS and _kernels_run_on(tensor.device)
+    """Is there a kernel for tensors of this device and dtype?"""
+    return tensor.dtype in DTYPES and _kernels_run_on(tensor.device)
 
 
 def _kernels_run_on(device: torch.device) -> bool:

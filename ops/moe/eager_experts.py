@@ -28,9 +28,9 @@ from lancet_kernels.ops.moe.expert_ops import expert_activation, expert_activati
 
 
 def runs_eagerly(x_TD: Tensor, w1: Tensor, w2: Tensor) -> bool:
-    """Can `eager_experts` take these tokens and weights? Float32 on a CPU, nobody watches, and weights lie by
-    rows or by columns, in a multiple of 16 bytes (for torch's grouped_mm). Their number does not matter, so
-    that all ranks go one way: gradients of weights come in another order from the ops, and hooks on them
+    """Can `eager_experts` take these tokens and weights? Float32 on a CPU, untraced, and weights by rows or
+    by columns, in a multiple of 16 bytes (for torch's grouped_mm). The number of tokens does not matter, so
+    that all ranks take the same path: ops give the gradients of weights in another order, in which hooks
     communicate (`ddp`)."""
     return (
         all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x_TD, w1, w2))

@@ -1,15 +1,15 @@
-"""What experts compute: grouped GEMMs, each expert's rows times its weight, and the nonlinearity between.
+"""Computation of experts: grouped GEMMs, each expert's rows times its weight, and the activation between.
 
-    L  experts here      R  rows received, by expert (`ops.comm.all_to_all`), as counts [W, L] say
+    L  experts here      R  rows received, by expert (`ops.comm.all_to_all`), with counts [W, L]
     A  input width       B  output width
     F  hidden width (gated: input is [gate | up], 2F wide; interleaved: gate, up, gate, ...)
 
 A grouped GEMM: 2 * R * A * B FLOPs for each of forward, dX, dW. dX and dW are separate ops because a
 scheduler can only move what it can tell apart (Lancet, section 4).
 
-torch's `grouped_mm` computes them where it takes the operands: on a GPU bfloat16, with the counts read where
-they are (sm_90 and sm_100; on others its fallback asks for them). Everything else runs as a GEMM for each
-expert, for which the host needs the counts: on a GPU it waits for them.
+torch's `grouped_mm` computes them where it takes the operands: on a GPU bfloat16, with the counts read on the
+device (sm_90 and sm_100; elsewhere its fallback copies them to the host). Everything else runs as a GEMM for
+each expert, for which the host needs the counts: on a GPU it waits for them.
 
 Activations:
 
@@ -58,7 +58,7 @@ def _has_fast_path(*operands: Tensor) -> bool:
 
 
 def waits_for_counts(*operands: Tensor) -> bool:
-    """Would a grouped GEMM of these make the host wait for a GPU? What is no matrix does not matter."""
+    """Would a grouped GEMM of these make the host wait for a GPU? Only matrices count."""
     matrices = [t for t in operands if t.is_floating_point() and t.dim() > 1]
     device = matrices[0].device
     reads_counts = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -124,7 +124,7 @@ def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Te
 
 
 def _experts_of_rows(rows: Tensor, count_WL: Tensor) -> Tensor:
-    """-> [R] int64: which expert has each row, L for rows that are not real; the host need not know."""
+    """-> [R] int64: the expert of each row, L for rows that are not real; without a host sync."""
     row_R = torch.arange(len(rows), device=rows.device)
     return torch.bucketize(row_R, group_ends(count_WL), right=True)
 
@@ -156,8 +156,8 @@ def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor, by_column: bo
     if _has_fast_path(x_RA, dy_RB):
         x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
         dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=group_ends(count_WL).int())
-        # An empty group may leave its part of the output unwritten. A GPU is not asked which; a CPU does not
-        # go through all that is written.
+        # An empty group may leave its part of the output unwritten: on a GPU masked without a host sync, on a
+        # CPU without a pass over all of it.
         empty_L = count_WL.sum(0) == 0
         if dw_LAB.is_cuda:
             return dw_LAB.masked_fill_(empty_L[:, None, None], 0)
@@ -216,7 +216,7 @@ grouped_gemm.register_autograd(_gemm_backward, setup_context=_save_for_gemms)
 
 
 def input_width(kind: str, hidden_width: int) -> int:
-    """How wide the input of the activation is, for F outputs."""
+    """The width of the activation's input, for F outputs."""
     return 2 * hidden_width if kind in GATED else hidden_width
 
 
@@ -244,7 +244,7 @@ def activate(h: Tensor, kind: str) -> Tensor:
 
 
 def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> None:
-    """The gradient of the input, in the dtype of the operands, into memory that is there."""
+    """Write the gradient of the input, in the dtype of the operands, into `dh`."""
     if kind == "gelu":
         torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=dh)
     elif kind == "silu":
@@ -270,9 +270,10 @@ def _activate_backward(da: Tensor, h: Tensor, kind: str) -> Tensor:
 
 @op("lancet::expert_activation")
 def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
-    """-> [R, F]: the activation of all rows. kind: one of ALL_ACTIVATIONS.
+    """-> [R, F]: the activation of all rows.
 
-    Args: count_WL: read where there may be more rows than real ones, on a GPU.
+    Args: count_WL: read on a GPU, where there may be more rows than real ones. kind: of ALL_ACTIVATIONS or
+        EXPRESSIONS.
     """
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
         from lancet_kernels.kernels.rows import activation

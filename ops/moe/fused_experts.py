@@ -8,13 +8,12 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-A forward pass keeps the rows that it received in its exchange until its backward: as many as came, of the
-room that the passes of an exchange have together. Layers of one size share the exchanges: a pass takes one
-that can take one more, and only where none can, another one is made. So there is room for as many passes as
-wait for their backward at once: one for each layer, or those of one exchange under activation checkpointing.
-All ranks run the same passes in the same order, and so take the same ones. Exchanges are made for the most
-tokens: how many there are, and how they are routed, may change from step to step and from rank to rank, and
-nothing is made or agreed upon for it.
+A forward pass keeps the rows that it received in its exchange until its backward; the passes of an exchange
+share its room. Layers of one size share the exchanges: a pass takes one that has a place left, and another
+one is created only where none has. So there is room for all passes that wait for their backward at once: one
+for each layer, or those of one exchange under activation checkpointing. All ranks run the same passes in the
+same order, and so take the same exchanges. These are sized for the most tokens: the number of tokens and
+their routing may change from step to step and from rank to rank without allocation or agreement.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.config import OverlapConfig, default_overlap_config
+from lancet_kernels.kernels.config import DTYPES, OverlapConfig, default_overlap_config
 from lancet_kernels.kernels.overlap import (
     DenseGemm,
     ExpertGradients,
@@ -55,19 +54,18 @@ from lancet_kernels.ops.moe.fused_passes import ForwardPass, take_pass, ticket_o
 
 _log = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEFAULT_FACTOR = 1.25
-"""How many times the even share of rows there is room for in each pass, on average over those that wait."""
+"""Room of a pass, in even shares of the rows, on average over those that wait for their backward."""
 ONE_PASS_FACTOR = 8
-"""How many times the even share may come in one pass, by default: all that can, up to 8 ranks."""
+"""The most rows of one pass, in even shares, by default: the worst case of up to 8 ranks."""
 FEW_ROWS = 256
-"""Room for so many rows is in each pass, by default, if as many can come: few rows are rarely balanced."""
+"""Least room of a pass, in rows, by default: few rows are rarely balanced."""
 PASSES_MORE = 6
-"""Passes of each further exchange. With more there were fewer to make, and more room that nobody needs."""
+"""Passes of each further exchange: with more, fewer are created, and more room stays unused."""
 
 
 class _Alone:
-    """Represents the group without torch.distributed."""
+    """The group of one rank."""
 
 
 ALONE = _Alone()
@@ -75,9 +73,9 @@ ALONE_TIMEOUT_S = 60.0
 
 
 class FusedMemory:
-    """Symmetric memory of one process group on one device, and what its layers share. Collective to make."""
+    """Symmetric memory of a process group on one device, and what its layers share. Collective to create."""
 
-    # The key is the process group itself, because a new group may have the name of a destroyed one.
+    # By process group, because a new group may have the name of a destroyed one.
     _of_group: ClassVar[WeakKeyDictionary[object, dict[torch.device, FusedMemory]]] = WeakKeyDictionary()
 
     def __init__(self, memory: SymmetricMemory) -> None:
@@ -106,15 +104,15 @@ class FusedMemory:
 
     @classmethod
     def reset(cls, process_group: dist.ProcessGroup | None) -> None:
-        """Drop the memory of a group (None: that for use without torch.distributed), after a failure, say: no
-        rendezvous, because ranks may have failed apart."""
+        """Drop the memory of a group (None: of one rank), after a failure, say; without a rendezvous, because
+        ranks may have failed at different places."""
         for device, shared in cls._of_group.pop(process_group or ALONE, {}).items():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
             shared.memory.close()
 
     def pool(self, each_pass: int, **sizes) -> SharedExchanges:
-        """What layers of these sizes share."""
+        """State that layers of these sizes share."""
         key = (each_pass, *sorted(sizes.items(), key=str))
         if key not in self._pools:
             self._pools[key] = SharedExchanges(self.memory, f"exchange{len(self._pools)}", each_pass, sizes)
@@ -122,12 +120,12 @@ class FusedMemory:
 
 
 class SharedExchanges:
-    """The exchanges of all layers of one size. Collective to make and to use.
+    """The exchanges of all layers of one size. Collective to create and to use.
 
-    Args: sizes: arguments of `Exchange`. each_pass: rows that a pass has on average.
+    Args: sizes: arguments of `Exchange`. each_pass: room of a pass, in rows, on average.
 
     Attributes:
-        backward: that of all backwards, of which each is over when it ends.
+        backward: that of all backwards, which keep nothing in it.
         forward: those of forwards, as many as have been needed.
         warmed_up: the kinds of passes whose kernels all ranks have compiled.
     """
@@ -144,7 +142,7 @@ class SharedExchanges:
         return Exchange(self.memory, f"{self.name}.{what}", buffers=self.buffers, **self.sizes, **more)
 
     def for_a_pass(self) -> Exchange:
-        """A forward exchange that can take one more. The first one has passes for the room of the longest."""
+        """A forward exchange with a place left."""
         for exchange in self.forward:
             if exchange.free_place() is not None:
                 return exchange
@@ -153,7 +151,7 @@ class SharedExchanges:
         return self.forward[-1]
 
     def next_size(self) -> tuple[int, int]:
-        """Passes and room of the exchange that is made next.
+        """Passes and rows of the exchange that is created next.
 
         Example: rows of at most 800 in a pass, 125 on average: 6 passes with 800 rows, then the same again.
         """
@@ -168,13 +166,13 @@ class SharedExchanges:
 
 
 class LayerMemory(NamedTuple):
-    """What fused layers of one size take on this rank, in bytes.
+    """Memory of the fused layers of one size on this rank.
 
     Attributes:
-        shared: of all of them together, by now.
-        while_running: more while a pass runs, at most.
-        passes: how many there is room for at once, from forward to backward.
-        room: rows that they may have together. receive_rows: the most of one.
+        shared: bytes of all of them together, so far.
+        while_running: the most bytes more while a pass runs.
+        passes: how many may wait for their backward at once.
+        room: rows that these may have together. receive_rows: the most of one.
     """
 
     shared: int
@@ -194,16 +192,16 @@ class LayerMemory(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LayerExchange:
-    """What a layer wants of exchanges; they are created when a pass needs them (collective, like the pass).
+    """A layer's requirements for exchanges, which are created when a pass needs them (collective, like it).
 
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
-            more creates larger exchanges, for half as many again or more, which all ranks must do in the same
-            pass (logged as a warning); the smaller ones stay.
-        receive_factor: room for that many times the rows that each rank receives if all experts get equally
-            many; None: DEFAULT_FACTOR times on average over the passes of an exchange, and up to
-            ONE_PASS_FACTOR times in one, or FEW_ROWS. A pass that needs more raises UserError on every rank.
+            more creates larger exchanges, by half or more, which all ranks must do in the same pass (logged
+            as a warning); the smaller ones stay.
+        receive_factor: room in even shares, the rows that each rank receives if all experts get equally many;
+            None: DEFAULT_FACTOR on average over the passes of an exchange, and up to ONE_PASS_FACTOR in one,
+            or FEW_ROWS. A pass that needs more raises UserError on every rank.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
 
@@ -217,9 +215,9 @@ class LayerExchange:
         while a launch runs      R * F, in a backward R * (H + F)
 
     besides 4 bytes for each row received, 28 for each choice (of the routing) and some words for each tile.
-    The first exchange has room for 2 passes or more, each further one for 6: made when so many have waited
-    for their backward at once. Under activation checkpointing the first is all. A pass takes what came of its
-    exchange's room, where no other one lies (`schedule.py`). It keeps no rows to send.
+    The first exchange has room for 2 passes or more, each further one for 6; it is created when more passes
+    wait for their backward at once. Under activation checkpointing the first is enough. A pass uses as much
+    of its exchange as rows came (`kernels.protocol.schedule` says where). It keeps no rows to send.
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 
@@ -275,7 +273,7 @@ class LayerExchange:
                 "do in this pass; set max_tokens to create them once",
                 current_layer() or "a fused layer", num_tokens, most,
             )  # fmt: skip
-            # Those before stay; growing by half, few of them do.
+            # The smaller ones stay: growing by half keeps them few.
             least = most + most // 2
         config = default_overlap_config(
             self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
@@ -354,7 +352,7 @@ class LayerExchange:
         return each_pass * columns * like.element_size()
 
     def memory(self) -> LayerMemory:
-        """What it takes. Raises UserError before the first pass, from whose tokens the sizes follow."""
+        """Raises UserError before the first pass, whose tokens determine the sizes."""
         if not self._shared:
             raise UserError(
                 "memory of a fused layer",

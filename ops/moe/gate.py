@@ -144,7 +144,7 @@ class Gate:
     uses_correction_bias: ClassVar[bool] = False
     """True: selection (not the weights) adds a per-expert bias kept by the layer."""
     key: ClassVar[str | None] = None
-    """What `key_T` holds: "token" (token ids) or "index" (global token index); None: no key."""
+    """The content of `key_T`: "token" (token ids) or "index" (global token index); None: no key."""
     score: ClassVar[str] = "softmax"
     only_top_k: ClassVar[int | None] = None
     """The one top_k that it can choose; None: any."""
@@ -156,7 +156,7 @@ class Gate:
 
     @property
     def scale(self) -> float:
-        """What the weights are multiplied by."""
+        """The factor of the weights."""
         return 1.0
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Gate:
         return top_k_stable(logits_TE, top_k)
 
     def checked(self, expert_TK: Tensor, num_experts: int, top_k: int) -> Tensor:
-        """What `select` gave. Raises: UserError unless it is int64 [T, K]."""
+        """The result of `select`. Raises: UserError unless it is int64 [T, K]."""
         choices = self.num_choices(num_experts, top_k)
         if expert_TK.dtype != torch.int64 or expert_TK.shape[1:] != (choices,):
             raise UserError(

@@ -86,7 +86,7 @@ class _GroupLimited(Gate):
         return top_k_stable(score_TE, top_k)
 
     def selection_scores(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """What selection compares, [T, E]."""
+        """The scores for selection, [T, E]."""
         return logits_TE
 
 

@@ -158,7 +158,7 @@ def assign_slots(expert_TK: Tensor, used_E: Tensor, real_T1: Tensor | None = Non
 
 
 class RoutingSums(NamedTuple):
-    """What one part of a batch contributes to the whole-batch losses of a layer; `plus` adds two of them."""
+    """Contributions of a part of a batch to the whole-batch losses of a layer; `plus` adds two of them."""
 
     assigned_E: Tensor
     """int64: assignments of each expert, dropped ones included."""

@@ -1,4 +1,4 @@
-"""Two copies of a step of which one computes while the other communicates: on halves of the batch (duplex),
+"""Two copies of a step, one of which computes while the other communicates: on halves of the batch (duplex),
 or the backward of one microbatch and the forward of the next (pairs).
 
 HiDup, section 3. A duplex is a `PartitionRange` over the whole Program, forward and backward. The inputs are
@@ -15,7 +15,7 @@ is cut in two.
 
     microbatches 1 .. M       forward 1 | backward 1 with forward 2 | ... | backward M
 
-Megatron's 1F1B overlap and DualPipe are the same by hand. Routing is that of M separate calls.
+Megatron's 1F1B overlap and DualPipe hand-write the same. Routing is that of M separate calls.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ class Pair:
     """A pair as a graph. Its outputs are those of the backward, then those of the forward.
 
     Attributes:
-        backward_inputs, forward_inputs: names of its placeholders, by name of that of the half. What both
-            read of parameters and buffers is one placeholder.
+        backward_inputs, forward_inputs: names of its placeholders, by name in the half. Parameters and
+            buffers that both read are one placeholder.
         original: by name of a node, its name in its half.
     """
 

@@ -1,4 +1,4 @@
-"""Which ranges of the forward pass are cut, and into how many parts? (Lancet, section 5.1)
+"""Choice of ranges of the forward pass to cut, and of their numbers of parts (Lancet, section 5.1).
 
     T(n) = min over i < n and k <= K of T(i) + P(i, n, k)
 
@@ -58,7 +58,7 @@ class PipelineCosts:
         return self._simulated_ms[key]
 
     def cut(self, first: int, last: int, parts: int) -> PartitionRange:
-        """The range, which can be cut, as part of a plan."""
+        """A range that can be cut, as part of a plan."""
         names = self.program.instructions[first].name, self.program.instructions[last].name
         forms = self.inference.forms(first, last)
         assert forms is not None, f"{names}: chosen, and cannot be cut"
@@ -108,7 +108,7 @@ class PipelineCosts:
 
 
 WHOLE_FORWARD_LAYERS = 4
-"""Up to so many MoE layers, one range over all of them is tried as well."""
+"""The most MoE layers of a forward for which one range over all of them is tried as well."""
 GROUPS_BETWEEN_MOE_LAYERS = 5
 """The paper's choice of gamma, where it is not given (section 7, hyper parameters)."""
 
@@ -120,7 +120,7 @@ class PartitionOptions:
     most_parts (rho): no instruction is cut into more parts.
     group_ms (gamma): consecutive instructions are grouped until they take this long.
     longest_range_ms (iota): no range takes longer than this before it is cut.
-    None: five groups between two MoE layers; the time from one MoE layer to the next.
+    None: a fifth of the time between two MoE layers; the time from one MoE layer to the next.
     """
 
     most_parts: int = 8
@@ -167,7 +167,7 @@ def _number(variable: str, convert: Callable, default):
 
 
 def forward_length(program: Program) -> int:
-    """How many instructions the forward pass has: all before the first one of another phase."""
+    """The number of instructions before the first one of another phase."""
     phases = (i for i, x in enumerate(program.instructions) if x.phase is not Phase.FORWARD)
     return next(phases, len(program))
 
@@ -223,9 +223,9 @@ def whole_forward(
 ) -> PartitionRange | None:
     """One range with every all-to-all of the forward pass in it; None where there is no valid one.
 
-    The dynamic program chains ranges, each no longer than from one MoE layer to the next: what the link has
-    left at the end of one range waits for nothing of the next one. One range for all keeps the link busy
-    throughout. It is tried for few layers only: its parts are many.
+    The dynamic program chains ranges, each no longer than from one MoE layer to the next: messages left over
+    at the end of one range do not overlap the next one. One range for all keeps the link busy throughout. It
+    is tried for few layers only: its parts are many.
     """
     program = costs.program
     length = forward_length(program)

@@ -1,4 +1,4 @@
-"""A partitioned range of a Program: in which order do its parts run, and which tensors are reassembled?
+"""A partitioned range of a Program: the order of its parts, and which tensors are reassembled.
 
 Parts run in pipeline order (Lancet, section 5.3). `schedules.rewrite.cut` does the partitioning, on the
 graph.
@@ -38,9 +38,9 @@ from lancet_kernels.graph.rules.rules import (
 PREFER_CUT = 1000
 """Objective weight of a cut instruction; the index of an axis weighs 1."""
 MOST_WAYS = 200
-"""So many ways to cut the live tensors are followed; where there are more, those that are worth most."""
+"""The most ways to cut the live tensors that are followed, those of highest worth."""
 _NUMBERS = {WHOLE: -1, IRREGULAR: -2, PARTIAL: -3, CARRIED: -4, WINDOW: -5}
-"""What a form costs; a cut costs its dimension: leading axes are preferred."""
+"""Cost of a form; that of a cut is its dimension: leading axes are preferred."""
 
 
 class AxisInference:
@@ -130,8 +130,7 @@ class AxisInference:
 
     def _with_an_all_to_all(self, first: int, last: int, forms: Forms) -> set[str]:
         """The cut tensors that are connected to an all-to-all through other cut tensors; cutting the rest
-        would not help overlap. Example: the transpose of a weight that is read only after the range.
-        """
+        (the transpose of a weight that is read only after the range, say) would not help overlap."""
         graph, seeds = networkx.Graph(), set()
         for instruction in self.program.instructions[first : last + 1]:
             operands = (*instruction.inputs, *instruction.outputs)
@@ -222,7 +221,7 @@ class PipelineStage:
 
 
 def range_names(ranges: Sequence[PartitionRange]) -> tuple[tuple[object, ...], ...]:
-    """What identifies ranges within one Program: first and last name, number of parts."""
+    """An identifier of ranges within one Program: first and last name, number of parts."""
     return tuple((r.first, r.last, r.parts) for r in ranges)
 
 

@@ -152,8 +152,7 @@ class Ordered:
 
 
 class OrderSearch:
-    """Candidates for the best order of one Program; those without a memory limit are made once, as they are
-    asked for."""
+    """Candidates for the best order of a Program; those without a memory limit are computed lazily, once."""
 
     def __init__(self, program: Program, cost: Cost) -> None:
         self.program, self.cost = program, cost
@@ -166,7 +165,7 @@ class OrderSearch:
 
     @cached_property
     def work(self) -> Work:
-        """What all list schedules from the original order share."""
+        """State that all list schedules from the original order share."""
         return Work(self.program, self.ms)
 
     @cached_property
@@ -215,9 +214,8 @@ class OrderSearch:
                 break
             policies = LIMITED
             if base is self.original:
-                # The same order again.
-                done = {c.method for c in fitting}
-                policies = [policy for policy in LIMITED if str(policy) not in done]
+                tried = {c.method for c in fitting}
+                policies = [policy for policy in LIMITED if str(policy) not in tried]
             best = base = _fastest([best, *self._scheduled(base, policies, room)])
             if search:
                 best = base = self._improved(best, room)

@@ -76,8 +76,8 @@ class _Order:
                 self._awaited.update(self._dependencies[i])
 
     def fill(self, candidates: Iterable[int], waits: bool) -> None:
-        """What is ready, and what becomes ready by that. Args: waits: also messages, and what waits for one
-        that nothing has waited for."""
+        """Add those that are ready, or become ready by that. Args: waits: also messages, and what waits for
+        one that nothing has waited for."""
         candidates, before = [*candidates], -1
         while len(self.positions) > before:
             before = len(self.positions)

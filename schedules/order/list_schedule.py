@@ -30,7 +30,7 @@ from lancet_kernels.schedules.time.simulate import INFINITY, Clock, critical_pat
 
 @dataclass(frozen=True)
 class Policy:
-    """How a list schedule decides.
+    """Options of a list schedule.
 
     Attributes:
         oldest_first: fillers run in program order instead of by best fit. Best fit hides more; oldest first
@@ -78,7 +78,7 @@ and 2 GB/s; simulated, 2026-11-24.)"""
 
 
 class Work:
-    """What all list schedules of a program share: critical paths, and which instructions are urgent messages,
+    """Shared by all list schedules of a program: critical paths, and which instructions are urgent messages,
     fillers, or due by a certain time."""
 
     def __init__(self, program: Program, ms: Sequence[float]):
@@ -179,7 +179,7 @@ class ListScheduler:
     """Simulates compute and links forward in time, and chooses the next instruction at each step."""
 
     MOST_TRIES = 8
-    """How many candidates are offered to the memory budget before the scheduler does something else."""
+    """The most candidates that are tried against the memory budget at one position."""
 
     def __init__(self, work: Work, policy: Policy, limit: float | None):
         self.work, self.policy = work, policy
@@ -209,7 +209,7 @@ class ListScheduler:
                 self._make_ready(self.dependencies.done(sent[arrived]))
                 arrived += 1
             if len(self.order) == length:
-                break  # nothing but what is free was behind the last message
+                break  # only views and waits came after the last message
             i = self._next_compute()
             if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
                 # Sending took memory: choose again.

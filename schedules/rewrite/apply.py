@@ -11,12 +11,12 @@ Contract of `reorder` and `place`:
 2. No instruction stands before one whose result it reads.
 3. What draws random numbers does so in the order of the graph: no edge of the graph keeps it.
 4. In a graph that is to be split, no instruction of the forward stands behind one of the backward.
-5. Afterwards the graph runs in exactly that order; of an invalid one a UserError names the instruction, and
-   the graph is unchanged.
+5. Afterwards the graph runs in exactly that order; for an invalid order a UserError names the instruction,
+   and the graph is unchanged.
 
 All ranks issue their collectives in the order of the plan, so no two ranks can deadlock.
 
-Which joins of parts cost nothing, because every part is written where the whole tensor lies?
+Joins of parts that cost nothing, because every part is written where the whole tensor lies:
 
     whole = cat([mm(a_0, w), mm(a_1, w)])       reads and writes the whole once more: 2 x 16 MiB for logits
                                                 of 1,024 tokens, 4,096 words, fp32
@@ -74,7 +74,7 @@ aten = torch.ops.aten
 
 
 def mark_join(join: fx.Node) -> None:
-    """Note in a node that joins parts that they shall be written in place, if they can be."""
+    """Mark a node that joins parts if these can be written in place."""
     writers = _writers(join)
     if writers and not any(WRITTEN_INTO.on(writer) for writer in writers):
         IN_PLACE.set(join, True)
@@ -119,7 +119,7 @@ def _axis(join: fx.Node) -> int:
 
 
 def _writers(join: fx.Node) -> list[fx.Node]:
-    """What computes each part of a join, or nothing if the parts cannot be written in place."""
+    """The node that computes each part of a join; none if the parts cannot be written in place."""
     if join.target is not aten.cat.default or math.prod(join.meta["val"].shape[: _axis(join)]) != 1:
         return []
     value = join.meta["val"]
@@ -171,8 +171,7 @@ def instruction_order(graph: fx.Graph) -> list[str]:
 
 
 def issued_order(graph: fx.Graph) -> list[str]:
-    """The same of a graph that runs: a collective stands where it starts, what only holds the storage of
-    parts nowhere."""
+    """The same of a graph that runs: a collective stands where it starts, the storage of parts nowhere."""
     return [
         node.name.removesuffix("_start") if node.target in STARTED else node.name
         for node in graph.nodes
@@ -209,8 +208,8 @@ def place(graph: fx.Graph, order: Sequence[str]) -> None:
             f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
             f"each of the graph's {len(present)} instructions once",
         )
-    given = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    reordered = given + [each for node in given for each in with_elements(node)[1:]]
+    sources = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    reordered = sources + [each for node in sources for each in with_elements(node)[1:]]
     available = set(reordered)
     for name in order:
         node = nodes[name]
@@ -259,7 +258,7 @@ def start_early_wait_late(
         if is_functional_collective(node):
             *arguments, group = node.args
             if facts_of(node).over_link and group == plain_group(group):
-                # One of the user's: paced, counted, and named when a rank is silent, as ours are.
+                # One of the user's: paced, counted, and named when a rank is missing, as ours are.
                 node.args = (*arguments, link_group(group))
             if context is not None:
                 node.args, node.target = (node.target, context, key, *node.args), sum_when_due

@@ -17,7 +17,7 @@ Contract:
 3. The summands of a partial tensor are added right behind the last one: their memory is freed early.
 4. Readers outside the parts read one node that reassembles the tensor; joins are marked (`apply`).
 5. The original instructions are gone.
-6. If a range cannot be cut, CutError says why; the graph is then of no use.
+6. If a range cannot be cut, CutError says why; the graph is then invalid.
 
 A `GraphCutter` cuts all ranges of a plan: the graph that is simulated, measured and run, and its Program, in
 which the slices, counts and rows of parts and the reassembly are instructions like all others.
@@ -389,7 +389,7 @@ class GraphCutter:
 
 
 def _longest_start(key: tuple[object, ...], cut: Collection[tuple[object, ...]]) -> int:
-    """How many of the ranges, from the first on, have been cut together already."""
+    """The number of leading ranges that have been cut together already."""
     return next((n for n in range(len(key), 0, -1) if key[:n] in cut), 0)
 
 

@@ -27,8 +27,8 @@ aten, lancet = torch.ops.aten, torch.ops.lancet
 _SUM_OF_MEAN = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 
 Values = dict[Any, dict[str, Any]]
-"""Cache of what nodes know of their fake results (`meta`), by op and shapes of the arguments: repeated layers
-are computed once."""
+"""Cache of the `meta` of nodes, fake results included, by op and shapes of the arguments: repeated layers are
+computed once."""
 _NO_RULE = Rule()
 
 
@@ -74,7 +74,7 @@ def rule_of(node: fx.Node) -> Rule:
 def form_of(node: fx.Node, forms: Forms) -> Form:
     """The form of the tensor that a node stands for; whole for a tuple."""
     if isinstance(node.meta.get("val"), (tuple, list)):
-        return WHOLE  # Also if one tensor is all it has: of a frozen norm the gradient of its input.
+        return WHOLE  # even a tuple of one tensor, as of the backward of a frozen norm
     names = tensor_names(node)
     return forms.get(names[0], WHOLE) if names else WHOLE
 

@@ -1,9 +1,9 @@
-"""MoE layers as fused launches of the overlap kernel: which can be, with which fillers, and their insertion.
+"""MoE layers as fused launches of the overlap kernel: which layers, with which fillers, and their insertion.
 
 An overlap group is an MoE layer: its all-to-alls and the computation that hides them, which is its own expert
 GEMMs (forward, dgrad, wgrad) and, in the backward launch, weight gradients of other layers. On streams, a
-collective runs beside GEMM kernels; fused, GEMM tiles and puts share one launch. A step has all its layers
-fused that can be, or none: whatever is faster as a whole.
+collective runs beside GEMM kernels; fused, GEMM tiles and puts share one launch. A step fuses all layers that
+it can, or none, whichever is faster as a whole.
 
 A weight gradient becomes a filler of the launch if most of its time is hidden there. The longest is tried
 first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams. Layers are fused
@@ -33,11 +33,10 @@ from lancet_kernels.graph.costs.costs import Cost
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.meta import KEPT_BYTES, MILLISECONDS, REGION
 from lancet_kernels.graph.program import Kind, Program, recomputed_name
+from lancet_kernels.kernels.config import DTYPES
 from lancet_kernels.ops.moe import fused_graph
 from lancet_kernels.schedules.plan import FusedGroup, LaunchWork, best_fit
 from lancet_kernels.schedules.rewrite.buckets import call_op
-
-FUSABLE_DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
 
 
 def _match(dispatch: fx.Node) -> MatchedLayer:
-    if str(dispatch.meta["val"].dtype) not in FUSABLE_DTYPES:
-        raise Refused(f"its rows are {str(dispatch.meta['val'].dtype).removeprefix('torch.')}")
+    if (dtype := dispatch.meta["val"].dtype) not in DTYPES:
+        raise Refused(f"its rows are {str(dtype).removeprefix('torch.')}")
     if any(node.name == recomputed_name(dispatch.name) for node in dispatch.graph.nodes):
         raise Refused("activation checkpointing: its backward reads recomputed rows, not those of a launch")
     x, row = dispatch.args[:2]

@@ -46,10 +46,10 @@ _CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 @dataclass(frozen=True)
 class Shards:
-    """What FSDP shards of a step.
+    """The FSDP shards of a step.
 
-    twin: that was captured. scale_of: gives the number with which the sums of a parameter's gradients are
-    multiplied. cost_group: as of `Inserter`.
+    twin: the captured one. scale_of: the factor of the sums of a parameter's gradients. cost_group: as of
+    `Inserter`.
     """
 
     twin: Twin
@@ -78,8 +78,8 @@ def insert_gathers(module: fx.GraphModule, shards: Shards, parameter_of_output: 
 
 
 def sum_held(shards: Shards, accumulation: Accumulation) -> None:
-    """Add the sums of what backwards without sums hold to `.grad`: before a step that runs without its plan,
-    in which FSDP sums what it computes itself. Collective."""
+    """Sum what backwards without sums hold, and add it to `.grad`: before a step that runs without its plan,
+    in which FSDP sums only its own gradients. Collective."""
     by_name = {parameter.name: parameter for parameter in shards.twin.parameters}
     for (kind, *names), total in accumulation.take_held():
         parameters = [by_name[name] for name in names]
@@ -258,36 +258,37 @@ class _Sharding(Inserter):
     def _gather_units(
         self, reads: Sequence[_Read], source_of: Mapping[fx.Node, fx.Node], in_backward: bool
     ) -> None:
-        of_unit: dict[int, list[_Read]] = {}
+        by_unit: dict[int, list[_Read]] = {}
         for read in sorted(reads, key=lambda read: read.user):
-            of_unit.setdefault(read.parameter.unit, []).append(read)
+            by_unit.setdefault(read.parameter.unit, []).append(read)
         before: fx.Node | None = None
-        for unit, of_it in of_unit.items():
-            first = of_it[0].user
+        for unit, unit_reads in by_unit.items():
+            first = unit_reads[0].user
             self.marks = {  # 4
                 UNIT.key: ("backward" if in_backward else "forward", unit),
                 **({IN_BACKWARD.key: True} if in_backward else {}),
             }
-            parameters = {read.placeholder: read.parameter for read in of_it}
-            sources = {read.source for read in of_it}
-            here = first if before in (None, first) else before.next
-            with self.graph.inserting_before(here):
-                of, behind = self._whole(parameters)
-            for node in behind:  # 6
+            parameters = {read.placeholder: read.parameter for read in unit_reads}
+            sources = {read.source for read in unit_reads}
+            with self.graph.inserting_before(first if before in (None, first) else before.next):
+                whole, unpacking = self._whole(parameters)
+            for node in unpacking:  # 6
                 first.prepend(node)
             with self.graph.inserting_before(first):
                 for node in _with_sources(sources, source_of):
-                    source = of[source_of[node]]
+                    source = whole[source_of[node]]
                     if in_backward:
-                        of[node] = self.graph.node_copy(node, {node.all_input_nodes[0]: source}.__getitem__)
+                        whole[node] = self.graph.node_copy(
+                            node, {node.all_input_nodes[0]: source}.__getitem__
+                        )
                     else:
                         first.prepend(node)
                         node.replace_input_with(source_of[node], source)
-                        of[node] = node
-                    of[node].meta.update(self.marks)
+                        whole[node] = node
+                    whole[node].meta.update(self.marks)
             self.marks = {}
-            for read in of_it:
-                read.user.replace_input_with(read.source, of[read.source])
+            for read in unit_reads:
+                read.user.replace_input_with(read.source, whole[read.source])
             before = first
 
     def _whole(
@@ -339,8 +340,8 @@ def _make_shard(placeholder: fx.Node, parameter: ShardedParameter) -> None:
 
 
 def _derived(placeholders: Collection[fx.Node], forward: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The placeholders, and the views and casts that the forward takes of them alone, in the order of the
-    graph, with their placeholders: where the backward reads one, it takes it anew, instead of keeping it."""
+    """The placeholders, and the forward's views and casts of one alone, each with its placeholder, in the
+    order of the graph: where the backward reads one, it is repeated there instead of kept."""
     derived = {placeholder: placeholder for placeholder in placeholders}
     for node in next(iter(derived)).graph.nodes if derived else ():
         if node.op == "call_function" and node in forward and len(node.all_input_nodes) == 1:
@@ -351,7 +352,7 @@ def _derived(placeholders: Collection[fx.Node], forward: Collection[fx.Node]) ->
 
 
 def _with_sources(nodes: Collection[fx.Node], source_of: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """What is derived of placeholders to get these nodes, in the order of the graph."""
+    """The nodes and what they are derived from, placeholders excluded, in the order of the graph."""
     needed = set()
     for node in nodes:
         while node in source_of:

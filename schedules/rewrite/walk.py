@@ -14,8 +14,8 @@ Contract of every pass; what each promises beyond that is numbered in its docstr
 5. A step that was planned stays as it is: the first pass of a list that changes its graph starts from a copy,
    and the others change that. What a pass changes besides the graph is in the step that it returns.
 
-To look into the walk, set the logger of this module to DEBUG: each pass logs what it changed in the graph, as
-a difference of two texts. `LANCET_WITHOUT_PASSES=write_in_place` leaves passes out, by name.
+To debug the walk, set the logger of this module to DEBUG: each pass logs a diff of the graph's text.
+`LANCET_WITHOUT_PASSES=write_in_place` leaves passes out, by name.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from lancet_kernels.schedules.time.timeline import what_hides
 
 _log = logging.getLogger(__name__)
 WITHOUT_PASSES = "LANCET_WITHOUT_PASSES"
-"""Environment variable with names of passes to leave out, with commas in between, the same on all ranks: to
-find the one that something comes from. One that later passes need is missed by them."""
+"""Environment variable with comma-separated names of passes to leave out, the same on all ranks, to find the
+cause of a problem. Later passes may depend on one."""
 UNPLANNED = Plan("", "", "")
 """The plan of the passes before costs are known; with `fused`, the layers to try as fused launches."""
 
@@ -141,8 +141,8 @@ class Step:
         return self._planners[key]
 
     def figures(self, timeline: Timeline) -> dict[str, Any]:
-        """What the report of a plan says of its simulated iteration: what computes while messages travel, and
-        what the plan is for."""
+        """Fields of a plan's report from its simulated iteration: what computes while messages travel, and
+        the setting."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
         hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
         return {"hidings": hidings, "setting": self.setting}
@@ -255,8 +255,8 @@ def split(step: Step, _plan: Plan) -> Step:
 
 
 def start_early_wait_late(step: Step, plan: Plan) -> Step:
-    """Collectives start at their places, and who reads their results waits for them (`apply`). Those that the
-    plan lets block are waited for at once; a sum of gradients may be left to a later backward."""
+    """Collectives start at their places, and are waited for right before their first readers (`apply`), or at
+    once if the plan lets them block; a sum of gradients may be left to a later backward."""
     for graph in step.graphs:
         apply.start_early_wait_late(graph, plan.blocking, step.context_of_sum)
     return step

@@ -30,7 +30,7 @@ from lancet_kernels.graph.rules import derived
 from lancet_kernels.graph.rules.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut_along
 
 SLICE = "slice"
-"""Sends nothing; in the backward zeros are put around it."""
+"""Sends nothing; its backward pads with zeros."""
 _COLLECTIVES = {
     ("whole", "cut"): SLICE,
     ("cut", "whole"): "all_gather",
@@ -218,7 +218,7 @@ class _Grouping:
         return [self._block(of, readers) for of in members]
 
     def _behind_preparations(self, instruction: Instruction) -> tuple[list[str], list[Instruction]]:
-        """What an instruction reads, directly or through preparations, and these."""
+        """Tensors that an instruction reads, directly or through preparations, and these."""
         read: list[str] = []
         needed: list[Instruction] = []
         waiting = list(reversed(instruction.inputs))

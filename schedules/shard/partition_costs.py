@@ -1,4 +1,5 @@
-"""What does an operator cost under a partition, and an edge between two? (PrimePar, slides "Cost Model")
+"""Costs of an operator under a partition, and of an edge between two operators. (PrimePar, slides "Cost
+Model")
 
     intraCost   computation, collectives, and the ring steps that computation does not hide
     interCost   redistribution between an operator and the next one, forward and backward
@@ -46,11 +47,11 @@ def all_reduce_ms(cluster: Cluster, groups: Sequence[Sequence[int]], size: float
     at_once: Counter[int] = Counter()
     local = nodes = 1
     for group in groups:
-        of_node = Counter(device // cluster.gpus_per_node for device in group)
-        assert len(set(of_node.values())) == 1, "as many devices on each node"
-        local, nodes = max(of_node.values()), len(of_node)
+        by_node = Counter(device // cluster.gpus_per_node for device in group)
+        assert len(set(by_node.values())) == 1, "as many devices on each node"
+        local, nodes = max(by_node.values()), len(by_node)
         if nodes > 1:
-            at_once.update(of_node.keys())
+            at_once.update(by_node.keys())
     return grouped_all_reduce_ms(cluster, size, local, nodes, max(at_once.values(), default=0))
 
 
@@ -174,7 +175,7 @@ class PartitionCost:
     """All-reduces, which nothing hides."""
     ring_ms: float = 0.0
     exposed_ring_ms: float = 0.0
-    """What of the ring steps the computation of their step does not hide."""
+    """Time of ring steps beyond the computation of their step."""
     memory_bytes: float = 0.0
 
     @property
@@ -257,23 +258,24 @@ def _statistics_ms(cluster: Cluster, operator: Operator, partition: Partition, p
 
 
 def _alignment_cost(cluster: Cluster, operator: Operator, partition: Partition) -> PartitionCost:
-    """Tiles that one phase leaves elsewhere than the next one wants them."""
+    """Tiles that one phase leaves on other devices than the next one begins with."""
     i, weight = operator.products[FORWARD].operands
     do, dweight = operator.products[BACKWARD].operands[0], operator.products[GRADIENT].result
-    ms, kept = 0.0, 0 if begins_at_home(partition) else -1
+    ms, step = 0.0, 0 if begins_at_home(partition) else -1
     for tensor, before, after in (
-        (weight, (FORWARD, kept), (BACKWARD, 0)),
-        (do, (BACKWARD, kept), (GRADIENT, 0)),
-        (i, (FORWARD, kept), (GRADIENT, 0)),
+        (weight, (FORWARD, step), (BACKWARD, 0)),
+        (do, (BACKWARD, step), (GRADIENT, 0)),
+        (i, (FORWARD, step), (GRADIENT, 0)),
         (dweight, (GRADIENT, -1), (FORWARD, 0)),
     ):
-        moves = hand_over(partition, tensor, before, after)
-        ms += shift_ms(cluster, moves, _tile_bytes(operator, partition, tensor))
+        source_of = hand_over(partition, tensor, before, after)
+        ms += shift_ms(cluster, source_of, _tile_bytes(operator, partition, tensor))
     return PartitionCost(ring_ms=ms, exposed_ring_ms=ms)
 
 
 def _memory(operator: Operator, partition: Partition) -> float:
-    """Weights with all that belongs to them, and the input, which the backward needs (not of an addition)."""
+    """Weights with gradients and optimizer states, and the input, which the backward needs (not of an
+    addition)."""
     operands, held = operator.products[FORWARD].operands, 0.0
     if operator.has_weight:
         operands, weight = operands[:1], operands[1]
@@ -302,7 +304,7 @@ def redistributions(
     """Milliseconds of redistribution on one edge, of the result in the forward and of its gradient in the
     backward, for every two partitions: [2, befores, afters]. Dimensions correspond by position."""
     result, operand = producer.result, consumer.products[FORWARD].operands[0]
-    gradient, wanted = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
+    gradient, needed = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
     size = producer.bytes(result)
     forward = _between(
         cluster,
@@ -313,7 +315,7 @@ def redistributions(
     backward = _between(
         cluster,
         [boxes(p, BACKWARD, gradient.dimensions, -1) for p in afters],
-        [boxes(p, BACKWARD, wanted.dimensions, 0) for p in befores],
+        [boxes(p, BACKWARD, needed.dimensions, 0) for p in befores],
         size,
     )
     return np.stack([forward, backward.T])

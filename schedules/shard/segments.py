@@ -1,17 +1,17 @@
-"""Which partition of each operator costs least? (PrimePar, slides "Optimization Algorithm: segmented dynamic
+"""The cheapest partition of each operator. (PrimePar, slides "Optimization Algorithm: segmented dynamic
 programming")
 
     Cost = sum of intraCost(n, P_n) over operators + sum of interCost(e, P_i, P_j) over edges
 
-A *border* is an operator across which no edge goes but from the first operator; between two neighbouring
-borders is a segment. C[a, b](P_a, P_b) is the least cost of all operators from a to b:
+A *border* is an operator that only edges from the first operator cross; between two neighbouring borders is a
+segment. C[a, b](P_a, P_b) is the least cost of all operators from a to b:
 
     within a segment    dynamic programming over its operators; those still needed are dimensions of a table
     merge segments      C[0, c] = min over P_b of C[0, b] + C[b, c] - n_b, + e(0, c)
     merge layers        C[0, 2L] = min over P_L of C[0, L] + C[L, 2L] - n_L, for equal layers by doubling
 
-A memory limit is met by a price per byte (Lagrange): of what lies on the lower convex hull of time and memory
-the fastest that fits; if that is nothing, what needs least memory does not fit either.
+A memory limit is met by a price per byte (Lagrange): the result is the fastest that fits on the lower convex
+hull of time and memory; where none fits, the one with the least memory does not either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lancet_kernels.schedules.shard.partition_costs import (
 )
 
 PRICES = 24
-"""How many prices of memory are tried at the most."""
+"""The most prices of memory that are tried."""
 
 
 Squares = Callable[[int], tuple[Primitive, ...]]
@@ -311,13 +311,13 @@ def _layer_table(problem: Problem, nodes: list[np.ndarray]) -> _Table:
 
 
 def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) -> _Table:
-    """Operators come one by one; one that nobody needs any more is minimized over."""
+    """Operators come one by one; one without further edges is minimized over."""
     edges = {e: ms for e, ms in problem.edge_ms.items() if a <= e[0] and e[1] <= b}
     live, cost = [a], nodes[a]
     steps: list[tuple[list[int], int, np.ndarray]] = []
     for j in range(a + 1, b + 1):
         live.append(j)
-        done = [n for n in live if n not in (a, j) and all(c <= j for p, c in edges if p == n)]
+        finished = [n for n in live if n not in (a, j) and all(c <= j for p, c in edges if p == n)]
         into = {i: ms for (i, consumer), ms in edges.items() if consumer == j}
         # Row by row of the first operator: a table over all live ones would be large.
         rows, bests = [], []
@@ -330,7 +330,7 @@ def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) ->
                     shape[live.index(i) - 1] = ms.shape[0]
                 row = row + (ms[first] if i == a else ms).reshape(shape)
             rest, best = live[1:], []
-            for i in done:
+            for i in finished:
                 axis = rest.index(i)
                 best.append(row.argmin(axis=axis))
                 row = row.min(axis=axis)
@@ -338,7 +338,7 @@ def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) ->
             rows.append(row)
             bests.append(best)
         cost = np.stack(rows)
-        for n, i in enumerate(done):
+        for n, i in enumerate(finished):
             live.remove(i)
             steps.append((list(live), i, np.stack([best[n] for best in bests])))
 

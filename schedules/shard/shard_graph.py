@@ -3,7 +3,7 @@
 HiDup, section 5 (Compiler). The graph comes with its microbatches apart (`schedules.rewrite.cut`): parts of
 an instruction run in the signature that the strategy has for it, and what a strategy for one microbatch does
 not know (sums over all, slices of the input) in the one that needs least communication. Where a tensor is
-needed in another form, a collective makes it (`ops.comm.collectives`), once for all readers. Stages follow
+needed in another form, a collective converts it (`ops.comm.collectives`), once for all readers. Stages follow
 each other as in section 4.1, the communication of one microbatch beside the computation of the other. All
 ranks get the same graph.
 """
@@ -32,7 +32,7 @@ Way = tuple[Form, ...]
 """Forms of an instruction's inputs, then outputs."""
 _SUMS, _PRODUCTS = ("aten.add", "aten.sub"), ("aten.mul", "aten.div")
 _TRAFFIC = {SLICE: 0.0, "all_to_all": 0.5, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
-"""What a conversion sends, about, in units of the tensor's size."""
+"""Approximate traffic of a conversion, in units of the tensor's size."""
 
 
 def shard_graph(
@@ -116,7 +116,7 @@ class _Sharder:
                 self._make(instruction)
 
     def _of_copy(self, tensor: str, copy: int) -> str:
-        """What stands for a tensor of the strategy's Program in one of the microbatches."""
+        """The node of a microbatch for a tensor of the strategy's Program."""
         name, dot, element = tensor.partition(".")
         candidates = (f"{part_name(name, copy)}{dot}{element}", f"{name}_slice{copy}", tensor)
         return next(t for t in candidates if t in self.program.tensors)
@@ -182,12 +182,12 @@ class _Sharder:
         return held[form]
 
     def _ensure_held(self, tensor: str) -> None:
-        """See to it that the tensor is there in some form."""
+        """Add the tensor in some form, if there is none yet."""
         if tensor not in self.held:
             self._make(self.program.instructions[self.program.producer[tensor]])
 
     def _make(self, instruction: Instruction, tensor: str = "", form: Form | None = None) -> None:
-        """Add an instruction, if there is none yet; one that is free so that it makes `tensor` in `form`."""
+        """Add an instruction, if there is none yet; a free one in the way that gives `tensor` in `form`."""
         ways = self._ways_of(instruction)
         if form is not None:
             position = len(instruction.inputs) + instruction.outputs.index(tensor)
@@ -203,15 +203,15 @@ class _Sharder:
 
     def _add(self, instruction: Instruction, way: Way) -> None:
         node, split = self.nodes[instruction.name], len(instruction.inputs)
-        wanted = dict(zip(instruction.inputs, way, strict=False))
+        forms = dict(zip(instruction.inputs, way, strict=False))
 
         def operand(read: fx.Node) -> fx.Node:
             (name,) = tensor_names(read)
-            return self.get(name, wanted[name])
+            return self.get(name, forms[name])
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
         args = self._arguments(instruction, node.target, list(args), way[split:])
-        # What comes from a collective lies without gaps, whatever strides it had.
+        # The result of a collective is contiguous, whatever strides its input had.
         target = aten.reshape.default if node.target is aten.view.default else node.target
         added = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
         if not isinstance(node.meta["val"], (tuple, list)):

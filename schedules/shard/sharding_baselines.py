@@ -1,4 +1,4 @@
-"""What do people choose by hand? Shardings that a search is compared with.
+"""Shardings chosen by hand, with which a search is compared.
 
 replicated        every rank computes everything
 data parallel     every weight whole on every rank, each its own part of the batch, gradients summed

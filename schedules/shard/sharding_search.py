@@ -1,4 +1,4 @@
-"""Which series of stages runs a forward graph on many ranks fastest, two microbatches in turns?
+"""The fastest series of stages for a forward graph on many ranks, two microbatches in turns.
 
 HiDup, section 4.2 (figure 4). States are those of `schedules.shard.sharding_states`, stages and costs those
 of `schedules.shard.sharding_strategy`.
@@ -65,7 +65,7 @@ class Passage(NamedTuple):
 
 
 Passed = dict[State, list[tuple[Label, Label]]]
-"""What leaves a segment: labels by state (tensors by position), and beside each the label that entered."""
+"""Labels at the end of a segment by state (tensors by position), each with the label that entered it."""
 
 
 class Search:
@@ -152,21 +152,21 @@ class Search:
         )
 
     def _stages(self, steps: list[BlockChoice]) -> tuple[tuple[ShardingStage, ...], dict[str, Form]]:
-        """And the forms in which parameters rest."""
-        of_stages: list[list[BlockChoice]] = []
+        """The stages, and the forms in which parameters rest."""
+        by_stage: list[list[BlockChoice]] = []
         for step in steps:
-            if step.new_stage or not of_stages:
-                of_stages.append([])
-            of_stages[-1].append(step)
+            if step.new_stage or not by_stage:
+                by_stage.append([])
+            by_stage[-1].append(step)
         stages = []
-        for of in of_stages:
-            communication = tuple(c for step in of for c in step.transition.communication)
+        for choices in by_stage:
+            communication = tuple(c for step in choices for c in step.transition.communication)
             computation: dict[str, tuple[Form, ...]] = {}
-            for step in of:
+            for step in choices:
                 names = self.blocks[step.block].instructions
                 computation |= zip(names, step.transition.signature.ways, strict=True)
             comm, comm_b = sum(c.ms for c in communication), sum(c.backward_ms for c in communication)
-            comp = sum(step.transition.signature.ms for step in of)
+            comp = sum(step.transition.signature.ms for step in choices)
             stages.append(ShardingStage(communication, computation, comm, comm_b, comp))
         return tuple(stages), {t: form for step in steps for t, form in step.transition.rests}
 
@@ -217,8 +217,8 @@ class Search:
         self._prune(states)
         closed = self._closed(states)
         for b, target in targets.items():
-            for new_stage, of in ((False, states), (True, closed)):
-                for state, labels in of.items():
+            for new_stage, sources in ((False, states), (True, closed)):
+                for state, labels in sources.items():
                     for t in self.space.transitions(done, state, b):
                         step = BlockChoice(new_stage, b, t)
                         comm_b, exposed = t.comm_backward_ms, 0.0
@@ -277,7 +277,7 @@ class Search:
         return closed
 
     def _steps(self, label: Label | None) -> list[BlockChoice]:
-        """How a strategy got to a label, from the first step on."""
+        """The steps of a strategy up to a label."""
         steps: list[BlockChoice] = []
         while label is not None and label.step is not None and not isinstance(label.step, int):
             if isinstance(label.step, Passage):

@@ -1,4 +1,5 @@
-"""What may follow in a search of shardings? Borders in the graph, forms held across them, and one block more.
+"""States and transitions of a search of shardings: borders in the graph, forms held across them, one more
+block.
 
 HiDup, section 4.1. A *border* has blocks that ran behind it; a state is the tensors that cross it, each with
 the forms in which there are copies of it. A transition runs one more block in one of its signatures: it says
@@ -67,7 +68,7 @@ class Restriction:
 
 
 class ParameterOption(NamedTuple):
-    """How a block's parameters rest, what is communicated for them, and the bytes of copies made for it."""
+    """Forms of a block's parameters at rest, communication for them, and bytes of copies for it."""
 
     rests: tuple[tuple[str, Form], ...]
     communication: tuple[Communication, ...]
@@ -168,11 +169,11 @@ class StateSpace:
     def _structure(self, blocks: tuple[int, ...], tensors: tuple[int, ...]) -> tuple:
         position = {n: p for p, n in enumerate(tensors)}
         inside = sum(1 << b for b in blocks)
-        of_blocks, of_tensors = [], []
+        block_keys, tensor_keys = [], []
         for b in blocks:
             block = self.blocks[b]
             ends = block.reads, block.parameters, block.makes
-            of_blocks.append(
+            block_keys.append(
                 (
                     # Blocks of the same structure share their signatures.
                     id(block.signatures),
@@ -186,11 +187,11 @@ class StateSpace:
             spec, readers = self.program.tensors[t], self._readers.get(t, 0)
             prices = tuple(self._ms(name, spec) for name in sorted(self.restriction.collectives))
             kinds = t in self._trained, t in self._saved, bool(readers & ~inside)
-            of_tensors.append((spec.shape, spec.dtype, *kinds, prices))
-        return tuple(of_blocks), tuple(of_tensors)
+            tensor_keys.append((spec.shape, spec.dtype, *kinds, prices))
+        return tuple(block_keys), tuple(tensor_keys)
 
     def _allowed(self, b: int, s: int) -> tuple | None:
-        """What the restrictions and costs leave of a signature."""
+        """A signature without the choices that restrictions or costs exclude."""
         if not self.restriction.signature(self.blocks[b], self.blocks[b].signatures[s]):
             return None
         return tuple(

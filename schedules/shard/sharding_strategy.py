@@ -1,7 +1,7 @@
-"""What does a search over sharding decide? Forms of tensors, stages, and what overlaps what.
+"""The result of a search over shardings: forms of tensors, stages, and what overlaps what.
 
-HiDup, section 4. It can be saved, read and explained. All times are of one microbatch, but the predicted one:
-the two microbatches run in turns, and it is that of both, forward and backward.
+HiDup, section 4. It can be saved, read and explained. All times are of one microbatch, except the predicted
+one: that of both, which run in turns, forward and backward.
 
 What a strategy costs on its way through the graph, block by block, equations (4) and (5): for stages with
 communication c_i and computation k_i of one microbatch,
@@ -225,7 +225,7 @@ class ShardingStrategy(SavedJson):
         return cls(**fields)
 
     def explain(self, names: Mapping[str, str] | None = None) -> str:
-        """Which tensor in which form, the stages, and what overlaps what, as text.
+        """Forms of tensors, stages and their overlap, as text.
 
         Args: names: what to call tensors of the program, parameters by their names in the model, say.
         """
@@ -274,7 +274,7 @@ def _by_form(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -
     names: dict[str, list[str]] = {}
     for t, form in forms.items():
         names.setdefault(str(form), []).append(f"{t} [{'x'.join(map(str, shapes.get(t, ())))}]")
-    return [line for form, of in names.items() for line in _wrapped(f"{form}: {', '.join(of)}", "  ")]
+    return [line for form, own in names.items() for line in _wrapped(f"{form}: {', '.join(own)}", "  ")]
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -291,7 +291,7 @@ def _message(c: Communication, names: Mapping[str, str]) -> str:
 
 
 def _overlaps(stages: Sequence[ShardingStage], n: int) -> list[str]:
-    """What runs beside a stage's messages, and how much of them stays exposed, of both microbatches."""
+    """Computation beside a stage's messages, and their exposed part, of both microbatches."""
     stage = stages[n]
     if not stage.communication:
         return ["  communicates nothing"]

@@ -1,4 +1,4 @@
-"""What an order costs.
+"""Time and memory of an order.
 
-Read `simulate` for time and its lower bound, then `peak_memory`; `timeline` draws it and says it.
+Read `simulate` for time and its lower bound, then `peak_memory`; `timeline` draws and summarizes it.
 """

@@ -67,12 +67,12 @@ class Recomputation:
 def _with_saved_activations(program: Program) -> Program:
     """The Program whose backward reads the results of the forward in place of recomputed ones."""
     result_of: dict[str, str] = {}
-    kept = []
+    instructions = []
     for instruction in program.instructions:
         original = original_name(instruction.name)
         if original is None:
             inputs = tuple(dict.fromkeys(result_of.get(t, t) for t in instruction.inputs))
-            kept.append(replace(instruction, inputs=inputs, after=""))
+            instructions.append(replace(instruction, inputs=inputs, after=""))
         else:
             outputs = program.instructions[program.index[original]].outputs
             result_of.update(zip(instruction.outputs, outputs, strict=True))
@@ -81,7 +81,7 @@ def _with_saved_activations(program: Program) -> Program:
         for t, spec in program.tensors.items()
         if t not in result_of
     }
-    return replace(program, instructions=tuple(kept), tensors=tensors)
+    return replace(program, instructions=tuple(instructions), tensors=tensors)
 
 
 _NEVER = -(1 << 60)
@@ -165,13 +165,13 @@ class Storages:
 
     @cached_property
     def _pairs(self) -> list[np.ndarray]:
-        """As two rows each: (storage, position) of all that is touched and freed some time; (storage,
-        message) of send buffers that are freed; (message, what waits for it)."""
+        """As two rows each: (storage, position) of temporary storages that are touched; (storage, message) of
+        temporary send buffers; (message, instruction that waits for it)."""
         touched, held = (
-            [(s, i) for i, storages in enumerate(of) for s in storages - self.permanent]
-            for of in (self.touched, self.held)
+            [(s, i) for i, storages in enumerate(positions) for s in storages - self.permanent]
+            for positions in (self.touched, self.held)
         )
-        readers = [(i, j) for i, of in enumerate(self.held) if of for j in self.program.dependents[i]]
+        readers = [(i, j) for i, sent in enumerate(self.held) if sent for j in self.program.dependents[i]]
         return [np.array(pairs, dtype=np.int64).reshape(-1, 2).T for pairs in (touched, held, readers)]
 
 
@@ -181,7 +181,7 @@ def peak_memory(program: Program, order: Sequence[int] | None = None) -> int:
 
 
 def peak_bytes(storages: Storages, order: Sequence[int] | None = None) -> int:
-    """The same of a Program whose storages are there already."""
+    """The same, from a Program's storages."""
     return int(max(alive_bytes(storages, order), default=0))
 
 
@@ -266,6 +266,6 @@ class MemoryBudget:
             remaining = self._remaining[s]
             if remaining[-1] != i or (len(remaining) == 1 and s in self.storages.born[i]):
                 continue
-            # The storage was needed until i; now it is needed until the position before i that touches it.
+            # The storage is needed until the position before i that touches it, instead of until i.
             before = remaining[-2] + 1 - offset if len(remaining) > 1 else 0
             profile[max(0, before) : end] -= sizes[s]

@@ -1,5 +1,5 @@
-"""What a simulated iteration looks like: a Chrome/Perfetto trace, a picture with a row for each resource, and
-the facts that `Plan.explain` puts into words: times, and what computes while messages travel, by layer."""
+"""Views of a simulated iteration: a Chrome/Perfetto trace, a picture with a row for each resource, and the
+facts of `Plan.explain`: times, and what computes while messages travel, by layer."""
 
 from __future__ import annotations
 
@@ -202,20 +202,20 @@ class Hiding:
 def what_hides(
     timeline: Timeline, layers: Mapping[str, str], weight_gradients: Collection[str]
 ) -> tuple[Hiding, ...]:
-    """What computes while each message of a simulated iteration travels, in the order of their start.
+    """Computation beside each message of a simulated iteration, in the order of their start.
 
     Args: layers: instruction of the graph before it was cut -> path of its module. weight_gradients: names
         of instructions, of the same graph.
     """
     # One after the other, as compute is one resource.
     computed = [event for event in timeline.events if event.kind is Kind.COMPUTE]
-    of_layer: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
+    by_layer: dict[tuple[Kind, Phase, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         if event.kind is not Kind.COMPUTE:
-            layer = "" if event.kind is Kind.ALL_REDUCE else layers.get(_of_graph(event), "")
-            of_layer[event.kind, event.phase, layer].append(event)
+            layer = "" if event.kind is Kind.ALL_REDUCE else layers.get(_uncut_name(event), "")
+            by_layer[event.kind, event.phase, layer].append(event)
     result = []
-    for (kind, phase, layer), messages in of_layer.items():
+    for (kind, phase, layer), messages in by_layer.items():
         shares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in messages:
             first = bisect_right(computed, message.start_ms, key=lambda event: event.end_ms)
@@ -226,8 +226,8 @@ def what_hides(
                 if both > 0:
                     work = label(event, weight_gradients)
                     work = WEIGHT_GRADIENTS if work == WEIGHT_GRADIENT else work
-                    shares[work][layers.get(_of_graph(event), "")] += both
-        fillers = [Filler(work, tuple(of), sum(of.values())) for work, of in shares.items()]
+                    shares[work][layers.get(_uncut_name(event), "")] += both
+        fillers = [Filler(work, tuple(ms), sum(ms.values())) for work, ms in shares.items()]
         fillers.sort(key=lambda filler: -filler.ms)
         ms = sum(message.end_ms - message.start_ms for message in messages)
         exposed = max(0.0, ms - sum(filler.ms for filler in fillers))
@@ -235,7 +235,7 @@ def what_hides(
     return tuple(result)
 
 
-def _of_graph(event: Event) -> str:
+def _uncut_name(event: Event) -> str:
     """The instruction of the graph before it was cut."""
     name = whole_name(event.name)
     return original_name(name) or name

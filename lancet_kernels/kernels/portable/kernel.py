@@ -67,8 +67,8 @@ def tile_in(task, epoch, ptrs, sizes, const):
 def tile_out(task, epoch, ptrs, sizes, const):
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
-    A backward's n = 0 also returns the gradients of the rows' weights. What is missing is not made up:
-    nothing is stored, nobody told.
+    A backward's n = 0 also returns the gradients of the rows' weights. If rows are missing, nothing is stored
+    and no signal sent.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[6, 0:4] of PE 0 (its fifth
     row for expert 1) and to results[3, 0:4] of PE 1.
     """

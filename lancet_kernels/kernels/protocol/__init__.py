@@ -53,7 +53,7 @@ Constants = namedtuple(
     "BACKWARD ACT NVSHMEM TMA BM BN BN_IN BK BW PUT_ROWS PUT_BLOCK STAGES PUT_SLOTS WARPS",
     defaults=[0, 0, 0],
 )
-"""What is known when a variant is compiled.
+"""Compile-time constants of a variant.
 
 BACKWARD: the direction. ACT: the activation. NVSHMEM: some peers are reached by it only. TMA: operands
 are loaded through descriptors. Tiles are [BM, BN], those of the first GEMM [BM, BN_IN], steps BK; BW: a

@@ -20,7 +20,7 @@ from lancet_kernels.kernels.rows import add_row, place_row
 
 # Programs on a multiprocessor of a PE that has the GPU to itself.
 PROGRAMS, WARPS = 4, 4
-# As many as these leave to a thread. Said aloud: ptxas would rather take 32, and load two rows at a time.
+# As many as these leave to a thread. Set explicitly: ptxas would take 32, and load two rows at a time.
 REGISTERS = 128
 
 

@@ -1,4 +1,4 @@
-"""How does device code talk to another PE? Remote pointer, put, signal, wait: this file alone knows.
+"""Communication of device code with another PE: remote pointer, put, signal, wait.
 
 Of a region of symmetric memory a kernel gets `region_ptr`, its own copy; `peers_ptr`, an int64 table of the
 base address of every PE's copy, as this PE sees it; and an offset in elements, the same on every PE.
@@ -106,7 +106,7 @@ def network_signal(signal_ptr, value, peer):
 
 @triton.jit
 def network_acquire(signal, at_least):
-    """What was put before the signal at this address, seen to be `at_least`, is visible here.
+    """Make puts before the signal at this address, which has reached `at_least`, visible here.
 
     On GPUs that do not order a network card's writes NVSHMEM has to flush them, and does so in its own wait,
     which returns at once here. The caller joins the threads after.
@@ -235,8 +235,8 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 
 @triton.jit
 def failed(report_ptr):
-    """Has any wait of this PE timed out? An atomic, since one thread executes it and all are told: by loads
-    they could diverge before a barrier."""
+    """Whether any wait of this PE has timed out. By an atomic, which one thread executes for all: with loads
+    threads could diverge before a barrier."""
     free = tl.cast(0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
@@ -256,8 +256,8 @@ def report_failure(report_ptr, rank, peer, op, index, expected, seen):
 
 @triton.jit
 def _now(report_ptr):
-    """Nanoseconds. The timer says something else to each thread of a program, and they would diverge before a
-    barrier; so one writes it, and all are told the latest time that any program of this PE has seen."""
+    """Nanoseconds, the latest time that any program of this PE has written: threads that read the timer
+    themselves would diverge before a barrier."""
     if INTERPRETED:
         return clock_ns()
     else:

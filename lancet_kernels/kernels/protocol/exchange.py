@@ -1,4 +1,4 @@
-"""Where do rows land on a peer, and when may they be overwritten? Regions and signals of some passes.
+"""Regions and signals of passes: places of rows on a peer, and when they may be overwritten.
 
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
@@ -70,7 +70,7 @@ class FailureReport:
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_failed(self) -> bool:
-        """Has a wait run out of time? Does not wait: what a GPU reports of a launch a later call says."""
+        """Has a wait run out of time? Does not wait: on a GPU a later call tells of a launch."""
         if self.words.device.type != "cuda":
             return bool(self.words[0])
         if torch.cuda.is_current_stream_capturing():
@@ -85,7 +85,7 @@ class FailureReport:
         return False
 
     def first(self) -> Failure | None:
-        """What ran out of time first. Waits for the device."""
+        """The first timeout. Waits for the device."""
         claimed, *words, _ = self.words.tolist()
         return Failure(*words) if claimed else None
 
@@ -101,7 +101,8 @@ class OpenPass:
 
 
 class ResultBuffers:
-    """What an exchange needs only while a launch runs: results, dots, stages. Collective to make.
+    """Buffers of an exchange that are in use only while a launch runs: results, dots, stages. Collective to
+    create.
 
     Exchanges of the same sizes share them, if every PE launches their passes one behind the other.
 
@@ -213,7 +214,7 @@ class Exchange:
 
     @property
     def timeout_us(self) -> int:
-        """How long a wait may last, as kernels are told."""
+        """The timeout of waits in kernels."""
         return int(1e6 * self.timeout_s)
 
     @property

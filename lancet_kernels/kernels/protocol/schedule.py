@@ -1,4 +1,4 @@
-"""Where do compact rows lie on every PE, and which task has which number? Found on the device, from counts.
+"""Positions of compact rows on every PE, and numbers of tasks, computed on the device from counts.
 
 A row is one kept choice of one token. count[w, e] is how many rows PE w sends to expert e; every PE puts its
 own to all others, and every offset on every PE is a prefix sum of them:
@@ -75,7 +75,7 @@ NUM_TILES = tl.constexpr(2)
 BASE = tl.constexpr(3)
 # With its counts a PE sends base and room.
 MORE_COUNTS = tl.constexpr(2)
-# Counts of two passes: whoever puts those of the next one has seen that the reader is through with the last.
+# Counts of two passes: a PE puts those of the next pass only after the reader has finished the one before.
 COUNT_BANKS = tl.constexpr(2)
 
 
@@ -140,9 +140,9 @@ def in_tile(count, before, m, BM: tl.constexpr):
 
 @triton.jit
 def chunk_number(first_send, before, e, m, BM: tl.constexpr):
-    """Which of its source's chunks is what lies in tile m of expert e? Any two have different numbers.
+    """The number of the chunk in tile m of expert e among those of its source; all are different.
 
-    n rows touch at most n // BM + 2 tiles, and so far apart the first numbers of two experts are.
+    n rows touch at most n // BM + 2 tiles, the distance between the first numbers of consecutive experts.
     Example: BM = 4, first_send 3, before 5, e = 1: tiles 1 and 2 are chunks 2 and 3.
     """
     return first_send // BM + 2 * e + m - before // BM

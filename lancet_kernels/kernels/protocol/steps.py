@@ -1,4 +1,4 @@
-"""What the tasks of the overlap kernels wait for, put and signal.
+"""Waits, puts and signals of the tasks of the overlap kernels.
 
 A Gluon kernel, which lays out its blocks itself, hands over the index ranges `i_*`; without them they are
 made here. Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.

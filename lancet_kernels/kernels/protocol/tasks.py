@@ -1,4 +1,4 @@
-"""What does one launch of an overlap kernel do, and which task has which number?
+"""The tasks of one launch of an overlap kernel, and their numbers.
 
     kind      fields                needs                                 provides
     PUT       index: expert, m      (released, counts: earlier launches)  rows arrived in its tile m
@@ -153,8 +153,8 @@ def num_gemm_tasks(num_tiles, sizes, const):
     D, F, H = sizes.D, sizes.F, sizes.H
     count = sizes.dense_tiles + num_tiles * (tl.cdiv(F, const.BN_IN) + tl.cdiv(D, const.BN))
     if const.BACKWARD:
-        of_expert = tl.cdiv(F, const.BM) * tl.cdiv(D, const.BN) + tl.cdiv(D, const.BM) * tl.cdiv(H, const.BN)
-        count += sizes.L * of_expert
+        wgrads = tl.cdiv(F, const.BM) * tl.cdiv(D, const.BN) + tl.cdiv(D, const.BM) * tl.cdiv(H, const.BN)
+        count += sizes.L * wgrads
     return count
 
 

@@ -1,4 +1,4 @@
-"""Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
+"""Rendezvous of ranks that make the same request, over the store of their process group.
 
 A collective that a rank does not join, or joins with other arguments, hangs or mixes up the data. Here every
 rank writes its request under the number of the meeting, and reads those of the others. A rank that differs or
@@ -59,16 +59,16 @@ class Meetings:
             raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            said = self._exchange(step, value, timeout_s)
+            answers = self._exchange(step, value, timeout_s)
         except CommunicationError:
             raise
         except RuntimeError as error:
             # The store's own errors: the process that keeps it (rank 0's, or the launcher) is gone.
             self._broken = f"no answer from the store of the process group ({_one_line(error)})"
             raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}") from error
-        if any(theirs != step for theirs, _ in said):
-            raise disagreement({rank: theirs for rank, (theirs, _) in enumerate(said)})
-        return [value for _, value in said]
+        if any(theirs != step for theirs, _ in answers):
+            raise disagreement({rank: theirs for rank, (theirs, _) in enumerate(answers)})
+        return [value for _, value in answers]
 
     def together(self, step: str, work: Callable[[], Result], do: str) -> Result:
         """Do `work` on every rank. If it raises on one, every rank raises UserError, saying which and why.
@@ -109,14 +109,14 @@ class Meetings:
             raise CommunicationError(
                 f"rank {self.rank}: {step} failed while {waited}", missing=missing, timed_out=True
             )
-        said = [tuple(json.loads(self._store.get(self._key(self._number, r)))) for r in range(self.world)]
+        answers = [tuple(json.loads(self._store.get(self._key(self._number, r)))) for r in range(self.world)]
         # A rank that takes part in this meeting has read the last one.
         self._store.delete_key(self._key(self._number - 1, self.rank))
-        for rank, (theirs, waited) in enumerate(said):
+        for rank, (theirs, waited) in enumerate(answers):
             if theirs == GAVE_UP:
                 self._broken = f"rank {rank} gave up {waited}"
                 raise CommunicationError(f"rank {self.rank}: {step} failed: {self._broken}")
-        return said
+        return answers
 
     def _say(self, number: int, step: str, value: Any) -> None:
         self._store.set(self._key(number, self.rank), json.dumps([step, value]))

@@ -1,4 +1,4 @@
-"""What is symmetric memory? Named regions that every PE has, and the addresses by which PEs write into them.
+"""Symmetric memory: named regions that every PE has, and the addresses by which PEs write into them.
 
     memory = create(group, device)
     rows = memory.allocate("rows", (E, C, D), torch.bfloat16)      # collective, zero-filled
@@ -73,7 +73,7 @@ class SymmetricMemory(ABC):
 
     @property
     def kind(self) -> str:
-        """Which implementation it is: "torch", "nvshmem", "shared" or "virtual"; `reason` begins with it."""
+        """The implementation: "torch", "nvshmem", "shared" or "virtual"; `reason` begins with it."""
         return self.reason.partition(":")[0]
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
@@ -83,7 +83,7 @@ class SymmetricMemory(ABC):
         taken or there is no room; CommunicationError if a PE stays away.
         """
         self._check_open()
-        # What is wrong is said behind the meeting: an error of this PE alone would leave the others waiting.
+        # Checks come after the meeting: an error of this PE alone before it would leave the others waiting.
         shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         request = f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
         self._gather(request)

@@ -38,7 +38,7 @@ LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
 
 
 def missing() -> str:
-    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on a GPU can be tried."""
+    """The missing requirement of NVSHMEM, with advice; "" if regions on a GPU can be tried."""
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
     built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}

@@ -34,7 +34,7 @@ SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def missing(device: torch.device) -> str:
-    """What torch's symmetric memory lacks on this rank, in words; "" if regions on `device` can be tried."""
+    """The missing requirement of torch's symmetric memory; "" if regions on `device` can be tried."""
     if not torch.cuda.is_available():
         return f"no CUDA device that torch {torch.__version__} can use"
     try:
@@ -70,7 +70,7 @@ class TorchMemory(MemoryOfRanks):
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 60.0
     ) -> None:
-        """As `create`, where `unreachable` said "". torch's own exchange of handles has the timeout of the
+        """As `create`, if `unreachable` is "". torch's own exchange of handles has the timeout of the
         process group."""
         meetings = Meetings(group, timeout_s)
         gpus = f"{meetings.world} GPUs of one machine"
@@ -110,16 +110,16 @@ def signals_reach(device: torch.device, gpu: str) -> bool:
 
     A GPU that this process does not see has a pointer over NVLink or none at all.
     """
-    seen = [i for i in range(torch.cuda.device_count()) if gpu_id(torch.device("cuda", i)) == gpu]
-    if not seen or seen[0] == device.index:
+    matches = [i for i in range(torch.cuda.device_count()) if gpu_id(torch.device("cuda", i)) == gpu]
+    if not matches or matches[0] == device.index:
         return True
     try:
         runtime = import_module("cuda.bindings.runtime")
     except ImportError:  # cuda-python is optional; all GPUs with NVLink between them have native atomics
         links = nvlinks()
-        return links is not None and links[device.index][seen[0]] > 0
+        return links is not None and links[device.index][matches[0]] > 0
     attribute = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
-    _, native = runtime.cudaDeviceGetP2PAttribute(attribute, device.index, seen[0])
+    _, native = runtime.cudaDeviceGetP2PAttribute(attribute, device.index, matches[0])
     return bool(native)
 
 
@@ -147,8 +147,8 @@ class SharedMemory(MemoryOfRanks):
         super().__init__(meetings, torch.device("cpu"), reason)
         prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
         # Processes that see the same /dev/shm: of one machine, and with the same file system there.
-        said = meetings.meet("regions on the CPU", [prefix, f"{machine()} {FOLDER.stat().st_dev}"])
-        others = [rank for rank, (_, machine) in enumerate(said) if machine != said[0][1]]
+        answers = meetings.meet("regions on the CPU", [prefix, f"{machine()} {FOLDER.stat().st_dev}"])
+        others = [rank for rank, (_, machine) in enumerate(answers) if machine != answers[0][1]]
         if others:
             raise UserError(
                 "symmetric memory",
@@ -156,7 +156,7 @@ class SharedMemory(MemoryOfRanks):
                 expected="ranks on one machine, with one /dev/shm",
                 do="start them there; torch.distributed's collectives work between machines",
             )
-        self._prefixes = [prefix for prefix, _ in said]
+        self._prefixes = [prefix for prefix, _ in answers]
         self._count = 0
 
     def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
