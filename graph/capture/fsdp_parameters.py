@@ -32,8 +32,10 @@ from lancet_kernels.ops.comm.groups import (
     FORWARD_OF,
     Groups,
     group_name,
+    group_of,
     group_ranks,
     groups_of_all_ranks,
+    subgroup,
 )
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, DeviceMesh]] = WeakKeyDictionary()
@@ -266,11 +268,28 @@ def placements_over(mesh: DeviceMesh, dims: Sequence[int]) -> list[Any]:
 
 def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:
     """The ranks that hold the same experts as this one, as a mesh of one dimension. Its root is the mesh of
-    all ranks, with the dimensions "replica" and "expert". Collective over all ranks in the first call."""
-    meshes = _MESHES.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+    all ranks of the model, with the dimensions "replica" and "expert". Collective over all ranks of the job
+    in the first call."""
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    meshes = _MESHES.setdefault(world, {})
     if groups not in meshes:
-        rows = groups_of_all_ranks(group_ranks(groups.expert), "expert groups")
-        meshes[groups] = DeviceMesh(device_type, rows, mesh_dim_names=("replica", "expert"))
+        ranks = {*group_ranks(groups.data)}
+        # Those of another model may be beside them.
+        rows = [row for row in groups_of_all_ranks(group_ranks(groups.expert)) if ranks.issuperset(row)]
+        # A process group has its ranks in order; as places in a mesh they would be other shards.
+        if any(sorted(replicas) != [*replicas] for replicas in zip(*rows, strict=True)):
+            raise UserError(
+                "expert groups of a sharded model",
+                got=", ".join(map(str, rows)),
+                expected="ranks that ascend from group to group",
+                do="make the groups in the order of the ranks, as init_device_mesh does",
+            )
+        names = [
+            name or subgroup([dist.get_rank()], world.group_name) for name in (groups.replica, groups.expert)
+        ]
+        meshes[groups] = DeviceMesh.from_group(
+            [group_of(name) for name in names], device_type, rows, mesh_dim_names=("replica", "expert")
+        )
     return meshes[groups]["replica"]
 
 

@@ -139,8 +139,9 @@ def fsdp(
         groups: as for `optimize`.
         options: of `fully_shard`: mp_policy, reshard_after_forward.
     Returns: the model.
-    Raises: UserError without torch.distributed, for a model that is sharded already, for experts whose widths
-    those ranks cannot divide, or for a parameter that `set_gradient_group` gives to other ranks than these.
+    Raises: UserError without torch.distributed, for a model that is sharded already, a mesh of other ranks,
+    experts whose widths those ranks cannot divide, expert groups whose ranks do not ascend, or a parameter
+    that `set_gradient_group` gives to other ranks than these.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
@@ -167,6 +168,14 @@ def fsdp(
             DeviceMesh.from_group(group_of(own.data), kind)
             if own.data
             else DeviceMesh(kind, [dist.get_rank()])
+        )
+    # Gradients of the others would be left out of the sums.
+    if sorted(mesh.mesh.flatten().tolist()) != sorted(group_ranks(own.data)):
+        raise UserError(
+            "mesh of fsdp",
+            got=f"{mesh.size()} ranks",
+            expected=f"the {group_size(own.data)} ranks with different tokens, expert ranks among them",
+            do="leave it out, or give one of these ranks",
         )
     experts, holders = set(expert_parameters(model)), ranks_that_hold(model, own)
     # Experts, and parameters that `set_gradient_group` gives to the replica group.

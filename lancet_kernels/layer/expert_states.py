@@ -39,7 +39,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.collectives import shard_of
-from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.groups import group_of, group_ranks
 
 State = dict[str, Any]
 Form = Literal["", "rows", "columns", "own"]
@@ -371,16 +371,34 @@ def save_states_as_shards(optimizer: Optimizer, *_of_step: object) -> None:
     their state before."""
     if torch.compiler.is_compiling() or optimizer in _OPTIMIZERS:
         return
+    places = _places(optimizer)
+    for parameter, place in places.items():
+        if isinstance(place, Place):
+            _check_sharding(place.layer, parameter)
     _OPTIMIZERS.add(optimizer)
     optimizer.register_state_dict_post_hook(partial(_changed, change=_as_shard))
     optimizer.register_load_state_dict_pre_hook(partial(_changed, change=_own))
     # State that was loaded before the first step.
-    for parameter, place in _places(optimizer).items():
+    for parameter, place in places.items():
         state = optimizer.state.get(parameter, {})
         state.update({key: _own(value, parameter, place) for key, value in state.items()})
 
 
 register_optimizer_step_pre_hook(save_states_as_shards)
+
+
+def _check_sharding(layer: ShardedExperts, parameter: Tensor) -> None:
+    """Raise UserError for experts that `fully_shard` took for parts of the same ones."""
+    if not isinstance(parameter, DTensor):
+        return
+    ranks = {*group_ranks(layer.expert_group)}.intersection(parameter.device_mesh.mesh.flatten().tolist())
+    if len(ranks) > 1:
+        raise UserError(
+            "experts to train",
+            got=f"fully_shard over ranks {sorted(ranks)}, which hold different experts",
+            expected="sharding over ranks that hold the same experts",
+            do="make the model anew and shard it with lancet_kernels.fsdp",
+        )
 
 
 def _places(optimizer: Optimizer) -> dict[Tensor, Place | Part]:

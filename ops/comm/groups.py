@@ -115,10 +115,13 @@ class Groups:
                     expected=f"one of {', '.join(names) or 'its names, of which it has none'}",
                     do="name the mesh's dimensions with mesh_dim_names",
                 )
-        replicas = group_ranks(group_name(mesh[replica].get_group()) if replica else "")
         different_tokens = tuple(name for name in names if name in (expert, replica))
         data = mesh[different_tokens].mesh.flatten().tolist()
         expert_name = group_name(mesh[expert].get_group())
+        own = group_ranks(expert_name)
+        # By its place in the group, which torch sorts: ranks of a mesh may stand in any order.
+        place, all_data = own.index(dist.get_rank()), {*data}
+        replicas = [group[place] for group in groups_of_all_ranks(own) if all_data.issuperset(group)]
         return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
 
     @classmethod

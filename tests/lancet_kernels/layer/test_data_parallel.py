@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import Groups, MoELayer, UserError, ddp, fsdp, prepare_data_parallel
@@ -158,3 +158,43 @@ def test_a_model_on_the_meta_device_is_sharded_over_a_mesh(pool):
     for told, kinds in pool.run(sharded_on_meta, ranks=2):
         assert told.startswith("sharding: got parameters on the meta device, and no mesh")
         assert {*kinds} == {"cpu"}
+
+
+def sharded_over_other_ranks() -> list[str]:
+    """What is refused on four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][dist.get_rank() in (1, 2)]
+    layers = [MoELayer(8, 8, 4, groups=groups) for groups in (mesh, crossed)]
+    return [refusal(lambda: fsdp(layers[0], mesh["replica"])), refusal(lambda: fsdp(layers[1]))]
+
+
+def test_ranks_over_which_fsdp_cannot_shard(pool):
+    for fewer, crossed in pool.run(sharded_over_other_ranks, ranks=4):
+        assert fewer.startswith("mesh of fsdp: got 2 ranks, expected the 4 ranks with different tokens")
+        # A checkpoint would hold the halves of some experts in each other's place.
+        assert crossed.startswith("expert groups of a sharded model: got [0, 3], [1, 2]")
+
+
+def sharded_beside_another_model() -> bool:
+    """Does the model of this rank and its neighbour give what it gave before it was sharded?"""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("model", "replica", "expert"))
+    torch.manual_seed(dist.get_rank() // 2)
+    model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 8, 4, groups=mesh["replica", "expert"]))
+    x = torch.randn(4, 8)
+    before = model(x)
+    return torch.equal(fsdp(model)(x), before)
+
+
+def test_models_of_different_ranks_are_sharded_apart(pool):
+    assert pool.run(sharded_beside_another_model, ranks=4) == [True] * 4
+
+
+def sharded_without_regard_for_experts() -> str:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), MoELayer(8, 8, 4, groups=dist.group.WORLD)))
+    model(torch.randn(4, 8)).sum().backward()
+    return refusal(torch.optim.SGD(model.parameters()).step)
+
+
+def test_experts_that_fully_shard_took_for_the_same_are_not_trained(pool):
+    for told in pool.run(sharded_without_regard_for_experts, ranks=2):
+        assert told.startswith("experts to train: got fully_shard over ranks [0, 1], which hold different")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, moe_losses, set_gradient_group, set_routing_step
 from lancet_kernels.__main__ import main
@@ -187,7 +187,9 @@ def make_groups() -> list[object]:
     flat = init_device_mesh("cpu", (4,))
     assert MoELayer(4, 4, 4, groups=flat).ranks == 4
     assert Groups.of(flat).expert == MoELayer(4, 4, 4, groups=flat).expert_group
-    given = [ranks_of(g) for g in (pairs, alone, everybody, tensor, Groups.of(both))]
+    # torch sorts the ranks of a process group: rank 1 has the first experts, as rank 0 has.
+    other_order = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("replica", "expert"))
+    given = [ranks_of(g) for g in (pairs, alone, everybody, tensor, Groups.of(both), Groups.of(other_order))]
     return [*given, pairs == again, refusals]
 
 
@@ -197,11 +199,12 @@ def _new_group_and_world() -> None:
 
 def test_groups_on_four_ranks(pool):
     for rank, found in enumerate(pool.run(make_groups, ranks=RANKS)):
-        pairs, alone, everybody, tensor, both, again, refusals = found
+        pairs, alone, everybody, tensor, both, other_order, again, refusals = found
         every = [0, 1, 2, 3]
         pair = [0, 1] if rank < 2 else [2, 3]
         assert pairs == {"expert": pair, "replica": [rank % 2, rank % 2 + 2], "data": every, "world": every}
         assert both == pairs
+        assert other_order == pairs | {"expert": [rank % 2, rank % 2 + 2], "replica": pair}
         assert again
         assert alone == {"expert": [rank], "replica": every, "data": every, "world": every}
         assert everybody == {"expert": every, "replica": [rank], "data": every, "world": every}
