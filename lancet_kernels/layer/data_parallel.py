@@ -101,13 +101,14 @@ def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> 
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     for parameter, group in own.items():
         if parameter in AVERAGES:
-            AVERAGES.pop(parameter).remove()
+            AVERAGES.pop(parameter)[0].remove()
         if parameter.requires_grad:
             # A hook averages each gradient before it is added to `.grad`, so that micro-batches add up. The
             # all-to-all has summed it over the expert group.
-            AVERAGES[parameter] = parameter.register_hook(
+            hook = parameter.register_hook(
                 lambda g, group=group: start_all_reduce([g], group).wait()[0] / ranks
             )
+            AVERAGES[parameter] = hook, groups.data
     return groups
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,6 +31,7 @@ from lancet_kernels.ops.comm.groups import (
     Groups,
     expert_group_name,
     group_rank,
+    group_ranks,
     group_size,
     without_mesh,
 )
@@ -42,7 +44,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 
 
 AVERAGES = WeakTensorKeyDictionary()
-"""By parameter, the hook that averages its gradient over the ranks with the same experts."""
+"""By parameter, the hook that averages its gradient over the ranks with the same experts, and the name of the
+group with different tokens."""
 # Layers whose experts a DistributedDataParallel module leaves alone.
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ShardedExperts]] = WeakKeyDictionary()
 
@@ -224,12 +227,22 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
             )
         # The names of what is ignored are copied with a model; what averages a parameter is not.
-        if parameter.requires_grad and parameter not in AVERAGES:
+        if not parameter.requires_grad:
+            continue
+        if parameter not in AVERAGES:
             raise UserError(
                 f"gradient of {name}",
                 got="no average over ranks: it was frozen, or this model a copy, when others got theirs",
                 expected="one, as ddp and prepare_data_parallel set it",
                 do="call either again for this model",
+            )
+        ranks, data = dist.get_process_group_ranks(around.process_group), group_ranks(AVERAGES[parameter][1])
+        if {*ranks} != {*data}:
+            raise UserError(
+                "process group of DistributedDataParallel",
+                got=f"ranks {sorted(ranks)}",
+                expected=f"all that have different tokens: {data}",
+                do="give it these, or wrap the model with lancet_kernels.ddp",
             )
     _CHECKED[around].add(layer)
 

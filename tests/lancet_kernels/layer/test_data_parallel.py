@@ -106,6 +106,21 @@ def test_ranks_sum_the_same_gradients_where_one_has_no_tokens(pool):
     assert max(pool.run(with_a_rank_without_tokens, ranks=RANKS)) < 1e-5
 
 
+def wrapped_for_fewer_ranks() -> str:
+    """As a framework does that knows of no expert ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
+    model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 8, 4, groups=mesh))
+    prepare_data_parallel(model)
+    around = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
+    return refusal(lambda: around(torch.randn(4, 8)))
+
+
+def test_a_wrapper_that_averages_over_fewer_ranks_is_refused(pool):
+    for told in pool.run(wrapped_for_fewer_ranks, ranks=4):
+        assert told.startswith("process group of DistributedDataParallel: got ranks [")
+        assert "expected all that have different tokens: [0, 1, 2, 3]" in told
+
+
 def wrap_without_ddp() -> str:
     step = Step(Case(), dist.group.WORLD, 1)
     return refusal(lambda: DistributedDataParallel(step)(batch()[:4]))
