@@ -197,7 +197,7 @@ OPS: dict[str, OpFacts] = {
     "aten.linear": OpFacts(
         Rule(("... d, f d -> ... f", "... d!, f d!, f -> ... f")), parts_are_measured=True
     ),
-    "aten.embedding": OpFacts(Rule(("v! d, ... -> ... d",)), hardly_read="weight"),
+    "aten.embedding": OpFacts(Rule(derived=derived.embedding), hardly_read="weight"),
     # x[..., D], token index[...], feature index[D], step -> y[..., D]
     "lancet.dropout": OpFacts(Rule(("... d, ..., d, - -> ... d",))),
     # logits[T, E], used[E], key[T], bias[E] (, real[T, 1]); which of these depends on the gate

@@ -61,7 +61,7 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Give = Callable[[Iterable[tuple[str, Tensor | None]]], None]
 """Takes gradients, by parameter."""
 
-_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 """A page for an operator that fails on fake tensors; the error says the same."""
 _Line = tuple[str, int, str]
 """File, number and text of a line."""
@@ -215,7 +215,7 @@ def capture(
     """
     try:
         # Passes change the graphs many times before anybody needs their Python code.
-        with mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True), _use_lazy_graph_module(True):
+        with mock.patch.object(FAKE_TENSOR_LOG, "disabled", True), _use_lazy_graph_module(True):
             traced, plain, assumptions = trace(module, inputs, by_name or {})
         for node in traced.graph.nodes:
             _check_no_number(module, node, node.meta.get("example_value"))

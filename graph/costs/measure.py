@@ -128,7 +128,9 @@ def _waits_for_ranks(node: fx.Node) -> bool:
     if node.target in (fused_graph.FORWARD, fused_graph.BACKWARD):
         return True
     schema = getattr(node.target, "_schema", None)
-    takes_group = schema is not None and any(argument.name == "group" for argument in schema.arguments)
+    arguments = schema.arguments if schema is not None else ()
+    # By its name; the `group` of a group norm is a number.
+    takes_group = any(one.name == "group" and str(one.type) == "str" for one in arguments)
     return takes_group and not is_collective(node)
 
 

@@ -391,6 +391,14 @@ def nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Map
     return _equation([gradient, scores, target, *weight, []], [scores])
 
 
+def embedding(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    """table[V, D], index[...] -> rows[..., D]. With `scale_grad_by_freq` not along the index, for the sake of
+    the gradient (`embedding_backward`)."""
+    mark = "!" if attributes.get("scale_grad_by_freq") else ""
+    index = [f"x{n}{mark}" for n in range(len(inputs[1]))]
+    return _equation([["v!", "d"], index], [[*index, "d"]])
+
+
 def embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """gradient[..., D], index[...] -> gradient of the table[V, D], a sum over all indices.
 

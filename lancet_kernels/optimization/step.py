@@ -347,8 +347,9 @@ def placeholder_value(node: fx.Node, state: Callable[[str], Tensor], leaves: Seq
 
 
 def _has_group(node: fx.Node) -> bool:
-    names = argument_names(node.target)
-    return any(bool(argument(node, name)) for name in ("group", "group_name") if name in names)
+    names = [name for name in ("group", "group_name") if name in argument_names(node.target)]
+    # The `group` of a group norm is a number.
+    return any(isinstance(argument(node, name), str) and argument(node, name) for name in names)
 
 
 def _kind(tensor: Tensor) -> list[object]:

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from unittest import mock
 
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.capture import Captured, capture
+from lancet_kernels.graph.capture.capture import FAKE_TENSOR_LOG, Captured, capture
 from lancet_kernels.graph.capture.captured_graph import (
     fake_mode_of,
     input_position,
@@ -83,7 +84,8 @@ class OneDeviceModel:
             schema = getattr(node.target, "_schema", None)
             for n, argument in enumerate(schema.arguments if schema is not None else ()):
                 group = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
-                if argument.name not in ("group", "group_name") or not group:
+                # Ranks go by the name of their group; the `group` of a group norm is a number.
+                if argument.name not in ("group", "group_name") or not (isinstance(group, str) and group):
                     continue
                 if op_name(node) != "lancet.token_index":
                     got = f"{node.name} ({op_name(node)}), an op of several ranks"
@@ -120,8 +122,9 @@ class OneDeviceModel:
         if cut is None:
             return module
         try:
-            return on_part_of_batch(module, cut.forms, self.copies)
-        except (RuntimeError, ValueError) as error:
+            with mock.patch.object(FAKE_TENSOR_LOG, "disabled", True):
+                return on_part_of_batch(module, cut.forms, self.copies)
+        except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             got = f"a forward that does not run on a part of its batch ({reason})"
             raise self._refuse(got, "ops along the batch", "use copies=1") from error
@@ -297,7 +300,7 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
     """The forward graph of the first of `parts` equal parts of the batch.
 
     Args: forms: of the tensors with a batch dimension, by name.
-    Raises: RuntimeError or ValueError where an op cannot run with fewer rows.
+    Raises: RuntimeError, ValueError or IndexError where an op cannot run with fewer rows.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

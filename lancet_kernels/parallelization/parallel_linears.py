@@ -11,6 +11,7 @@ activations along rows and features.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -89,6 +90,10 @@ class _Block:
         return getattr(self.module, self.names.outer)
 
     @property
+    def layers(self) -> list[nn.Module]:
+        return [*self.inner_layers, self.outer_layer]
+
+    @property
     def operators(self) -> tuple[str, ...]:
         """Names of the inner layers together, of attention or activation, and of the outer layer."""
         return OPERATORS[:3] if self.heads else OPERATORS[3:]
@@ -96,8 +101,7 @@ class _Block:
     @property
     def sizes(self) -> tuple:
         """Blocks of equal sizes are partitioned alike."""
-        layers = (*self.inner_layers, self.outer_layer)
-        return self.names, self.heads, self.key_value_heads, *map(_shape, layers)
+        return self.names, self.heads, self.key_value_heads, *map(_shape, self.layers)
 
 
 def parallelize_linears(
@@ -129,8 +133,8 @@ def parallelize_linears(
             as the search counts: 16 bytes for each parameter (float16, gradient, Adam), 2 for each number
             that the backward needs. None: no limit.
     Returns: the model.
-    Raises: UserError (no such block, sizes or heads that ranks cannot divide, another strategy, nothing that
-        fits into the memory).
+    Raises: UserError (no such block, a weight that modules share, sizes or heads that ranks cannot divide,
+        another strategy, nothing that fits into the memory).
     """
     check_name("strategy", strategy, LINEAR_STRATEGIES)
     name = expert_group_name(groups)
@@ -149,6 +153,7 @@ def parallelize_linears(
         raise UserError(
             "partitions", got=", ".join(unknown), expected=", ".join(OPERATORS), do="correct the name"
         )
+    _check_unshared(model, blocks)
     # All ranks have to use one result, also where a search ends in a tie.
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
     by_sizes: dict[tuple, list[_Block]] = {}
@@ -181,8 +186,26 @@ def _blocks(model: nn.Module) -> Iterator[_Block]:
 
 
 def _is_linear(layer: object) -> bool:
-    """transformers' Conv1D is a linear layer with the weight transposed."""
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    """transformers' Conv1D is a linear layer with the weight transposed. A layer that computes more (LoRA),
+    or its weight (weight norm), stays as it is."""
+    is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    is_kind = is_plain or type(layer).__name__ == "Conv1D"
+    return isinstance(layer, nn.Module) and is_kind and "weight" in layer._parameters
+
+
+def _check_unshared(model: nn.Module, blocks: Sequence[_Block]) -> None:
+    """Raise UserError for a parameter that a layer shares: its tiles would be trained apart from the rest."""
+    layers = [layer for one in blocks for layer in one.layers]
+    others = [module for module in model.modules() if module not in layers]
+    holders = Counter(id(p) for module in (*layers, *others) for p in module._parameters.values())
+    shared = sum(holders[id(p)] > 1 for layer in layers for p in layer.parameters())
+    if shared:
+        raise UserError(
+            f"linear layers of {type(model).__name__}",
+            got=f"{shared} parameters that other modules have, too",
+            expected="parameters of one layer each",
+            do="let modules share the whole block, or copy the parameters",
+        )
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:

@@ -115,8 +115,11 @@ class PartitionedLinear(nn.Module):
         self.enter = _edge(before, Neighbour(partition, "n"), into=True)
         self.leave = _edge(after, Neighbour(partition, "k"), into=False)
         with torch.no_grad():
-            self.weight = nn.Parameter(self._own_tile(weight_KN, *WEIGHT))
-            self.bias = None if bias is None else nn.Parameter(self._own_tile(bias[:, None], *BIAS).view(-1))
+            self.weight = nn.Parameter(self._own_tile(weight_KN, *WEIGHT), weight.requires_grad)
+            if bias is None:
+                self.bias = None
+            else:
+                self.bias = nn.Parameter(self._own_tile(bias[:, None], *BIAS).view(-1), bias.requires_grad)
         # The backward sums gradients itself: nothing else may.
         set_gradient_group(self, None)
 
@@ -239,7 +242,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     In `state_dict()` the tiles of all ranks have one name: torch.distributed.checkpoint would keep one tile.
     """
     whole = model.state_dict()
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PartitionedLinear):
             prefix = f"{name}." if name else ""
             whole |= {prefix + key: value for key, value in module.whole_parameters().items()}

@@ -213,6 +213,10 @@ class _Sharder:
         args = self._arguments(instruction, node.target, list(args), way[split:])
         # The result of a collective is contiguous, whatever strides its input had.
         target = aten.reshape.default if node.target is aten.view.default else node.target
+        if target is aten.copy.default:
+            # What an assignment to a slice is captured as has no derivative; in place it has one.
+            args[0] = self.graph.call_function(aten.empty_like.default, (args[0],))
+            target = aten.copy_.default
         added = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
         if not isinstance(node.meta["val"], (tuple, list)):
             self._hold(instruction.outputs[0], way[split], self._share(instruction, added, way))

@@ -62,6 +62,12 @@ def test_attention_as_cuda_has_it(kind, besides):
     assert cuts(*attention, dropout_p=0.1) == set()
 
 
+def test_how_often_an_index_appears_is_known_of_the_whole_batch_alone():
+    embedding = "aten.embedding", [(9, 8), (2, 4)], [(2, 4, 8)]
+    assert cuts(*embedding) == {(WHOLE, 0, 0), (WHOLE, 1, 1), (1, WHOLE, 2)}
+    assert cuts(*embedding, scale_grad_by_freq=True) == {(1, WHOLE, 2)}
+
+
 W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
 
 

@@ -90,8 +90,10 @@ def slow_cluster() -> Cluster:
 
 
 def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
-    """Two steps whole and in parts, side by side."""
+    """Two steps whole and in parts, side by side. The second MLP's parameters are not trained."""
     whole, parted = make_model(family), make_model(family)
+    for model in (whole, parted):
+        model[1].mlp.requires_grad_(False)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
     parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
     models = whole, parted
@@ -191,13 +193,41 @@ def test_a_memory_limit_keeps_weights_from_being_replicated(pool: RankPool) -> N
     assert impossible[0].endswith("use more devices, or a smaller batch")
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+def shared_on_rank() -> dict[str, float]:
+    """A block that stands twice in the model, and two whose layers do more than a linear one."""
+    layer = make_model("opt")[0]
+    whole = nn.Sequential(layer, layer, *make_model("llama")).double()
+    whole[2].mlp.down_proj = Scaled(2 * WIDTH, WIDTH).double()
+    nn.utils.parametrizations.weight_norm(whole[3].mlp.down_proj)
+    parted = copy.deepcopy(whole)
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    parallelize_linears(parted, (x,), cluster=slow_cluster())
+    models = whole, parted
+    errors, _ = trained_side_by_side(models, models, (x.shape, x.shape), steps=2)
+    reference, own = whole.state_dict(), whole_state_dict(parted)
+    return errors | {name: distance(reference[name], own[name]) for name in reference}
+
+
+def test_shared_blocks_and_layers_that_do_more(pool: RankPool) -> None:
+    for errors in pool.run(shared_on_rank, ranks=2):
+        assert max(errors.values()) < 1e-9, errors
+
+
 def refused_on_rank() -> None:
+    tied = make_model("opt")
+    tied[1].mlp.fc1.weight = tied[0].mlp.fc1.weight
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
     rows_in_halves = dict.fromkeys(("fc1", "activation", "fc2"), Partition((M,)))
     of_qkv = "partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16"
     of_rows = "rows and features of an activation: got a tile of (3, 32) on rank"
     for said, model, strategy, partitions in (
         ("linear layers of Linear: got no module with", nn.Linear(4, 4), "primepar", {}),
+        ("linear layers of Sequential: got 2 parameters that other modules have, too", tied, "primepar", {}),
         ("strategy: got 'alpa', expected one of primepar, megatron", make_model("opt"), "alpa", {}),
         ("partitions: got mlp, expected qkv", make_model("opt"), "primepar", {"mlp": Partition((M,))}),
         (of_qkv, make_model("opt"), "megatron", {"qkv": Partition((H,))}),

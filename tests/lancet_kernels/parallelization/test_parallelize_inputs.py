@@ -218,9 +218,33 @@ def dropout_errors() -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("errors_of", few_of([mixed_errors, dropout_errors]))
+class Assigned(nn.Module):
+    """Writes into a slice; groups channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.GroupNorm(2, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        shifted = torch.zeros_like(y)
+        shifted[:, 1:] = y[:, :-1]
+        return self.down(self.norm(y + shifted)).square().mean()
+
+
+def assigned_errors() -> list[float]:
+    torch.manual_seed(1)
+    model, x = Assigned().double(), torch.randn(8, 8, dtype=torch.float64)
+    step = parallelize(copy.deepcopy(model), (x,), copies=1, cluster=cluster(1000.0))
+    expected, found = model(x), step(x)
+    expected.backward()
+    found.backward()
+    return [distance(found, expected), *gradient_errors(step, model).values()]
+
+
+@pytest.mark.parametrize("errors_of", few_of([mixed_errors, dropout_errors, assigned_errors]))
 def test_results_and_gradients_are_those_of_one_device(pool, errors_of):
-    """Tied and frozen parameters, buffers, several results; dropout that is keyed by token."""
+    """Tied and frozen parameters, buffers, several results; dropout that is keyed by token; assignments."""
     for errors in pool.run(errors_of, timeout_s=120):
         assert max(errors) < 1e-12
 
@@ -269,6 +293,8 @@ def refusals() -> None:
     check("got one for 4 ranks, expected one for 2", Plain(), strategy=replace(wrong.strategy, ranks=4))
     check("expected the program it was searched for", Plain(), x[:4], strategy=wrong.strategy)
     check("capture of Plain: got", Plain(lambda y: y if y.sum() > 0 else -y))
+    cut = "a forward that does not run on a part of its batch (list index out of range)"
+    check(cut, Plain(lambda y: y.chunk(4)[3]), torch.randn(8, 8))
     check("random numbers depend on the sharding", Plain(lambda y: functional.dropout(y, 0.5)))
     check("changes its buffers", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     check("gradients that are not those of its forward's ops", Plain(Surprise.apply))
