@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
@@ -73,7 +74,7 @@ class Op:
         self._autograd = Eager
 
     def __call__(self, *inputs: Any, **by_name: Any) -> Any:
-        if by_name or is_traced(inputs):
+        if is_traced((*inputs, *by_name.values())) or by_name:
             return self._in_graphs(*inputs, **by_name)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             if self._autograd is None:  # its backward raises: no formula
@@ -114,15 +115,18 @@ def is_traced(inputs: Iterable[Any]) -> bool:
         torch.compiler.is_compiling()
         or any(map(_is_subclass, inputs))
         or torch._C._len_torch_dispatch_stack() > 0
-        or _is_transformed()
+        or _is_transformed(inputs)
     )
 
 
-def _is_transformed() -> bool:
-    """Does torch.func transform this call? Raises: UserError for `jvp`, as torch (2.13) loses the tangents
-    of ops: their results would have none, without a word."""
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    if any(transform.key() == torch._C._functorch.TransformType.Jvp for transform in transforms):
+def _is_transformed(inputs: Iterable[Any]) -> bool:
+    """Does torch.func transform this call? Raises: UserError for inputs of `jvp`, as torch (2.13) loses the
+    tangents of ops: their results would have none, without a word."""
+    functorch = torch._C._functorch
+    transforms = functorch.get_interpreter_stack() or ()
+    is_jvp = any(transform.key() == functorch.TransformType.Jvp for transform in transforms)
+    tensors = [x for x in pytree.tree_leaves([*inputs]) if isinstance(x, Tensor)] if is_jvp else []
+    if any(map(functorch.is_functorch_wrapped_tensor, tensors)):
         raise UserError(
             "derivative of MoE layers and Dropout",
             got="torch.func.jvp, or what uses it (jacfwd, hessian)",

@@ -82,7 +82,7 @@ def _times_from_json(times: Any) -> dict[str, float]:
 
 
 class Profiler:
-    """Measured costs on all ranks of `groups`. All methods are collective.
+    """Measured costs on all ranks of `groups`. The constructor and all methods are collective.
 
     Args: cache: file of measured times; None: the one in the user's cache folder. others: further groups, by
         the attribute `group` of their communication.

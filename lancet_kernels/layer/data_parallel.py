@@ -174,9 +174,9 @@ def fsdp(
     if sorted(mesh.mesh.flatten().tolist()) != sorted(group_ranks(own.data)):
         raise UserError(
             "mesh of fsdp",
-            got=f"{mesh.size()} ranks",
-            expected=f"the {group_size(own.data)} ranks with different tokens, expert ranks among them",
-            do="leave it out, or give one of these ranks",
+            got=f"ranks {sorted(mesh.mesh.flatten().tolist())}",
+            expected=f"the ranks with different tokens, expert ranks among them: {group_ranks(own.data)}",
+            do="leave it out, give one of these ranks, or say by groups= which ranks have different tokens",
         )
     experts, holders = set(expert_parameters(model)), ranks_that_hold(model, own)
     # Experts, and parameters that `set_gradient_group` gives to the replica group.
@@ -202,8 +202,7 @@ def fsdp(
             )
 
     along: list[Any] = [Shard(0), Shard(1)]
-    is_over_replicas = mesh.ndim == 1 and mesh.mesh.tolist() == group_ranks(own.replica)
-    if differ and not is_over_replicas:
+    if differ and not (mesh.ndim == 1 and own.replica == own.data):
         along = placements_over(mesh_of_experts(own, kind), [0, 1])
 
     def placement(parameter: nn.Parameter) -> Any:

@@ -13,7 +13,7 @@ import math
 import re
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,9 @@ AVERAGES = WeakTensorKeyDictionary()
 """By parameter, the hook that averages its gradient over the ranks with the same experts, and the name of the
 group with different tokens."""
 # Layers whose experts a DistributedDataParallel module leaves alone.
-_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ShardedExperts]] = WeakKeyDictionary()
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakKeyDictionary[ShardedExperts, list[bool]]] = (
+    WeakKeyDictionary()
+)
 
 
 def is_number(value: object, kind: type = Real) -> bool:
@@ -194,9 +196,12 @@ def check_input(
     for what, value, each in (("mask", mask, "flag"), ("token_ids", token_ids, "id")):
         if value is None:
             continue
-        # Flat, the mask of a batch lies as its tokens do; a transposed one would hide others.
-        is_flat = what == "mask" and 1 in (value.dim(), len(shape)) and value.numel() == shape.numel()
-        if value.shape != shape and not is_flat:
+        fits = value.shape == shape
+        if what == "mask" and value.numel() == shape.numel():
+            # Flat, or with further dimensions of 1, it lies as the tokens do; transposed it hides others.
+            wide, wide_x = ([n for n in s if n != 1] for s in (value.shape, shape))
+            fits = wide == wide_x or 1 in (len(wide), len(wide_x))
+        if not fits:
             raise UserError(
                 f"{what} of MoELayer",
                 got=f"shape {list(value.shape)}",
@@ -211,10 +216,15 @@ def check_data_parallel(layer: ShardedExperts) -> None:
     if torch.compiler.is_compiling() or not layer.expert_group:
         return
     around = DistributedDataParallel._active_ddp_module
-    if around is None or layer in _CHECKED.setdefault(around, WeakSet()):
+    if around is None:
+        return
+    parameters = layer.expert_tensors().values()
+    trained = [torch.is_grad_enabled() and parameter.requires_grad for parameter in parameters]
+    checked = _CHECKED.setdefault(around, WeakKeyDictionary())
+    if checked.get(layer) == trained:
         return
     names = {p: name for name, p in around.module.named_parameters()}
-    for parameter in layer.expert_tensors().values():
+    for parameter, is_trained in zip(parameters, trained, strict=True):
         if (name := names.get(parameter)) is None:
             continue
         # PEFT's adapters register a parametrization in each forward; DDP ignores the name without it.
@@ -227,7 +237,7 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
             )
         # The names of what is ignored are copied with a model; what averages a parameter is not.
-        if not parameter.requires_grad:
+        if not is_trained:
             continue
         if parameter not in AVERAGES:
             raise UserError(
@@ -244,7 +254,7 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 expected=f"all that have different tokens: {data}",
                 do="give it these, or wrap the model with lancet_kernels.ddp",
             )
-    _CHECKED[around].add(layer)
+    checked[layer] = trained
 
 
 BACKENDS = ("torch", "fused")

@@ -140,7 +140,7 @@ def check_settings(group: str, settings: Mapping[str, object]) -> None:
 
 class CallAgreement:
     """An agreement of all ranks before the first collective of a call of an optimized module: 512 bytes from
-    each host to all others.
+    each rank to all others, over the hosts.
 
     Args: group: the ranks; "": nothing is to be agreed on. name: of the module, for messages. Collective.
     """

@@ -135,6 +135,8 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             if writes:
                 file = f"model-{number:05d}-of-{len(layers):05d}.safetensors"
                 weight_map |= dict.fromkeys(_write(own, whole, folder / file), file)
+    own.config.architectures = [class_name(model)]
+    own.config.dtype = str(own.dtype).removeprefix("torch.")  # `from_pretrained` loads in this one
     with _on_first_rank(folder):
         if writes:
             index = {"metadata": {}, "weight_map": weight_map}
@@ -142,8 +144,6 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
             for old in {path.name for path in folder.iterdir()} - {*weight_map.values()}:
                 if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", old):
                     (folder / old).unlink()  # it would be loaded in place of these
-            own.config.architectures = [class_name(model)]
-            own.config.dtype = str(own.dtype).removeprefix("torch.")  # `from_pretrained` loads in this one
             own.config.save_pretrained(folder)
             if own.can_generate():
                 own.generation_config.save_pretrained(folder)
@@ -157,10 +157,14 @@ def _on_first_rank(folder: Path) -> Iterator[None]:
     """
     failure = None
     try:
-        with file_errors(folder, (Exception,)):
+        with file_errors(folder):
             yield
     except UserError as error:
         failure = error
+    except Exception as error:
+        do = "see the error of the first rank"
+        failure = UserError("checkpoint to write", got=repr(error), expected=f"files in {folder}", do=do)
+        failure.__cause__ = error
     failure = from_first_rank(failure, group_name(None), "what was written of a checkpoint")
     if failure is not None:
         raise failure

@@ -67,18 +67,25 @@ def test_gradients_are_averaged_once_where_a_model_is_wrapped_anew(pool):
 
 
 def without_averages(is_frozen: bool) -> tuple[str, float]:
-    """What is refused of a copy behind `ddp`, or of one that was frozen then; and how its gradients differ
-    once it is wrapped, too."""
+    """What is refused of a copy behind `ddp`, or of one whose experts were frozen then, once they train; and
+    how the gradients of a copy differ that is wrapped, too."""
     mine, step = batch().chunk(RANKS)[dist.get_rank()], Step(Case(), dist.group.WORLD, 1)
     ddp(step)(mine)[0].backward()
-    other = copy.deepcopy(step)
+    other, wrapped = (copy.deepcopy(step) for _ in range(2))
+    experts = [p for name, p in other.named_parameters() if "feed_forward.w" in name]
     if is_frozen:
-        prepare_data_parallel(other.requires_grad_(False))
-        other.requires_grad_(True)
-    told = refusal(lambda: DistributedDataParallel(other)(mine))
-    other.zero_grad()
-    ddp(other)(mine)[0].backward()
-    pairs = zip(step.parameters(), other.parameters(), strict=True)
+        for parameter in experts:
+            parameter.requires_grad_(False)
+        prepare_data_parallel(other)
+    around = DistributedDataParallel(other)
+    with torch.set_grad_enabled(is_frozen):
+        around(mine)  # needs no averages
+    for parameter in experts:
+        parameter.requires_grad_(True)
+    told = refusal(lambda: around(mine))
+    wrapped.zero_grad()
+    ddp(wrapped)(mine)[0].backward()
+    pairs = zip(step.parameters(), wrapped.parameters(), strict=True)
     return told, max(float((once.grad - own.grad).abs().max()) for once, own in pairs)
 
 
@@ -185,7 +192,7 @@ def sharded_over_other_ranks() -> list[str]:
 
 def test_ranks_over_which_fsdp_cannot_shard(pool):
     for fewer, crossed in pool.run(sharded_over_other_ranks, ranks=4):
-        assert fewer.startswith("mesh of fsdp: got 2 ranks, expected the 4 ranks with different tokens")
+        assert fewer.startswith("mesh of fsdp: got ranks [")
         # A checkpoint would hold the halves of some experts in each other's place.
         assert crossed.startswith("expert groups of a sharded model: got [0, 3], [1, 2]")
 
