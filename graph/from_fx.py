@@ -414,12 +414,17 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     read = [n for n in node.all_input_nodes if n is not unread]
     values = [v for v in map(_value, read) if isinstance(v, Tensor)]
     if op == "lancet.all_to_all":
-        return float(_value(node.args[0]).nbytes)
+        return float(_content_bytes(_value(node.args[0])))
     if facts(op).collective == "reduce_scatter":
         # As for an all-gather, the bytes of the whole, not of the shard.
-        return float(sum(v.nbytes for v in values))
+        return float(sum(_content_bytes(v) for v in values))
     if facts(op).kind.is_communication:
         return float(sum(spec.content_bytes for spec in outputs))
     own = _value(node)
     values += own if isinstance(own, (tuple, list)) else [own]
-    return float(sum(v.nbytes for v in values if isinstance(v, Tensor)))
+    return float(sum(_content_bytes(v) for v in values if isinstance(v, Tensor)))
+
+
+def _content_bytes(tensor: Tensor) -> int:
+    """Those of a dense tensor with this shape; sparse ones have no `nbytes`."""
+    return tensor.numel() * tensor.element_size()
