@@ -332,8 +332,9 @@ class MoELayer(ExpertLayer, ExpertsByGlobalId):
             y_TD = self._experts(cast(x_TD), expert_TK, slot_TK, weight_TK, used_out_E, capacity, real_T1)
         shared_TD = self._shared_expert(x_TD)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
-        # No view, as of nn.Linear: one that somebody writes into would lose the hook that FSDP puts on it.
-        y = torch.ops.aten._unsafe_view(y_TD, x.shape)
+        # No view outside of graphs, as of nn.Linear: one that is written into loses the hook of FSDP on it.
+        is_graph = torch.compiler.is_compiling()
+        y = y_TD.view(x.shape) if is_graph else torch.ops.aten._unsafe_view(y_TD, x.shape)
         if not return_sums:
             return y
         return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens, real_T1)
