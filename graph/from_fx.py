@@ -426,5 +426,5 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
 
 
 def _content_bytes(tensor: Tensor) -> int:
-    """Those of a dense tensor with this shape; sparse ones have no `nbytes`."""
+    """Bytes as of a dense tensor; sparse ones have no `nbytes`."""
     return tensor.numel() * tensor.element_size()
