@@ -123,7 +123,9 @@ def _is_transformed(inputs: Iterable[Any]) -> bool:
     """Does torch.func transform this call? Raises: UserError for inputs of `jvp`, as torch (2.13) loses the
     tangents of ops: their results would have none, without a word."""
     functorch = torch._C._functorch
-    transforms = functorch.get_interpreter_stack() or ()
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    transforms = functorch.get_interpreter_stack()
     is_jvp = any(transform.key() == functorch.TransformType.Jvp for transform in transforms)
     tensors = [x for x in pytree.tree_leaves([*inputs]) if isinstance(x, Tensor)] if is_jvp else []
     if any(map(functorch.is_functorch_wrapped_tensor, tensors)):
@@ -133,7 +135,7 @@ def _is_transformed(inputs: Iterable[Any]) -> bool:
             expected="backward()",
             do="differentiate with torch.autograd.grad",
         )
-    return bool(transforms)
+    return True
 
 
 def _is_subclass(value: Any) -> bool:
