@@ -46,8 +46,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 AVERAGES = WeakTensorKeyDictionary()
 """By parameter, the hook that averages its gradient over the ranks with the same experts, and the name of the
 group with different tokens."""
-# Layers whose experts a DistributedDataParallel module leaves alone.
-_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakKeyDictionary[ShardedExperts, list[bool]]] = (
+# By DistributedDataParallel module and layer, the experts that it was checked to train right.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakKeyDictionary[ShardedExperts, set[str]]] = (
     WeakKeyDictionary()
 )
 
@@ -218,13 +218,14 @@ def check_data_parallel(layer: ShardedExperts) -> None:
     around = DistributedDataParallel._active_ddp_module
     if around is None:
         return
-    parameters = layer.expert_tensors().values()
-    trained = [torch.is_grad_enabled() and parameter.requires_grad for parameter in parameters]
+    tensors = layer.expert_tensors()
+    trained = {name for name, tensor in tensors.items() if torch.is_grad_enabled() and tensor.requires_grad}
     checked = _CHECKED.setdefault(around, WeakKeyDictionary())
-    if checked.get(layer) == trained:
+    # Reentrant checkpointing runs a layer without and with gradients in each step.
+    if layer in checked and trained <= checked[layer]:
         return
     names = {p: name for name, p in around.module.named_parameters()}
-    for parameter, is_trained in zip(parameters, trained, strict=True):
+    for own_name, parameter in tensors.items():
         if (name := names.get(parameter)) is None:
             continue
         # PEFT's adapters register a parametrization in each forward; DDP ignores the name without it.
@@ -237,7 +238,7 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
             )
         # The names of what is ignored are copied with a model; what averages a parameter is not.
-        if not is_trained:
+        if own_name not in trained:
             continue
         if parameter not in AVERAGES:
             raise UserError(
@@ -254,7 +255,7 @@ def check_data_parallel(layer: ShardedExperts) -> None:
                 expected=f"all that have different tokens: {data}",
                 do="give it these, or wrap the model with lancet_kernels.ddp",
             )
-    checked[layer] = trained
+    checked[layer] = trained | checked.get(layer, set())
 
 
 BACKENDS = ("torch", "fused")
