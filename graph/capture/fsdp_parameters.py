@@ -273,11 +273,11 @@ def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     meshes = _MESHES.setdefault(world, {})
     if groups not in meshes:
-        ranks = {*group_ranks(groups.data)}
-        # Those of another model may be beside them.
-        rows = [row for row in groups_of_all_ranks(group_ranks(groups.expert)) if ranks.issuperset(row)]
+        replicas = {*group_ranks(groups.replica)}
+        # Those of another model may be beside them. An expert group may have ranks with the same tokens.
+        rows = [row for row in groups_of_all_ranks(group_ranks(groups.expert)) if replicas.intersection(row)]
         # A process group has its ranks in order; as places in a mesh they would be other shards.
-        if any(sorted(replicas) != [*replicas] for replicas in zip(*rows, strict=True)):
+        if any(sorted(column) != [*column] for column in zip(*rows, strict=True)):
             raise UserError(
                 "expert groups of a sharded model",
                 got=", ".join(map(str, rows)),
