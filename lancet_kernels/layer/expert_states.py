@@ -144,7 +144,9 @@ class ExpertsByGlobalId(ShardedExperts):
 
 
 class ShardedModule(nn.Module):
-    """A module that says of its parameters how a rank's part lies in the whole one."""
+    """A module that says how a rank's part of a parameter lies in the whole one. In state dicts its
+    parameters, and an optimizer's state of them, are DTensors; they load from those, of other ranks too, and
+    from whole tensors."""
 
     instances: ClassVar[WeakSet[ShardedModule]] = WeakSet()
     """All that there are in this process."""
@@ -152,14 +154,70 @@ class ShardedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.instances.add(self)
+        self.register_state_dict_post_hook(_as_whole)
+        self.register_load_state_dict_pre_hook(_as_own)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)
+        self.instances.add(self)
+
+    def names_in_states(self) -> dict[str, str]:
+        """By the names in a state dict: the names here, one tensor's under all of its names."""
+        return {name: name for name, _ in self.named_parameters()}
+
+    def layout(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        """The ranks of a parameter and what they have of it; None: each has the whole."""
+        raise NotImplementedError
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter. Raises: UserError for another shape."""
+        raise NotImplementedError
+
+    def laid(self, name: str, part: Tensor) -> Tensor:
+        """A view of a rank's part with dimensions along which the ranks' parts concatenate."""
+        return part
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """A rank's part of a parameter, or of an optimizer's state of it, as a DTensor; else itself."""
-        raise NotImplementedError
+        """This rank's part of a parameter, its gradient or optimizer state as a tensor of the whole model: a
+        DTensor where it is sharded, else itself."""
+        layout = self.layout(name)
+        if layout is None or own.dim() == 0:
+            return own
+        shape = self.get_parameter(name).shape
+        if own.shape != shape or isinstance(own, DTensor):
+            raise UserError(
+                f"tensor of {name}, which is sharded",
+                got=f"a {type(own).__name__} {list(own.shape)}",
+                expected=f"a tensor like this rank's part, {list(shape)}",
+                do="use an optimizer with states of the parameters' shapes, and no fully_shard around them",
+            )
+        return DTensor.from_local(self.laid(name, own), *layout, run_check=False)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """The inverse of `whole`, which takes whole tensors, too."""
-        raise NotImplementedError
+        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for a DTensor with
+        other shards. Raises: UserError for another shape."""
+        layout = self.layout(name)
+        if isinstance(whole, DTensor):
+            if (whole.device_mesh, whole.placements) == layout:
+                return whole.to_local().view(self.get_parameter(name).shape)
+            whole = whole.full_tensor()
+        return whole if layout is None or whole.dim() == 0 else self.part(name, whole)
+
+
+def _as_whole(module: ShardedModule, state: State, prefix: str, _metadata: object) -> None:
+    """Replace own parameters in a state dict by those of the whole model, each under all of its names."""
+    names = module.names_in_states()
+    own = {first: state.pop(prefix + first) for first in {*names.values()}}
+    for name, first in names.items():
+        state[prefix + name] = module.whole(first, own[first])
+
+
+def _as_own(module: ShardedModule, state: State, prefix: str, *_: object) -> None:
+    """The inverse of `_as_whole`."""
+    for name, first in module.names_in_states().items():
+        if prefix + name in state:
+            whole = state[prefix + name] if name == first else state.pop(prefix + name)
+            state[prefix + first] = module.own(first, whole)
 
 
 class Part(NamedTuple):

@@ -283,7 +283,8 @@ def _problem(
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
     # The dimensions that may be cut, and the numbers that their slices have to divide.
-    inner_width, heads = math.gcd(*features), math.gcd(one.heads, one.key_value_heads)
+    heads = math.gcd(one.heads, one.key_value_heads)
+    inner_width = math.gcd(*features, *([heads] if one.names.kinds > 1 else []))
     limits = {
         first: {"m": rows, "n": width, "k": inner_width},
         between: {"h": heads} if one.heads else {"m": rows, "k": inner_width},

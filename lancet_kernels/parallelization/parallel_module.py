@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.capture import hooks_of
@@ -117,8 +117,6 @@ class ParallelModule(ShardedModule):
             for name, parameter in model.named_parameters()
             if self.forms[name].dimension is not None
         ]
-        self.register_state_dict_post_hook(_as_whole)
-        self.register_load_state_dict_pre_hook(_as_own)
 
     @property
     def optimized(self) -> OptimizedModule:
@@ -190,32 +188,15 @@ class ParallelModule(ShardedModule):
                 do="make the optimizer behind parallelize(), with its parameters()",
             )
 
-    def whole(self, name: str, own: Tensor) -> Tensor:
-        """This rank's part of a parameter, its gradient or optimizer state as a tensor of the whole model: a
-        DTensor where it is sharded, else itself."""
-        form = self.forms.get(name)
-        if form is None or form.dimension is None or own.dim() == 0:
-            return own
-        if own.shape != self.get_parameter(name).shape:
-            raise UserError(
-                f"tensor of {name}, which is sharded",
-                got=list(own.shape),
-                expected=f"the shape of this rank's part, {list(self.get_parameter(name).shape)}",
-                do="use an optimizer whose state has the shape of the parameters",
-            )
-        return DTensor.from_local(own, self.mesh, [Shard(form.dimension)], run_check=False)
+    def names_in_states(self) -> dict[str, str]:
+        return self._names
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for a DTensor with
-        other shards. Raises: UserError for another shape."""
+    def layout(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         form = self.forms.get(name)
-        if form is None or form.dimension is None or whole.dim() == 0:
-            return whole.full_tensor() if isinstance(whole, DTensor) else whole
-        dim = form.dimension
-        if isinstance(whole, DTensor):
-            if whole.device_mesh == self.mesh and whole.placements == (Shard(dim),):
-                return whole.to_local()
-            whole = whole.full_tensor()
+        return None if form is None or form.dimension is None else (self.mesh, (Shard(form.dimension),))
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        dim = cast(int, self.forms[name].dimension)
         size = self.get_parameter(name).shape[dim] * self.mesh.size()
         if whole.shape[dim] != size:
             raise UserError(
@@ -242,18 +223,3 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"] * 0
-
-
-def _as_whole(module: ParallelModule, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-    """Replace own parameters in a state dict by those of the whole model, each under all of its names."""
-    own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-    for name, first in module._names.items():
-        state[prefix + name] = module.whole(first, own[prefix + first])
-
-
-def _as_own(module: ParallelModule, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """The inverse of `_as_whole`."""
-    for name, first in module._names.items():
-        if prefix + name in state:
-            whole = state[prefix + name] if name == first else state.pop(prefix + name)
-            state[prefix + first] = module.own(first, whole)

@@ -16,11 +16,14 @@ of the operators before and behind, shifts and all-reduces follow from slice ind
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError, check_name
@@ -41,13 +44,21 @@ from lancet_kernels.graph.rules.tile_layouts import (
     redistribution,
     summing_groups,
 )
+from lancet_kernels.layer.expert_states import ShardedModule
 from lancet_kernels.layer.gradients import set_gradient_group
 from lancet_kernels.ops.base import cast
-from lancet_kernels.ops.comm.groups import AnyGroups, expert_group_name, group_rank, group_size, subgroup
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    expert_group_name,
+    group_rank,
+    group_ranks,
+    group_size,
+    subgroup,
+)
 from lancet_kernels.ops.comm.redistribute import Way, check_alike, moved
 from lancet_kernels.ops.square_linear import Sums, square_linear
 
-WEIGHT, BIAS = (("k", "n"), 0), (("k", UNCUT), -1)
+TILES_OF = {"weight": (("k", "n"), 0), "bias": (("k", UNCUT), -1)}
 """Dimensions of a parameter, and the time step of the forward whose tile a rank holds."""
 
 
@@ -71,8 +82,9 @@ class Neighbour:
         return layout_of(self.partition, phase, ("m", self.features), t)
 
 
-class PartitionedLinear(nn.Module):
-    """y = x W^T + b on the ranks of a partition.
+class PartitionedLinear(ShardedModule):
+    """y = x W^T + b on the ranks of a partition. Parameters are tiles of the original layer's, which state
+    dicts hold as DTensors.
 
     Args:
         linear: an `nn.Linear`, or transformers' `Conv1D`, alike on every rank.
@@ -81,8 +93,8 @@ class PartitionedLinear(nn.Module):
         groups: None: all ranks.
         leading: of its block.
         heads_and_kinds: output features are ordered by kind, then by head (GPT-2's queries, keys, values);
-            ranks get whole heads of all kinds.
-    Raises: UserError (sizes that the slices do not divide).
+            ranks get whole heads of all kinds, and state dicts have a dimension for the kinds.
+    Raises: UserError (sizes, or heads, that the slices do not divide).
     """
 
     def __init__(
@@ -114,12 +126,8 @@ class PartitionedLinear(nn.Module):
         self._sums = Sums(*map(self._own_group, summing if bias is not None else summing[:3]))
         self.enter = _edge(before, Neighbour(partition, "n"), into=True)
         self.leave = _edge(after, Neighbour(partition, "k"), into=False)
-        with torch.no_grad():
-            self.weight = nn.Parameter(self._own_tile(weight_KN, *WEIGHT), weight.requires_grad)
-            if bias is None:
-                self.bias = None
-            else:
-                self.bias = nn.Parameter(self._own_tile(bias[:, None], *BIAS).view(-1), bias.requires_grad)
+        self.weight = nn.Parameter(self.part("weight", weight), weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(self.part("bias", bias), bias.requires_grad)
         # The backward sums gradients itself: nothing else may.
         set_gradient_group(self, None)
 
@@ -129,7 +137,8 @@ class PartitionedLinear(nn.Module):
         Raises: UserError (a shape that ranks cannot divide, or another one on another rank),
         CommunicationError.
         """
-        x, weight, bias = cast(x), cast(self.weight), cast(self.bias)
+        x, weight = cast(x), self._by_head(cast(self.weight), self._own_heads).contiguous()
+        bias = None if self.bias is None else self._by_head(cast(self.bias), self._own_heads).view(-1)
         if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != weight.dtype:
             raise UserError(
                 f"input tile of {type(self).__name__}",
@@ -163,23 +172,71 @@ class PartitionedLinear(nn.Module):
     @torch.no_grad()
     def whole_parameters(self) -> dict[str, Tensor]:
         """Weight and bias in the form of the original layer. Collective over the group."""
-        weight_KN = self._gathered(self.weight, *WEIGHT)
-        whole = {"weight": weight_KN.T.contiguous() if self._is_transposed else weight_KN}
-        if self.bias is not None:
-            whole["bias"] = self._gathered(self.bias[:, None], *BIAS).view(-1)
+        whole = {}
+        for name, tile in self.named_parameters():
+            by_head = self._by_head(tile.detach(), self._own_heads)
+            by_head = moved(by_head, self._from_whole(name).back, self._group, "weight")
+            whole[name] = self._by_kind(by_head, self._heads_and_kinds[0], tile.dim())
         return whole
+
+    def layout(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        if self.partition.devices == 1 or name not in TILES_OF:
+            return None
+        tiles = layout_of(self.partition, FORWARD, *TILES_OF[name])
+        ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for tile, rank in zip(tiles.tiles, group_ranks(self._group), strict=True):
+            ranks[tile].append(rank)
+        rows, columns = map(range, tiles.slices)
+        parameter = self.get_parameter(name)
+        kind = "cpu" if parameter.is_meta else parameter.device.type
+        # No communicators: theirs would have the ranks in another order.
+        mesh = DeviceMesh(kind, [[ranks[r, c] for c in columns] for r in rows], _init_backend=False)
+        features = self._feature_dimension(name) + (self._heads_and_kinds[1] > 1)
+        if name == "bias":
+            return mesh, (Shard(features), Replicate(), Replicate())
+        inputs = 0 if self._is_transposed else features + 1
+        return mesh, (Shard(features), Shard(inputs), Replicate())
+
+    def laid(self, name: str, part: Tensor) -> Tensor:
+        kinds = self._heads_and_kinds[1]
+        return part if kinds == 1 else part.unflatten(self._feature_dimension(name), (kinds, -1))
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        if isinstance(whole, DTensor) and (whole.device_mesh, whole.placements) != self.layout(name):
+            raise UserError(
+                f"{name} of {type(self).__name__}",
+                got="tiles of another partition",
+                expected="those of this one, or the whole tensor",
+                do="use torch.distributed.checkpoint, or whole_state_dict(model)",
+            )
+        return super().own(name, whole)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        shape = [self.out_features, self.in_features] if name == "weight" else [self.out_features]
+        shape = shape[::-1] if self._is_transposed else shape
+        if whole.numel() != math.prod(shape):
+            raise UserError(
+                f"{name} of {type(self).__name__}",
+                got=list(whole.shape),
+                expected=f"the whole tensor, {shape}",
+                do="give the state dict of the whole model",
+            )
+        by_head = self._by_head(whole.detach().reshape(shape), self._heads_and_kinds[0])
+        own = moved(by_head, self._from_whole(name).there, self._group, name)
+        return self._by_kind(own, self._own_heads, len(shape))
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, partition={self.partition}"
 
     def _check_partition(self) -> None:
-        sizes = {"n": self.in_features, "k": self.out_features}
+        heads, kinds = self._heads_and_kinds
+        sizes = {"n": self.in_features, "k": heads if kinds > 1 else self.out_features}
         cut = {d: self.partition.slices(d) for d in sizes}
         if any(sizes[d] % n for d, n in cut.items()):
             raise UserError(
                 f"partition {self.partition} of a linear layer",
-                got=f"{self.in_features} features in and {self.out_features} out",
+                got=f"{sizes['n']} features in and {sizes['k']} {'heads' if kinds > 1 else 'features'} out",
                 expected=f"multiples of {cut['n']} and {cut['k']}",
                 do="choose another partition",
             )
@@ -189,22 +246,35 @@ class PartitionedLinear(nn.Module):
         own = [group for group in groups if rank in group]
         return subgroup(own[0], self._group) if own else ""
 
-    def _own_tile(self, whole: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
-        heads, kinds = self._heads_and_kinds
-        by_head = _regrouped(whole, 0, kinds, heads)
-        own = moved(by_head, self._from_whole(dimensions, t).there, self._group, "weight")
-        return own.detach().clone(memory_format=torch.contiguous_format)
+    @property
+    def _own_heads(self) -> int:
+        """Heads in a tile of a parameter."""
+        return self._heads_and_kinds[0] // self.partition.slices("k")
 
-    def _gathered(self, tile: Tensor, dimensions: tuple[str, str], t: int) -> Tensor:
-        by_head = moved(tile.detach(), self._from_whole(dimensions, t).back, self._group, "weight")
-        return _regrouped(by_head, 0, *self._heads_and_kinds).clone()
+    def _feature_dimension(self, name: str) -> int:
+        """The dimension of a parameter that has the output features."""
+        return int(self._is_transposed and name == "weight")
 
-    def _from_whole(self, dimensions: tuple[str, str], t: int) -> Way:
-        """From the whole tensor on every rank to the tiles of a step of the forward, and back."""
-        return there_and_back(self.whole, layout_of(self.partition, FORWARD, dimensions, t))
+    def _by_head(self, parameter: Tensor, heads: int) -> Tensor:
+        """A parameter as a matrix [features out, features in or 1], by head, then by kind."""
+        matrix = parameter[:, None] if parameter.dim() == 1 else parameter
+        matrix = matrix.T if self._is_transposed and parameter.dim() > 1 else matrix
+        kinds = self._heads_and_kinds[1]
+        return matrix if kinds == 1 else _regrouped(matrix, 0, kinds, heads)
+
+    def _by_kind(self, by_head: Tensor, heads: int, dim: int) -> Tensor:
+        """The inverse, of a parameter with so many dimensions."""
+        kinds = self._heads_and_kinds[1]
+        matrix = by_head if kinds == 1 else _regrouped(by_head, 0, heads, kinds)
+        parameter = matrix.view(-1) if dim == 1 else matrix.T if self._is_transposed else matrix
+        return parameter.clone(memory_format=torch.contiguous_format)
+
+    def _from_whole(self, name: str) -> Way:
+        """From the whole parameter on every rank to the tiles of a step of the forward, and back."""
+        return there_and_back(self.uncut, layout_of(self.partition, FORWARD, *TILES_OF[name]))
 
     @property
-    def whole(self) -> Layout:
+    def uncut(self) -> Layout:
         """The layout of a tensor that is whole on every rank."""
         return layout_of(self.partition, FORWARD, (UNCUT, UNCUT), 0)
 
@@ -237,10 +307,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()` as without partitions, on every rank. Collective over their groups.
-
-    In `state_dict()` the tiles of all ranks have one name: torch.distributed.checkpoint would keep one tile.
-    """
+    """`model.state_dict()` as without partitions, whole on every rank. Collective over their groups."""
     whole = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PartitionedLinear):
@@ -273,8 +340,7 @@ class SquareLinear(PartitionedLinear):
         groups: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
         bias: as of `nn.Linear`.
         takes, gives: "straight" or "skewed", the tiles of input and output on the ranks. A layer must take
-            what the one before gives; `scatter` and `gather` do. The tile of the weight on a rank depends on
-            them: load state dicts into layers of the same `takes` and `gives`.
+            what the one before gives; `scatter` and `gather` do.
         linear: a layer of these sizes, the same on every rank, whose weights are used.
     Raises: UserError for another number of ranks, and for other sizes.
 
@@ -308,8 +374,8 @@ class SquareLinear(PartitionedLinear):
         skewed = skewed_dimension(in_features, out_features, takes, gives)
         source = linear or nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         super().__init__(source, Partition((home_square(exponent, skewed),)), before, after, groups)
-        self._scatter = there_and_back(self.whole, before.ends(FORWARD, -1))
-        self._gather = there_and_back(after.ends(FORWARD, 0), self.whole)
+        self._scatter = there_and_back(self.uncut, before.ends(FORWARD, -1))
+        self._gather = there_and_back(after.ends(FORWARD, 0), self.uncut)
         self._side = 1 << exponent
 
     @classmethod

@@ -25,6 +25,7 @@ from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import adapter_tensors, experts_by_global_id
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, group_rank
 from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.parallelization.square_layer import whole_state_dict
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 """Quantized dtypes in safetensors files; their scales are separate tensors."""
@@ -65,7 +66,7 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 expected="adapters with a part for each expert",
                 do="merge it into the experts first: model.merge_and_unload()",
             )
-    whole = {name: _whole(name, value) for name, value in model.state_dict().items()}
+    whole = {name: _whole(name, value) for name, value in whole_state_dict(model).items()}
     for names, shard in experts_by_global_id(model):
         whole |= dict(zip(names, _whole(names[0], shard), strict=True))
     return _as_peft_has_it(model, whole)
@@ -101,7 +102,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     bitwise.
 
     Collective over all ranks. The first one writes a file per layer: beside its part of the model it holds
-    one whole layer, and the others one whole parameter.
+    one whole layer, and the others one whole parameter; behind `parallelize_linears` all hold all layers.
 
     Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: created.
     Raises: UserError for another model, for one with adapters, and on all ranks where the first one cannot
@@ -119,7 +120,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     # Tied parameters are saved under their first names.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     layers: dict[str, dict[str, Tensor]] = {}
-    for name, value in model.state_dict().items():
+    for name, value in whole_state_dict(model).items():
         if name not in tied:
             layers.setdefault(_layer_of(name), {})[name] = value
     writes, folder = group_rank(group_name(None)) == 0, Path(folder)

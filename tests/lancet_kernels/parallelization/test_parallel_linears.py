@@ -4,13 +4,17 @@ device, parameters held in slices under their own names."""
 import copy
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from lancet_kernels import UserError
+from lancet_kernels import UserError, save_safetensors
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.rules.slices import Partition, Primitive, home_square, replicate, split
 from lancet_kernels.parallelization.parallel_linears import ATTENTION, MLP, OPERATORS, parallelize_linears
@@ -25,6 +29,18 @@ WIDTH, HEADS, BATCH, SEQUENCE = 32, 8, 4, 4
 FAMILIES = dict(zip(("gpt2", "opt", "llama", "bloom"), zip(ATTENTION, MLP, strict=True), strict=True))
 
 
+class Conv1D(nn.Module):
+    """GPT-2's, recognized by its name."""
+
+    def __init__(self, n: int, k: int, bias: bool) -> None:
+        super().__init__()
+        linear = nn.Linear(n, k)
+        self.weight, self.bias = nn.Parameter(linear.weight.detach().T.contiguous()), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
 class Attention(nn.Module):
     """By the names of a family; the code between its linear layers is alike."""
 
@@ -35,9 +51,10 @@ class Attention(nn.Module):
         self.first, self.last = names.inner, names.outer
         key_value = WIDTH // 2 if family == "llama" else WIDTH
         widths = (3 * WIDTH,) if len(self.first) == 1 else (WIDTH, key_value, key_value)
+        linear = Conv1D if family == "gpt2" else nn.Linear
         for name, features in zip(self.first, widths, strict=True):
-            self.add_module(name, nn.Linear(WIDTH, features, bias))
-        self.add_module(self.last, nn.Linear(WIDTH, WIDTH, bias))
+            self.add_module(name, linear(WIDTH, features, bias))
+        self.add_module(self.last, linear(WIDTH, WIDTH, bias))
 
     def forward(self, x: Tensor) -> Tensor:
         each = [getattr(self, name)(x) for name in self.first]
@@ -131,6 +148,57 @@ def check(results: list[dict]) -> list[Partition]:
 def test_two_layers_equal_those_of_one_device(pool: RankPool, family: str, strategy: str) -> None:
     partitions = check(pool.run(train_on_rank, family, strategy, None, ranks=4))
     assert any(p.steps > 1 for p in partitions) == (strategy == "primepar")
+
+
+def saved(folder: str, family: str) -> None:
+    """A checkpoint behind a step, from all ranks; the parameters, and those behind another step."""
+    model = make_model(family)
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parallelize_linears(model, (x,), cluster=slow_cluster())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
+    after = []
+    for step in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(copy.deepcopy(whole_state_dict(model)))
+        if step == 0:
+            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            checkpoint.save(state, checkpoint_id=f"{folder}/checkpoint")
+    if dist.get_rank() == 0:
+        torch.save(after, f"{folder}/expected")
+
+
+def loaded(folder: str, family: str, strategy: str) -> tuple[float, float, float]:
+    """Errors of the parameters, of those behind another step, and of those of whole tensors loaded."""
+    model, (now, then) = make_model(family), torch.load(f"{folder}/expected")
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model = copy.deepcopy(parallelize_linears(model, (x,), None, strategy, cluster=slow_cluster()))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.load(state, checkpoint_id=f"{folder}/checkpoint")
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    errors = [max(distance(now[name], t) for name, t in whole_state_dict(model).items())]
+    model(x).square().sum().backward()
+    optimizer.step()
+    errors += [max(distance(then[name], t) for name, t in whole_state_dict(model).items())]
+    model.load_state_dict(now)
+    return *errors, max(distance(now[name], t) for name, t in whole_state_dict(model).items())
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "strategy"), few_of([("gpt2", 4, "megatron"), ("llama", 1, "primepar")])
+)
+def test_a_checkpoint_loads_under_other_partitions(
+    pool: RankPool, tmp_path: Path, family: str, ranks: int, strategy: str
+) -> None:
+    pool.run(saved, str(tmp_path), family, ranks=4)
+    for same, step, whole in pool.run(loaded, str(tmp_path), family, strategy, ranks=ranks):
+        assert same == whole == 0.0
+        assert step < 1e-9
 
 
 M, N, K, H, ONE, P2 = split("m"), split("n"), split("k"), split("h"), replicate(), home_square(1, "n")
@@ -260,7 +328,7 @@ def transformers_model(family: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(config).double()
 
 
-def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:
+def train_transformers_on_rank(family: str, strategy: str, folder: str) -> dict[str, float]:
     whole, parted = transformers_model(family), transformers_model(family)
     tokens = torch.randint(2, 64, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -272,9 +340,12 @@ def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:
     reference, own = whole.state_dict(), whole_state_dict(parted)
     assert list(parted.state_dict()) == list(reference)
     count = sum(isinstance(m, PartitionedLinear) for m in parted.modules())
+    save_safetensors(parted, folder)
+    loaded = type(whole).from_pretrained(folder).state_dict()
     return {
         "loss": distance(*losses),
         "parameter": max(distance(reference[name], own[name]) for name in reference),
+        "saved": max(distance(loaded[name], own[name]) for name in reference),
         "layers": count,
     }
 
@@ -284,10 +355,11 @@ def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:
     ("family", "layers", "strategy"),
     [("gpt2", 8, "primepar"), ("opt", 12, "megatron"), ("llama", 14, "primepar"), ("bloom", 8, "megatron")],
 )
-def test_transformers_models(pool: RankPool, family: str, layers: int, strategy: str) -> None:
+def test_transformers_models(pool: RankPool, tmp_path: Path, family: str, layers: int, strategy: str) -> None:
     """Attention in transformers takes the softmax, and Bloom's all scores, in float32."""
     pytest.importorskip("transformers")
-    for result in pool.run(train_transformers_on_rank, family, strategy, ranks=4):
+    for result in pool.run(train_transformers_on_rank, family, strategy, str(tmp_path), ranks=4):
         assert result["layers"] == layers
         assert result["loss"] < 1e-7
+        assert result["saved"] == 0.0
         assert result["parameter"] < 1e-6

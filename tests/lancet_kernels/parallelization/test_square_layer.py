@@ -283,7 +283,10 @@ def test_bad_input_gets_one_line() -> None:
         message = f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16"
         with fake_ranks(ranks), pytest.raises(UserError, match=message):
             SquareLinear(4, 4)
-    with fake_ranks(4), pytest.raises(UserError, match="got 4 features in and 5 out, expected multiples of"):
+    with (
+        fake_ranks(4),
+        pytest.raises(UserError, match="got 4 features in and 5 features out, expected multiples of"),
+    ):
         SquareLinear(4, 5)
     layer = SquareLinear(4, 6)
     with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
