@@ -114,6 +114,10 @@ class PartitionedLinear(ShardedModule):
         weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape
         self._check_partition()
+        heads, kinds = heads_and_kinds
+        # Heads in a tile of the parameters, and in one of the operator behind. Not while torch traces a call.
+        self._own_heads = heads // partition.slices("k") if kinds > 1 else 1
+        self._heads_behind = heads // after.partition.slices(after.features) if kinds > 1 else 1
         self._before, self._after = before, after
         # Before and behind: whether rows are cut.
         self._cuts_rows = tuple(one.partition.slices("m") > 1 for one in (before, after))
@@ -138,7 +142,7 @@ class PartitionedLinear(ShardedModule):
         CommunicationError.
         """
         x, weight = cast(x), self._by_head(cast(self.weight), self._own_heads).contiguous()
-        bias = None if self.bias is None else self._by_head(cast(self.bias), self._own_heads).view(-1)
+        bias = None if self.bias is None else self._by_head(cast(self.bias), self._own_heads)
         if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != weight.dtype:
             raise UserError(
                 f"input tile of {type(self).__name__}",
@@ -152,11 +156,9 @@ class PartitionedLinear(ShardedModule):
         tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
         y = square_linear(tile, weight, bias, self._movements, self._sums, self._group)
         y = self.leave(y, self._group, "O")
-        heads, kinds = self._heads_and_kinds
-        if kinds > 1:
+        if (kinds := self._heads_and_kinds[1]) > 1:
             # Back to the order by kind, then by head, of the model's own code.
-            own = heads // self._after.partition.slices(self._after.features)
-            y = _regrouped(y, 1, own, kinds)
+            y = _regrouped(y, 1, self._heads_behind, kinds)
         return y.view(*self._leading_of(y, x), y.shape[-1])
 
     def _compare(self, x: Tensor) -> None:
@@ -175,7 +177,7 @@ class PartitionedLinear(ShardedModule):
         whole = {}
         for name, tile in self.named_parameters():
             by_head = self._by_head(tile.detach(), self._own_heads)
-            by_head = moved(by_head, self._from_whole(name).back, self._group, "weight")
+            by_head = moved(by_head.view(len(by_head), -1), self._from_whole(name).back, self._group, name)
             whole[name] = self._by_kind(by_head, self._heads_and_kinds[0], tile.dim())
         return whole
 
@@ -191,7 +193,7 @@ class PartitionedLinear(ShardedModule):
         kind = "cpu" if parameter.is_meta else parameter.device.type
         # No communicators: theirs would have the ranks in another order.
         mesh = DeviceMesh(kind, [[ranks[r, c] for c in columns] for r in rows], _init_backend=False)
-        features = self._feature_dimension(name) + (self._heads_and_kinds[1] > 1)
+        features = self._feature_dimension(parameter.dim()) + (self._heads_and_kinds[1] > 1)
         if name == "bias":
             return mesh, (Shard(features), Replicate(), Replicate())
         inputs = 0 if self._is_transposed else features + 1
@@ -199,7 +201,7 @@ class PartitionedLinear(ShardedModule):
 
     def laid(self, name: str, part: Tensor) -> Tensor:
         kinds = self._heads_and_kinds[1]
-        return part if kinds == 1 else part.unflatten(self._feature_dimension(name), (kinds, -1))
+        return part if kinds == 1 else part.unflatten(self._feature_dimension(part.dim()), (kinds, -1))
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         if isinstance(whole, DTensor) and (whole.device_mesh, whole.placements) != self.layout(name):
@@ -222,7 +224,7 @@ class PartitionedLinear(ShardedModule):
                 do="give the state dict of the whole model",
             )
         by_head = self._by_head(whole.detach().reshape(shape), self._heads_and_kinds[0])
-        own = moved(by_head, self._from_whole(name).there, self._group, name)
+        own = moved(by_head.view(len(by_head), -1), self._from_whole(name).there, self._group, name)
         return self._by_kind(own, self._own_heads, len(shape))
 
     def extra_repr(self) -> str:
@@ -246,27 +248,21 @@ class PartitionedLinear(ShardedModule):
         own = [group for group in groups if rank in group]
         return subgroup(own[0], self._group) if own else ""
 
-    @property
-    def _own_heads(self) -> int:
-        """Heads in a tile of a parameter."""
-        return self._heads_and_kinds[0] // self.partition.slices("k")
-
-    def _feature_dimension(self, name: str) -> int:
-        """The dimension of a parameter that has the output features."""
-        return int(self._is_transposed and name == "weight")
+    def _feature_dimension(self, dim: int) -> int:
+        """Where a parameter with so many dimensions has the output features."""
+        return int(self._is_transposed and dim == 2)
 
     def _by_head(self, parameter: Tensor, heads: int) -> Tensor:
-        """A parameter as a matrix [features out, features in or 1], by head, then by kind."""
-        matrix = parameter[:, None] if parameter.dim() == 1 else parameter
-        matrix = matrix.T if self._is_transposed and parameter.dim() > 1 else matrix
+        """A parameter as [features out, ...], by head, then by kind."""
+        features_first = parameter.T if self._feature_dimension(parameter.dim()) else parameter
         kinds = self._heads_and_kinds[1]
-        return matrix if kinds == 1 else _regrouped(matrix, 0, kinds, heads)
+        return features_first if kinds == 1 else _regrouped(features_first, 0, kinds, heads)
 
     def _by_kind(self, by_head: Tensor, heads: int, dim: int) -> Tensor:
-        """The inverse, of a parameter with so many dimensions."""
+        """The inverse, of a parameter with so many dimensions, from a matrix."""
         kinds = self._heads_and_kinds[1]
         matrix = by_head if kinds == 1 else _regrouped(by_head, 0, heads, kinds)
-        parameter = matrix.view(-1) if dim == 1 else matrix.T if self._is_transposed else matrix
+        parameter = matrix.flatten() if dim == 1 else matrix.movedim(0, self._feature_dimension(dim))
         return parameter.clone(memory_format=torch.contiguous_format)
 
     def _from_whole(self, name: str) -> Way:
