@@ -40,13 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             print(end="", flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         try:
             print(end="", flush=True)
-        except BrokenPipeError:
-            # The reader, `head` say, has closed the pipe. The interpreter must not fail again at its end.
+        except OSError:
+            # The interpreter must not fail again at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
+            if isinstance(error, BrokenPipeError):  # The reader, `head` say, has closed the pipe.
+                return 128 + signal.SIGPIPE
+            print(f"lancet: standard output: {error.strerror}", file=sys.stderr)
+            return 1
         raise
     except (UserError, RankFailed) as error:
         print(f"lancet: {error}", file=sys.stderr)

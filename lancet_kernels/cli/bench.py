@@ -57,7 +57,8 @@ class BenchOptions(PlanningFlags):
     ranks: int = option(2, "processes on this machine; under torchrun those it started", parse=positive_int)
     strategies: tuple[str, ...] = option(
         STRATEGY_NAMES,
-        "names with commas in between (default: all)",
+        f"some of {', '.join((*STRATEGY_NAMES, MICROBATCHES))}, with commas in between (default: all that "
+        "--accumulate allows)",
         parse=names_among((*STRATEGY_NAMES, MICROBATCHES)),
     )
     device: str = option(

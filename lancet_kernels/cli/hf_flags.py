@@ -68,13 +68,14 @@ class HfFlags:
         metavar="HOW",
     )  # fmt: skip
     attention: str = option(
-        "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex",
-        metavar="NAME",
+        "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex "
+        "(default: none of them, [kernels] of the cluster)", metavar="NAME",
     )  # fmt: skip
     eager: bool = option(False, "with --hf: element-wise ops run one by one, as without torch.compile")
     dispatch: str = option(
         "all-to-all",
-        "with --hf: whose all-to-all is assumed: all-to-all, deepep, hybridep",
+        "with --hf: whose all-to-all is assumed, if the cluster has it: all-to-all, deepep, hybridep, "
+        "all-to-all-unfused, all-to-all-torchtitan, deepep-unfused, hybridep-32-sms",
         metavar="NAME",
     )
     search: bool = option(False, "with --hf: find the best layouts for the GPUs")

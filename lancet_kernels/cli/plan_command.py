@@ -20,7 +20,7 @@ from lancet_kernels.cli.options import (
 )
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.files import file_errors, json_text
-from lancet_kernels.graph.costs.clusters import load_cluster
+from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.layer.gpt2_moe import MODELS
 from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.schedules import STRATEGY_NAMES
@@ -49,8 +49,8 @@ class PlanOptions(HfFlags, PlanningFlags):
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     cluster: str | None = option(
         None,
-        "p3dn, p4de, dgx-v100, dgx-a100, dgx-h100, dgx-h200, dgx-b200, gb200-nvl72, local, or a .toml file "
-        "of your own (default: p4de; with --hf, which needs efficiencies of kernels, dgx-h100)",
+        f"{', '.join(cluster_names())}, or a .toml file of your own (default: p4de; with --hf, which needs "
+        "efficiencies of kernels, dgx-h100)",
         metavar="CLUSTER",
     )
     gpus: int = option(

@@ -97,11 +97,14 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
             dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
+        older = [other.name for other in _complete(Path(path).parent) if other < Path(path)]
         raise UserError(
             "checkpoint",
-            got=f"{path} ({str(reason).rstrip('.')})",
+            # The first sentence: torch goes on about what may corrupt a file.
+            got=f"{path} ({str(reason).split('. ')[0].rstrip('.')})",
             expected="one of this model and optimizer, saved by this version",
-            do="train anew, or resume with what saved it",
+            do=(f"move it away to resume from {older[-1]}" if older else "train anew")
+            + ", or resume with what saved it",
         ) from error
     # Tensors were loaded in place; this also takes what a module copies on loading.
     model.load_state_dict(state["model"])

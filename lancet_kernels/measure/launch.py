@@ -228,10 +228,12 @@ CPU_RANK = {
 }
 """Environment of a rank that computes on the CPU."""
 # The command `lancet` as arguments of the interpreter. `-m` would look in the current folder first, where a
-# clone has the package without ops, graph and schedules.
+# clone has the package without ops, graph and schedules. Ctrl-C ends a rank while it imports, too: torch may
+# swallow Python's KeyboardInterrupt, and the rank would train on.
 LANCET = (
     "-c",
-    "import sys; sys.path = [folder for folder in sys.path if folder]; "
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.path = [folder for folder in sys.path if folder]; "
     "from lancet_kernels.__main__ import main; sys.exit(main())",
 )
 _HINTS: dict[int, str] = {

@@ -257,12 +257,13 @@ class OptimizedModule(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which forward and backward leave out the sums of gradients over the ranks, as that of
-        DistributedDataParallel: the next backward outside of it sums the accumulated gradients.
+        DistributedDataParallel: the next backward outside of it sums the accumulated gradients, also if it is
+        one of another optimized module with the same parameters.
 
         Until then `.grad` holds only the gradients of this rank (divided by the number of ranks, if gradients
         are those of the mean). Earlier sums are set aside and added again with the next sum; to drop both,
         zero_grad() must set `.grad` to None, its default. Gradients of parameters that FSDP shards are held
-        whole, outside of `.grad`.
+        whole, outside of `.grad`, until the next backward of this module.
         """
         with self._step.accumulation.without_sums():
             yield

@@ -33,13 +33,14 @@ traced graph has these, for the gradients, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lancet_kernels.ops.base import context_of, op
 from lancet_kernels.ops.comm.groups import group_rank, group_size
@@ -86,16 +87,19 @@ def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pendin
 class Accumulation:
     """Whether gradients are summed over the ranks now (`sums`), and what is set aside until they are."""
 
+    # By parameter whose `.grad` is of this rank alone: what was there before, summed. Steps may share
+    # parameters, so it is one table for all.
+    _aside: ClassVar[MutableMapping[Tensor, Tensor | None]] = WeakTensorKeyDictionary()
+
     def __init__(self) -> None:
         self.sums = True
         self._by_key: dict[object, GradientSum] = {}
-        # By parameter whose `.grad` is of this rank alone: what was there before, summed.
-        self._aside: dict[Tensor, Tensor | None] = {}
+        self._parameters: set[Tensor] = set()
 
     @property
     def unsummed(self) -> bool:
         """Are there gradients of this rank alone?"""
-        in_grad = any(parameter.grad is not None for parameter in self._aside)
+        in_grad = any(parameter.grad is not None for parameter in self._own_aside())
         return in_grad or any(one.held is not None for one in self._by_key.values())
 
     @contextlib.contextmanager
@@ -112,16 +116,15 @@ class Accumulation:
 
         Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
         """
+        self._parameters.update(parameters)
         if key not in self._by_key:
             self._by_key[key] = GradientSum(self, parameters)
         return self._by_key[key]
 
     def forget(self) -> None:
         """After a failure: drop the gradients of this rank alone; `.grad` is what it was before them."""
-        for parameter, summed in self._aside.items():
-            # None: the gradients were set to zero since.
-            parameter.grad = None if parameter.grad is None else summed
-        self._aside.clear()
+        for parameter in self._own_aside():
+            self.take(parameter)
         for one in self._by_key.values():
             one.held = None
 
@@ -132,8 +135,13 @@ class Accumulation:
             one.held = None
         return held
 
+    def _own_aside(self) -> list[Tensor]:
+        """The parameters of this step whose `.grad` is of this rank alone."""
+        return [parameter for parameter in self._parameters if parameter in self._aside]
+
     def keep(self, parameter: Tensor) -> None:
         """Before a gradient of this rank alone is added to `.grad`: set aside what is summed."""
+        self._parameters.add(parameter)
         # None: the gradients were set to zero since, or there are none yet.
         if parameter.grad is None or parameter not in self._aside:
             self._aside[parameter], parameter.grad = parameter.grad, None

@@ -227,6 +227,8 @@ def blames(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, CommunicationError):
             return "timeout" if error.timed_out else "peer"
+        if "EADDRINUSE" in str(error):  # the port at which the ranks are to meet
+            return "self"
         lost = isinstance(error, (dist.DistError, ConnectionError, TimeoutError))
         if lost or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error))):
             return "timeout" if isinstance(error, TimeoutError) or TIMED_OUT.search(str(error)) else "peer"

@@ -46,5 +46,14 @@ def test_a_reader_that_has_enough_ends_it_in_silence(arguments, monkeypatch, cap
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["explain", "--help"]])
+def test_a_full_disk_behind_standard_output_is_one_line(arguments, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 1
+    assert capfd.readouterr().err == "lancet: standard output: No space left on device\n"
+
+
 def test_a_file_that_is_no_plan(refused, tmp_path):
     assert "missing.json" in refused("explain", tmp_path / "missing.json")

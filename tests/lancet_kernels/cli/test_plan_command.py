@@ -1,6 +1,8 @@
 """`lancet plan`: figures for machines and people, files, and one line for whatever is wrong."""
 
 import json
+import re
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from lancet_kernels.__main__ import main
 from lancet_kernels.cli.plan_command import PlanOptions
+from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
 from lancet_kernels.predict.simulate import Setting
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
@@ -173,6 +176,18 @@ WRONG = {
 def test_wrong_input_is_one_line(refused, case):
     arguments, message = WRONG[case]
     assert message in refused(*TINY, *arguments)
+
+
+def test_help_names_what_clusters_have():
+    said = {field.name: field.metadata["arguments"]["help"] for field in fields(PlanOptions)}
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        for option, names in (
+            ("cluster", [name]),
+            ("dispatch", cluster.dispatchers),
+            ("attention", cluster.attention),
+        ):
+            assert all(re.search(rf"\b{one}[, ]", said[option]) for one in names), name
 
 
 @pytest.mark.parametrize("option", ["--memory-gb", "--most-parts", "--group-ms", "--longest-range-ms"])

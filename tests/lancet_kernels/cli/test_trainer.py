@@ -1,5 +1,6 @@
 """Checkpoints: bit-identical at another number of ranks, complete or absent."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -206,6 +207,19 @@ def test_a_checkpoint_of_another_optimizer_is_one_line(two_checkpoints):
     )
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, model, make_optimizer("adam", model))
+
+
+def test_of_a_damaged_checkpoint_the_one_before_is_named(two_checkpoints):
+    path, model = two_checkpoints / "step-00000005", small_model()
+    optimizer = make_optimizer("sgd", model)
+    os.truncate(path / "__0_0.distcp", 1000)
+    reason = r"\(PytorchStreamReader failed reading zip archive: failed finding central directory\)"
+    with pytest.raises(
+        UserError, match=rf"step-00000005 {reason}.*; move it away to resume from step-00000003"
+    ):
+        load_checkpoint(path, model, optimizer)
+    shutil.move(path, two_checkpoints / "moved")
+    assert load_checkpoint(find_checkpoint(two_checkpoints), model, optimizer) == 3
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

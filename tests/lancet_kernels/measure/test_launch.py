@@ -348,3 +348,13 @@ def test_ranks_import_what_is_installed_and_not_what_lies_in_the_current_folder(
     launch(1, [*LANCET, "--version"])
     with pytest.raises(RankFailed):
         launch(1, [*LANCET, "--no-such-option"])
+
+
+def test_ctrl_c_ends_a_rank_that_imports(tmp_path, monkeypatch):
+    """An import may swallow KeyboardInterrupt."""
+    (tmp_path / "lancet_kernels").mkdir()
+    swallows = "import contextlib, signal\nwith contextlib.suppress(KeyboardInterrupt):\n    "
+    (tmp_path / "lancet_kernels" / "__init__.py").write_text(f"{swallows}signal.raise_signal(signal.SIGINT)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = subprocess.run([sys.executable, *LANCET], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")

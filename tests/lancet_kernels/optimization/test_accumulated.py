@@ -202,6 +202,31 @@ def test_microbatches_after_no_sync(pool: RankPool, strategy: str) -> None:
     pool.run(after_no_sync, strategy)
 
 
+def two_steps_of_one_model() -> None:
+    """What one leaves under no_sync, the next sum over the ranks adds, whichever step it is of."""
+    step, case = planned(False, "none"), Case(dist.get_world_size())
+    first, second = microbatches(2)
+    groups = groups_with(dist.get_world_size())
+    other = optimized(step.module, first, groups=groups, reduce_gradients="mean")
+    for before, after in ([step], [other]), ([step, other], [other]), ([other, step], [other, step]):
+        step.module.zero_grad()
+        with contextlib.ExitStack() as stack:
+            for one in before:
+                stack.enter_context(one.no_sync())
+                one(*first).backward()
+        for one in after:
+            one(*second).backward()
+        reference = Step(Groups(), balance=0.0)
+        for k, times in enumerate((len(before), len(after))):
+            batch = torch.cat([batch_of(rank, k) for rank in range(dist.get_world_size())])
+            (reference(batch) * times).backward()
+        assert distance(step.module, reference, case) < BOUND
+
+
+def test_two_steps_of_one_model(pool: RankPool) -> None:
+    pool.run(two_steps_of_one_model)
+
+
 def failing() -> None:
     """After a failure in the last backward, gradients and what is held are as before the microbatches."""
     step, batches = planned(True, "microbatches"), microbatches(3)

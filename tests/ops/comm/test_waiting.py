@@ -140,6 +140,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (TIMED_OUT, "timeout"),
         (RuntimeError("Application timeout caused pair closure"), "timeout"),
         (dist.DistNetworkError("Connection reset"), "peer"),
+        (dist.DistNetworkError("port: 29500, code: -98, name: EADDRINUSE"), "self"),
         (CommunicationError("all_to_all with rank 3"), "peer"),
         (CommunicationError("all_to_all with rank 3", timed_out=True), "timeout"),
         (chained(ValueError("step failed"), ConnectionResetError()), "peer"),
