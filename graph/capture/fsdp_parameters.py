@@ -274,7 +274,8 @@ def mesh_of_experts(groups: Groups, device_type: str) -> DeviceMesh:
     meshes = _MESHES.setdefault(world, {})
     if groups not in meshes:
         replicas = {*group_ranks(groups.replica)}
-        # Those of another model may be beside them. An expert group may have ranks with the same tokens.
+        # Those of this model: each has a replica of this rank. The data group may lack some of their ranks,
+        # which have the same tokens as others.
         rows = [row for row in groups_of_all_ranks(group_ranks(groups.expert)) if replicas.intersection(row)]
         # A process group has its ranks in order; as places in a mesh they would be other shards.
         if any(sorted(column) != [*column] for column in zip(*rows, strict=True)):

@@ -69,7 +69,7 @@ class HfFlags:
     )  # fmt: skip
     attention: str = option(
         "", "with --hf: whose attention kernel is assumed: cudnn, flash-attention-3, flash-attention-2, flex "
-        "(default: none of them, [kernels] of the cluster)", metavar="NAME",
+        "(default: as in [kernels] of the cluster)", metavar="NAME",
     )  # fmt: skip
     eager: bool = option(False, "with --hf: element-wise ops run one by one, as without torch.compile")
     dispatch: str = option(

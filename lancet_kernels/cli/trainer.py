@@ -97,7 +97,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
             dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
-        older = [other.name for other in _complete(Path(path).parent) if other < Path(path)]
+        is_damaged = not str(reason).startswith(("Missing key", "Size mismatch"))
+        older = [other.name for other in _complete(Path(path).parent) if other < Path(path) and is_damaged]
         raise UserError(
             "checkpoint",
             # The first sentence: torch goes on about what may corrupt a file.

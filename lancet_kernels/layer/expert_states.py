@@ -144,9 +144,8 @@ class ExpertsByGlobalId(ShardedExperts):
 
 
 class ShardedModule(nn.Module):
-    """A module that says how a rank's part of a parameter lies in the whole one. In state dicts its
-    parameters, and an optimizer's state of them, are DTensors; they load from those, of other ranks too, and
-    from whole tensors."""
+    """A module that says how a rank's part of a parameter lies in the whole one. In state dicts parameters
+    of which it has a part, and an optimizer's state of them, are DTensors; whole tensors load, too."""
 
     instances: ClassVar[WeakSet[ShardedModule]] = WeakSet()
     """All that there are in this process."""
@@ -162,7 +161,7 @@ class ShardedModule(nn.Module):
         self.instances.add(self)
 
     def names_in_states(self) -> dict[str, str]:
-        """By the names in a state dict: the names here, one tensor's under all of its names."""
+        """For each name in state dicts, the name here. A shared parameter has several in state dicts."""
         return {name: name for name, _ in self.named_parameters()}
 
     def layout(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
@@ -173,35 +172,48 @@ class ShardedModule(nn.Module):
         """This rank's part of a whole parameter. Raises: UserError for another shape."""
         raise NotImplementedError
 
-    def laid(self, name: str, part: Tensor) -> Tensor:
-        """A view of a rank's part with dimensions along which the ranks' parts concatenate."""
-        return part
+    def in_states(self, name: str, own: Tensor) -> Tensor:
+        """A view of this rank's part with dimensions along which the ranks' parts concatenate."""
+        return own
+
+    def gathered(self, name: str, shards: DTensor) -> Tensor:
+        """A whole parameter from other shards of it. Collective."""
+        return shards.full_tensor()
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         """This rank's part of a parameter, its gradient or optimizer state as a tensor of the whole model: a
         DTensor where it is sharded, else itself."""
-        layout = self.layout(name)
-        if layout is None or own.dim() == 0:
+        if own.dim() == 0:
             return own
-        shape = self.get_parameter(name).shape
-        if own.shape != shape or isinstance(own, DTensor):
+        if (layout := self.layout(name)) is None:
+            return self.in_states(name, own)
+        what = f"state of {name}, which is sharded"
+        if isinstance(own, DTensor):
             raise UserError(
-                f"tensor of {name}, which is sharded",
-                got=f"a {type(own).__name__} {list(own.shape)}",
-                expected=f"a tensor like this rank's part, {list(shape)}",
-                do="use an optimizer with states of the parameters' shapes, and no fully_shard around them",
+                what,
+                got="shards of this rank's part by fully_shard",
+                expected="the part as one tensor",
+                do="give fully_shard these parameters as ignored_params",
             )
-        return DTensor.from_local(self.laid(name, own), *layout, run_check=False)
+        if own.shape != (shape := self.get_parameter(name).shape):
+            raise UserError(
+                what,
+                got=list(own.shape),
+                expected=f"the shape of this rank's part, {list(shape)}",
+                do="use an optimizer whose state has the shape of the parameters",
+            )
+        return DTensor.from_local(self.in_states(name, own), *layout, run_check=False)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole model, a DTensor or not. Collective for a DTensor with
         other shards. Raises: UserError for another shape."""
-        layout = self.layout(name)
         if isinstance(whole, DTensor):
-            if (whole.device_mesh, whole.placements) == layout:
+            mesh, placements = self.layout(name) or (None, ())
+            # On any device.
+            if mesh and whole.placements == placements and whole.device_mesh.mesh.equal(mesh.mesh):
                 return whole.to_local().view(self.get_parameter(name).shape)
-            whole = whole.full_tensor()
-        return whole if layout is None or whole.dim() == 0 else self.part(name, whole)
+            whole = self.gathered(name, whole)
+        return whole if whole.dim() == 0 else self.part(name, whole)
 
 
 def _as_whole(module: ShardedModule, state: State, prefix: str, _metadata: object) -> None:
@@ -209,7 +221,7 @@ def _as_whole(module: ShardedModule, state: State, prefix: str, _metadata: objec
     names = module.names_in_states()
     own = {first: state.pop(prefix + first) for first in {*names.values()}}
     for name, first in names.items():
-        state[prefix + name] = module.whole(first, own[first])
+        _put(state, prefix + name, module.whole(first, own[first]))
 
 
 def _as_own(module: ShardedModule, state: State, prefix: str, *_: object) -> None:
@@ -236,14 +248,18 @@ def save_as_shards(layer: ShardedExperts) -> None:
 
 
 def _with_shards(module: nn.Module, state_dict: State, prefix: str, _metadata: object) -> None:
-    """Shards refuse to be pickled (`torch.save`): the file would have one rank's experts only."""
     for name, tensor, place in _placed(module):
         if (key := prefix + name) in state_dict:
             if not place.of_adapter:
                 _check_rows(place.layer, state_dict[key], key)
-            shard = state_dict[key] = _as_shard(state_dict[key], tensor, place)
-            if isinstance(shard, DTensor):
-                shard.__reduce_ex__ = partial(_refuse_pickle, key)  # type: ignore[method-assign]
+            _put(state_dict, key, cast(Tensor, _as_shard(state_dict[key], tensor, place)))
+
+
+def _put(state_dict: State, name: str, tensor: Tensor) -> None:
+    """Shards refuse to be pickled (`torch.save`): the file would have one rank's part only."""
+    state_dict[name] = tensor
+    if isinstance(tensor, DTensor):
+        tensor.__reduce_ex__ = partial(_refuse_pickle, name)  # type: ignore[method-assign]
 
 
 def _with_own(module: nn.Module, state_dict: State, prefix: str, *_: object) -> None:
@@ -259,8 +275,8 @@ ForkingPickler.register(DTensor, lambda shard: DTensor.__reduce_ex__(shard, pick
 def _refuse_pickle(name: str, _protocol: object) -> None:
     raise UserError(
         f"{name} to pickle",
-        got="a state dict whose experts are on several ranks",
-        expected="one with all experts",
+        got="a state dict of which each rank has a part",
+        expected="whole tensors",
         do="use torch.distributed.checkpoint, or save_safetensors(model, folder) or export_state_dict(model) "
         "of lancet_kernels on every rank",
     )
@@ -505,8 +521,11 @@ def _as_shard(value: object, parameter: Tensor, place: Place | Part) -> object:
 def _own(value: object, parameter: Tensor, place: Place | Part) -> object:
     """The inverse of `_as_shard`, also of whole tensors. Collective for a DTensor with other shards."""
     if isinstance(place, Part):
-        is_own = not isinstance(value, DTensor) and getattr(value, "shape", None) in (None, parameter.shape)
-        return value if is_own else place.module.own(place.name, cast(Tensor, value))
+        if not isinstance(value, Tensor):
+            return value
+        # Factored states have fewer elements.
+        is_whole = value.shape != parameter.shape and value.numel() >= parameter.numel()
+        return place.module.own(place.name, value) if isinstance(value, DTensor) or is_whole else value
     if isinstance(parameter, DTensor):
         return _own_shard(value, parameter, place)
     if isinstance(value, DTensor):

@@ -173,6 +173,7 @@ class PlannedSums:
         self._beyond = [subgroup(range(group_size(group)), group) for group in beyond.values()]
         in_buckets = [[module.get_parameter(name) for name in names] for _, names in buckets]
         self._parameters = [*in_buckets, [module.get_parameter(name) for name in beyond]]
+        accumulation.parameters.update(itertools.chain(*self._parameters))
         summed = [name for _, names in buckets for name in names] + [*beyond]
         self._divide_by = divide_by
         own = [

@@ -283,8 +283,8 @@ def _problem(
     edges = tuple(pairwise(range(len(operators))))
     every = Problem.over(cluster, operators, edges, ranks, home_squares)
     # The dimensions that may be cut, and the numbers that their slices have to divide.
+    inner_width = math.gcd(*features) // one.names.kinds
     heads = math.gcd(one.heads, one.key_value_heads)
-    inner_width = math.gcd(*features, *([heads] if one.names.kinds > 1 else []))
     limits = {
         first: {"m": rows, "n": width, "k": inner_width},
         between: {"h": heads} if one.heads else {"m": rows, "k": inner_width},
@@ -329,9 +329,8 @@ def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups
     inner, between, outer = one.operators
     middle = Neighbour(partitions[between], "h" if one.heads else "k")
     around, leading = Neighbour(partitions["add"]), LeadingDimensions()
-    parts = (one.heads, one.names.kinds) if one.names.kinds > 1 else (1, 1)
     for name, layer in zip(one.names.inner, one.inner_layers, strict=True):
-        own = PartitionedLinear(layer, partitions[inner], around, middle, groups, leading, parts)
+        own = PartitionedLinear(layer, partitions[inner], around, middle, groups, leading, one.names.kinds)
         setattr(one.module, name, own)
     last = PartitionedLinear(one.outer_layer, partitions[outer], middle, around, groups, leading)
     setattr(one.module, one.names.outer, last)

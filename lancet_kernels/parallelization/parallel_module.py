@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
@@ -196,7 +196,9 @@ class ParallelModule(ShardedModule):
         return None if form is None or form.dimension is None else (self.mesh, (Shard(form.dimension),))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        dim = cast(int, self.forms[name].dimension)
+        form = self.forms.get(name)
+        if form is None or (dim := form.dimension) is None:
+            return whole
         size = self.get_parameter(name).shape[dim] * self.mesh.size()
         if whole.shape[dim] != size:
             raise UserError(

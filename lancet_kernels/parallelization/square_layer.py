@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -34,6 +36,7 @@ from lancet_kernels.graph.rules.slices import (
     Partition,
     Primitive,
     SliceIndex,
+    Tile,
     home_square,
 )
 from lancet_kernels.graph.rules.tile_layouts import (
@@ -92,9 +95,9 @@ class PartitionedLinear(ShardedModule):
         before, after: the neighbouring operators.
         groups: None: all ranks.
         leading: of its block.
-        heads_and_kinds: output features are ordered by kind, then by head (GPT-2's queries, keys, values);
-            ranks get whole heads of all kinds, and state dicts have a dimension for the kinds.
-    Raises: UserError (sizes, or heads, that the slices do not divide).
+        kinds: of output features, which are ordered by kind (GPT-2's queries, keys, values); ranks get their
+            part of each, and state dicts have a dimension for the kinds.
+    Raises: UserError (sizes that the slices do not divide).
     """
 
     def __init__(
@@ -105,19 +108,20 @@ class PartitionedLinear(ShardedModule):
         after: Neighbour,
         groups: AnyGroups | None = None,
         leading: LeadingDimensions | None = None,
-        heads_and_kinds: tuple[int, int] = (1, 1),
+        kinds: int = 1,
     ) -> None:
         super().__init__()
         self._group, self.partition = expert_group_name(groups), partition
-        self._is_transposed, self._heads_and_kinds = not isinstance(linear, nn.Linear), heads_and_kinds
+        self._is_transposed, self._kinds = not isinstance(linear, nn.Linear), kinds
         weight = linear.get_parameter("weight")
         weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape
+        # Where there are kinds, tiles are cut from features by piece, then by kind: any tile, of this layer
+        # or of the operator behind, has whole pieces.
+        own, behind = partition.slices("k"), after.partition.slices(after.features)
+        self._pieces = max(own, behind)
+        self._own_pieces, self._pieces_behind = self._pieces // own, self._pieces // behind
         self._check_partition()
-        heads, kinds = heads_and_kinds
-        # Heads in a tile of the parameters, and in one of the operator behind. Not while torch traces a call.
-        self._own_heads = heads // partition.slices("k") if kinds > 1 else 1
-        self._heads_behind = heads // after.partition.slices(after.features) if kinds > 1 else 1
         self._before, self._after = before, after
         # Before and behind: whether rows are cut.
         self._cuts_rows = tuple(one.partition.slices("m") > 1 for one in (before, after))
@@ -141,8 +145,8 @@ class PartitionedLinear(ShardedModule):
         Raises: UserError (a shape that ranks cannot divide, or another one on another rank),
         CommunicationError.
         """
-        x, weight = cast(x), self._by_head(cast(self.weight), self._own_heads).contiguous()
-        bias = None if self.bias is None else self._by_head(cast(self.bias), self._own_heads)
+        x, weight = cast(x), self._by_piece(cast(self.weight), self._own_pieces)
+        bias = None if self.bias is None else self._by_piece(cast(self.bias), self._own_pieces)
         if x.dim() < 1 or x.shape[-1] != self._width or x.dtype != weight.dtype:
             raise UserError(
                 f"input tile of {type(self).__name__}",
@@ -156,9 +160,8 @@ class PartitionedLinear(ShardedModule):
         tile = self.enter(x.reshape(-1, x.shape[-1]), self._group, "I")
         y = square_linear(tile, weight, bias, self._movements, self._sums, self._group)
         y = self.leave(y, self._group, "O")
-        if (kinds := self._heads_and_kinds[1]) > 1:
-            # Back to the order by kind, then by head, of the model's own code.
-            y = _regrouped(y, 1, self._heads_behind, kinds)
+        # In the order of the model's own code.
+        y = _regrouped(y, 1, self._pieces_behind, self._kinds)
         return y.view(*self._leading_of(y, x), y.shape[-1])
 
     def _compare(self, x: Tensor) -> None:
@@ -172,74 +175,70 @@ class PartitionedLinear(ShardedModule):
         self._compared.add((rows, x.dtype))
 
     @torch.no_grad()
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """Weight and bias in the form of the original layer. Collective over the group."""
-        whole = {}
-        for name, tile in self.named_parameters():
-            by_head = self._by_head(tile.detach(), self._own_heads)
-            by_head = moved(by_head.view(len(by_head), -1), self._from_whole(name).back, self._group, name)
-            whole[name] = self._by_kind(by_head, self._heads_and_kinds[0], tile.dim())
-        return whole
+    def whole_parameter(self, name: str) -> Tensor:
+        """The weight or the bias of the original layer. Collective over the group."""
+        tile = getattr(self, name).detach()
+        by_piece = self._by_piece(tile, self._own_pieces)
+        by_piece = moved(by_piece.view(len(by_piece), -1), self._from_whole(name).back, self._group, name)
+        return self._by_kind(by_piece, self._pieces, tile.dim())
 
     def layout(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         if self.partition.devices == 1 or name not in TILES_OF:
             return None
-        tiles = layout_of(self.partition, FORWARD, *TILES_OF[name])
-        ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for tile, rank in zip(tiles.tiles, group_ranks(self._group), strict=True):
-            ranks[tile].append(rank)
-        rows, columns = map(range, tiles.slices)
         parameter = self.get_parameter(name)
         kind = "cpu" if parameter.is_meta else parameter.device.type
-        # No communicators: theirs would have the ranks in another order.
-        mesh = DeviceMesh(kind, [[ranks[r, c] for c in columns] for r in rows], _init_backend=False)
-        features = self._feature_dimension(parameter.dim()) + (self._heads_and_kinds[1] > 1)
-        if name == "bias":
-            return mesh, (Shard(features), Replicate(), Replicate())
-        inputs = 0 if self._is_transposed else features + 1
-        return mesh, (Shard(features), Shard(inputs), Replicate())
+        tiles = layout_of(self.partition, FORWARD, *TILES_OF[name])
+        features = self._feature_dimension(parameter.dim()) + (self._kinds > 1)
+        inputs: Placement = Replicate()
+        if parameter.dim() > 1:
+            inputs = Shard(0 if self._is_transposed else features + 1)
+        mesh = _mesh_of_tiles(kind, tiles, tuple(group_ranks(self._group)), dist.get_rank())
+        return mesh, (Shard(features), inputs, Replicate())
 
-    def laid(self, name: str, part: Tensor) -> Tensor:
-        kinds = self._heads_and_kinds[1]
-        return part if kinds == 1 else part.unflatten(self._feature_dimension(part.dim()), (kinds, -1))
+    def in_states(self, name: str, own: Tensor) -> Tensor:
+        return (
+            own if self._kinds == 1 else own.unflatten(self._feature_dimension(own.dim()), (self._kinds, -1))
+        )
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        if isinstance(whole, DTensor) and (whole.device_mesh, whole.placements) != self.layout(name):
-            raise UserError(
-                f"{name} of {type(self).__name__}",
-                got="tiles of another partition",
-                expected="those of this one, or the whole tensor",
-                do="use torch.distributed.checkpoint, or whole_state_dict(model)",
-            )
-        return super().own(name, whole)
+    def gathered(self, name: str, shards: DTensor) -> Tensor:
+        if self.partition.devices == 1:
+            return super().gathered(name, shards)
+        raise UserError(
+            f"{name} of {type(self).__name__}",
+            got="tiles of another partition",
+            expected="those of this one, or the whole tensor",
+            do="use torch.distributed.checkpoint, or whole_state_dict(model)",
+        )
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        shape = [self.out_features, self.in_features] if name == "weight" else [self.out_features]
+        shape = torch.Size([self.out_features, self.in_features] if name == "weight" else [self.out_features])
         shape = shape[::-1] if self._is_transposed else shape
-        if whole.numel() != math.prod(shape):
+        in_states = [*shape]
+        if self._kinds > 1:
+            dim = self._feature_dimension(len(shape))
+            in_states[dim : dim + 1] = self._kinds, shape[dim] // self._kinds
+        if [*whole.shape] not in ([*shape], in_states):
             raise UserError(
                 f"{name} of {type(self).__name__}",
                 got=list(whole.shape),
-                expected=f"the whole tensor, {shape}",
+                expected=f"the whole tensor, {list(shape)}",
                 do="give the state dict of the whole model",
             )
-        by_head = self._by_head(whole.detach().reshape(shape), self._heads_and_kinds[0])
-        own = moved(by_head.view(len(by_head), -1), self._from_whole(name).there, self._group, name)
-        return self._by_kind(own, self._own_heads, len(shape))
+        by_piece = self._by_piece(whole.detach().reshape(shape), self._pieces)
+        own = moved(by_piece.view(len(by_piece), -1), self._from_whole(name).there, self._group, name)
+        return self._by_kind(own, self._own_pieces, len(shape))
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, partition={self.partition}"
 
     def _check_partition(self) -> None:
-        heads, kinds = self._heads_and_kinds
-        sizes = {"n": self.in_features, "k": heads if kinds > 1 else self.out_features}
-        cut = {d: self.partition.slices(d) for d in sizes}
-        if any(sizes[d] % n for d, n in cut.items()):
+        into, out = self.partition.slices("n"), self._kinds * self._pieces
+        if self.in_features % into or self.out_features % out:
             raise UserError(
                 f"partition {self.partition} of a linear layer",
-                got=f"{sizes['n']} features in and {sizes['k']} {'heads' if kinds > 1 else 'features'} out",
-                expected=f"multiples of {cut['n']} and {cut['k']}",
+                got=f"{self.in_features} features in and {self.out_features} out",
+                expected=f"multiples of {into} and {out}",
                 do="choose another partition",
             )
 
@@ -252,16 +251,14 @@ class PartitionedLinear(ShardedModule):
         """Where a parameter with so many dimensions has the output features."""
         return int(self._is_transposed and dim == 2)
 
-    def _by_head(self, parameter: Tensor, heads: int) -> Tensor:
-        """A parameter as [features out, ...], by head, then by kind."""
+    def _by_piece(self, parameter: Tensor, pieces: int) -> Tensor:
+        """A parameter as [features out, ...], by piece, then by kind."""
         features_first = parameter.T if self._feature_dimension(parameter.dim()) else parameter
-        kinds = self._heads_and_kinds[1]
-        return features_first if kinds == 1 else _regrouped(features_first, 0, kinds, heads)
+        return _regrouped(features_first, 0, self._kinds, pieces)
 
-    def _by_kind(self, by_head: Tensor, heads: int, dim: int) -> Tensor:
+    def _by_kind(self, by_piece: Tensor, pieces: int, dim: int) -> Tensor:
         """The inverse, of a parameter with so many dimensions, from a matrix."""
-        kinds = self._heads_and_kinds[1]
-        matrix = by_head if kinds == 1 else _regrouped(by_head, 0, heads, kinds)
+        matrix = _regrouped(by_piece, 0, pieces, self._kinds)
         parameter = matrix.flatten() if dim == 1 else matrix.movedim(0, self._feature_dimension(dim))
         return parameter.clone(memory_format=torch.contiguous_format)
 
@@ -283,7 +280,20 @@ class PartitionedLinear(ShardedModule):
 
 def _regrouped(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
     """A dimension [outer * inner * width] by inner, then by outer."""
+    if min(outer, inner) == 1:
+        return x
     return x.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+@lru_cache(maxsize=1000)
+def _mesh_of_tiles(device_type: str, tiles: Layout, ranks: tuple[int, ...], _rank: int) -> DeviceMesh:
+    """The ranks by slice of the rows, slice of the features, and copy, as seen from a rank. It has no
+    communicators: torch's would have the ranks in another order."""
+    holders: dict[Tile, list[int]] = defaultdict(list)
+    for tile, rank in zip(tiles.tiles, ranks, strict=True):
+        holders[tile].append(rank)
+    rows, columns = map(range, tiles.slices)
+    return DeviceMesh(device_type, [[holders[r, c] for c in columns] for r in rows], _init_backend=False)
 
 
 def _edge(other: Neighbour, own: Neighbour, into: bool) -> Way:
@@ -302,14 +312,22 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def whole_parameters(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """For each parameter of partitioned layers, a function that gathers it. Collective over their groups."""
+    layers = [(f"{n}." if n else "", m) for n, m in model.named_modules(remove_duplicate=False)]
+    return {
+        before + name: partial(module.whole_parameter, name)
+        for before, module in layers
+        if isinstance(module, PartitionedLinear)
+        for name in TILES_OF
+        if getattr(module, name) is not None
+    }
+
+
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()` as without partitions, whole on every rank. Collective over their groups."""
-    whole = model.state_dict()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PartitionedLinear):
-            prefix = f"{name}." if name else ""
-            whole |= {prefix + key: value for key, value in module.whole_parameters().items()}
-    return whole
+    """`model.state_dict()` with the parameters of linear layers as without partitions, on every rank.
+    Collective over their groups."""
+    return model.state_dict() | {name: gather() for name, gather in whole_parameters(model).items()}
 
 
 STRAIGHT, SKEWED = TILES = ("straight", "skewed")
@@ -387,7 +405,7 @@ class SquareLinear(PartitionedLinear):
 
     def to_linear(self) -> nn.Linear:
         """The whole layer, on every rank. Collective over the ranks of the group."""
-        whole, has_bias = self.whole_parameters(), self.bias is not None
+        whole, has_bias = whole_state_dict(self), self.bias is not None
         weight = whole["weight"]
         linear = nn.Linear(
             self.in_features, self.out_features, has_bias, device=weight.device, dtype=weight.dtype

@@ -25,7 +25,7 @@ from lancet_kernels.layer.expert_layer import ExpertLayer
 from lancet_kernels.layer.expert_states import adapter_tensors, experts_by_global_id
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name, group_rank
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.parallelization.square_layer import whole_state_dict
+from lancet_kernels.parallelization.square_layer import whole_parameters, whole_state_dict
 
 _QUANTIZED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 """Quantized dtypes in safetensors files; their scales are separate tensors."""
@@ -52,7 +52,8 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict that the model would have without `convert`, with its current weights; bitwise.
 
     Every rank gathers all experts, and PEFT's adapters of them, collective over the expert group; for a
-    sharded model (`fsdp`) all parameters, collective over all its ranks. On one rank,
+    sharded model (`fsdp`, `parallelize`, `parallelize_linears`) all parameters, collective over all its
+    ranks. On one rank,
     `model.save_pretrained(folder, state_dict=state)` writes a checkpoint that transformers loads.
 
     Args: model: after `convert`; for any other one the whole `model.state_dict()`.
@@ -102,7 +103,7 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     bitwise.
 
     Collective over all ranks. The first one writes a file per layer: beside its part of the model it holds
-    one whole layer, and the others one whole parameter; behind `parallelize_linears` all hold all layers.
+    one whole layer, and the others one whole parameter.
 
     Args: model: a model of transformers, after `convert`, and `fsdp` if it is sharded. folder: created.
     Raises: UserError for another model, for one with adapters, and on all ranks where the first one cannot
@@ -120,15 +121,16 @@ def save_safetensors(model: nn.Module, folder: str | Path) -> None:
     # Tied parameters are saved under their first names.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     layers: dict[str, dict[str, Tensor]] = {}
-    for name, value in whole_state_dict(model).items():
+    for name, value in model.state_dict().items():
         if name not in tied:
             layers.setdefault(_layer_of(name), {})[name] = value
+    partitioned = whole_parameters(model)
     writes, folder = group_rank(group_name(None)) == 0, Path(folder)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(layers.values(), 1):
         whole = {}
         for name, value in tensors.items():
-            gathered = _whole(name, value)
+            gathered = partitioned[name]() if name in partitioned else _whole(name, value)
             if writes:
                 whole[name] = gathered.cpu()
             del gathered

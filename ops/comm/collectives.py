@@ -94,7 +94,8 @@ class Accumulation:
     def __init__(self) -> None:
         self.sums = True
         self._by_key: dict[object, GradientSum] = {}
-        self._parameters: set[Tensor] = set()
+        self.parameters: set[Tensor] = set()
+        """Those of the step."""
 
     @property
     def unsummed(self) -> bool:
@@ -116,7 +117,7 @@ class Accumulation:
 
         Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
         """
-        self._parameters.update(parameters)
+        self.parameters.update(parameters)
         if key not in self._by_key:
             self._by_key[key] = GradientSum(self, parameters)
         return self._by_key[key]
@@ -137,11 +138,10 @@ class Accumulation:
 
     def _own_aside(self) -> list[Tensor]:
         """The parameters of this step whose `.grad` is of this rank alone."""
-        return [parameter for parameter in self._parameters if parameter in self._aside]
+        return [parameter for parameter in self.parameters if parameter in self._aside]
 
     def keep(self, parameter: Tensor) -> None:
         """Before a gradient of this rank alone is added to `.grad`: set aside what is summed."""
-        self._parameters.add(parameter)
         # None: the gradients were set to zero since, or there are none yet.
         if parameter.grad is None or parameter not in self._aside:
             self._aside[parameter], parameter.grad = parameter.grad, None

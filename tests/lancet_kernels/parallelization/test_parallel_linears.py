@@ -190,7 +190,8 @@ def loaded(folder: str, family: str, strategy: str) -> tuple[float, float, float
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "strategy"), few_of([("gpt2", 4, "megatron"), ("llama", 1, "primepar")])
+    ("family", "ranks", "strategy"),
+    few_of([("gpt2", 4, "megatron"), ("gpt2", 1, "primepar"), ("llama", 1, "primepar")], 0, 1),
 )
 def test_a_checkpoint_loads_under_other_partitions(
     pool: RankPool, tmp_path: Path, family: str, ranks: int, strategy: str
@@ -219,6 +220,26 @@ def test_any_partition_of_the_space(pool: RankPool, primitives: tuple[list[Primi
     """Sums in each phase, replicas, rows that are cut differently on both sides."""
     partitions = {name: Partition(tuple(of)) for name, of in zip(OPERATORS, primitives, strict=True)}
     check(pool.run(train_on_rank, "gpt2", "primepar", partitions, ranks=4))
+
+
+def odd_heads_on_rank() -> tuple[float, float]:
+    """Errors of the output and of the weight of 5 heads of 8 features, whose queries, keys and values are cut
+    in a square."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Layer("gpt2"))
+    attention = whole[0].attention
+    attention.num_heads, attention.head_dim, attention.split_size = 5, 8, 40
+    attention.c_attn, attention.c_proj = Conv1D(WIDTH, 120, True), Conv1D(40, WIDTH, True)
+    parted, x = copy.deepcopy(whole), torch.randn(BATCH, SEQUENCE, WIDTH)
+    parallelize_linears(parted, (x,), partitions={"qkv": Partition((P2,))}, cluster=slow_cluster())
+    weights = (whole_state_dict(model)["0.attention.c_attn.weight"] for model in (parted, whole))
+    return distance(parted(x), whole(x)), distance(*weights)
+
+
+def test_heads_need_not_be_divided_by_slices(pool: RankPool) -> None:
+    for output, weight in pool.run(odd_heads_on_rank, ranks=4):
+        assert output < 1e-5
+        assert weight == 0.0
 
 
 @pytest.mark.long

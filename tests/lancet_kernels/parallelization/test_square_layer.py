@@ -2,6 +2,7 @@
 collective but for the gradient of the bias."""
 
 import copy
+import io
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -285,9 +286,19 @@ def test_bad_input_gets_one_line() -> None:
             SquareLinear(4, 4)
     with (
         fake_ranks(4),
-        pytest.raises(UserError, match="got 4 features in and 5 features out, expected multiples of"),
+        pytest.raises(UserError, match="got 4 features in and 5 out, expected multiples of"),
     ):
         SquareLinear(4, 5)
+    with fake_ranks(4):
+        layer = SquareLinear(4, 6)
+        state = layer.state_dict()
+        with pytest.raises(
+            UserError, match="weight to pickle: got a state dict of which each rank has a part"
+        ):
+            torch.save(state, io.BytesIO())
+        state["weight"] = torch.zeros(4, 6)
+        with pytest.raises(UserError, match=r"got \[4, 6\], expected the whole tensor, \[6, 4\]"):
+            layer.load_state_dict(state)
     layer = SquareLinear(4, 6)
     with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
         layer(torch.randn(2, 3))
