@@ -178,9 +178,9 @@ def run(fault: Fault | None, way: str, folder: Path) -> tuple[float | None, str]
     try:
         launch(2, [__file__, "--rank", str(folder), way, *own])
     except RankFailed as error:
-        if fault is None:
+        if fault is None or not (struck := folder / "struck").exists():
             raise
-        after_s = time.time() - float((folder / "struck").read_text())
+        after_s = time.time() - float(struck.read_text())
         said = str(error).replace(f"{folder}/", "")
         return after_s, re.sub(r" \(traceback in .*\)$", "", said)
     return None, ""

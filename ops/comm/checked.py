@@ -191,7 +191,9 @@ class _Entered:
             if not (text := _waits_of(peer)):
                 continue
             group, number, ranks, where = json.loads(text)
-            if own in ranks and _entered_in(group) < number:
+            # It may have come since the last look, and wait in the next collective by now.
+            self.compare()
+            if place in self.missing and own in ranks and _entered_in(group) < number:
                 raise _other_collectives(
                     "collectives that wait for each other", {own: self.record.label, peer: where}
                 )

@@ -1,7 +1,10 @@
 """LANCET_CHECK=1, which all tests have: ranks whose collectives differ name them, and no process ends."""
 
+import json
 import time
+from dataclasses import asdict
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch.distributed.tensor import init_device_mesh
 
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.checked import MUTUAL_S
+from lancet_kernels.ops.comm import checked
+from lancet_kernels.ops.comm.checked import MUTUAL_S, Record, _Entered
 from lancet_kernels.ops.comm.groups import Groups, group_of
 from lancet_kernels.ops.comm.link_group import link_group_of
 from lancet_kernels.ops.comm.redistribute import start_shift
@@ -149,6 +153,19 @@ def two_groups_in_other_orders() -> float:
 
 def test_groups_have_orders_of_their_own(pool):
     assert pool.run(two_groups_in_other_orders) == [22.0, 22.0]
+
+
+def test_a_rank_that_has_come_since_the_last_look_does_not_wait_for_this_one(monkeypatch):
+    """Rank 0 entered collective 7 behind rank 1's look for it, ended it, and waits in 8 for rank 1."""
+    store = dist.HashStore()
+    order = SimpleNamespace(name="all", place=1, ranks=[0, 1], store=store)
+    record = Record(7, "all_gather", "", [8], [8])
+    entered = _Entered(order, "", record, {0})
+    store.set(entered.key(0), json.dumps(asdict(record)))
+    monkeypatch.setattr(checked, "_waits_of", lambda rank: json.dumps(["all", 8, [0, 1], "all_gather"]))
+    monkeypatch.setattr(checked, "_entered_in", lambda name: 7)
+    entered.refuse_waiting_for_each_other()
+    assert not entered.missing
 
 
 def every_collective() -> list[list[float]]:
