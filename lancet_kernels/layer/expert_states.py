@@ -258,7 +258,7 @@ def _with_shards(module: nn.Module, state_dict: State, prefix: str, _metadata: o
 def _put(state_dict: State, name: str, tensor: Tensor) -> None:
     """Shards refuse to be pickled (`torch.save`): the file would have one rank's part only."""
     state_dict[name] = tensor
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
         tensor.__reduce_ex__ = partial(_refuse_pickle, name)  # type: ignore[method-assign]
 
 

@@ -95,7 +95,7 @@ class Accumulation:
         self.sums = True
         self._by_key: dict[object, GradientSum] = {}
         self.parameters: set[Tensor] = set()
-        """Those of the step."""
+        """All parameters of the step."""
 
     @property
     def unsummed(self) -> bool:
