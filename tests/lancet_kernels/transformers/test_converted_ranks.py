@@ -133,7 +133,7 @@ def pickled(folder: str, is_sharded: bool) -> None:
     if is_sharded:
         fsdp(model)
     state, copied = model.state_dict(), copy.deepcopy(model.state_dict())
-    told = "model.layers.0.mlp.experts.gate_up_proj to pickle: got a state dict whose exp"
+    told = "model.layers.0.mlp.experts.gate_up_proj to pickle: got a state dict of which each rank has a part"
     for given in (state, copied):
         with refused(told, "torch.distributed.checkpoint", "save_safetensors", "export_state_dict"):
             torch.save(given, io.BytesIO())
