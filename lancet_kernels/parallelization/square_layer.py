@@ -196,9 +196,8 @@ class PartitionedLinear(ShardedModule):
         return mesh, (Shard(features), inputs, Replicate())
 
     def in_states(self, name: str, own: Tensor) -> Tensor:
-        return (
-            own if self._kinds == 1 else own.unflatten(self._feature_dimension(own.dim()), (self._kinds, -1))
-        )
+        features = self._feature_dimension(own.dim())
+        return own if self._kinds == 1 else own.unflatten(features, (self._kinds, -1))
 
     def gathered(self, name: str, shards: DTensor) -> Tensor:
         if self.partition.devices == 1:
@@ -213,11 +212,8 @@ class PartitionedLinear(ShardedModule):
     def part(self, name: str, whole: Tensor) -> Tensor:
         shape = torch.Size([self.out_features, self.in_features] if name == "weight" else [self.out_features])
         shape = shape[::-1] if self._is_transposed else shape
-        in_states = [*shape]
-        if self._kinds > 1:
-            dim = self._feature_dimension(len(shape))
-            in_states[dim : dim + 1] = self._kinds, shape[dim] // self._kinds
-        if [*whole.shape] not in ([*shape], in_states):
+        in_states = self.in_states(name, torch.empty(shape, device="meta")).shape
+        if whole.shape not in (shape, in_states):
             raise UserError(
                 f"{name} of {type(self).__name__}",
                 got=list(whole.shape),

@@ -53,8 +53,8 @@ def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Every rank gathers all experts, and PEFT's adapters of them, collective over the expert group; for a
     sharded model (`fsdp`, `parallelize`, `parallelize_linears`) all parameters, collective over all its
-    ranks. On one rank,
-    `model.save_pretrained(folder, state_dict=state)` writes a checkpoint that transformers loads.
+    ranks. On one rank, `model.save_pretrained(folder, state_dict=state)` writes a checkpoint that
+    transformers loads.
 
     Args: model: after `convert`; for any other one the whole `model.state_dict()`.
     Raises: CommunicationError, UserError for adapters that all experts of a rank share.
